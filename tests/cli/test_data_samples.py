@@ -9,10 +9,11 @@ from collections import Counter
 import pytest
 
 from halfstep.errors import DataError
+from halfstep.trainer.data.emotions import emotions
 from halfstep.trainer.data.instructions.config import InstructionsConfig
 from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.labelled import read_labelled
-from halfstep.trainer.data.samples import emotions, instructions
+from halfstep.trainer.data.samples import instructions
 
 NAMES = ("其他", "喜好", "悲伤", "厌恶", "愤怒", "高兴")
 

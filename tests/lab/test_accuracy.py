@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from halfstep.errors import DataError
 from lab.drawn import assert_drawn, made
 
 
@@ -14,8 +16,9 @@ def parity():
     return made("parity", steps=12, seeds=2)
 
 
-def test_fp16_and_bf16_are_close_to_fp32_with_the_same_seed(parity):
-    losses = parity.data["losses"]
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_fp16_and_bf16_are_close_to_fp32_with_the_same_seed(parity, kind):
+    losses = parity.data["losses"][kind]
     for name in ("bf16", "fp16"):
         for run, fp32 in zip(losses[name], losses["fp32"], strict=True):
             assert run != fp32  # it is another format
@@ -23,17 +26,43 @@ def test_fp16_and_bf16_are_close_to_fp32_with_the_same_seed(parity):
             assert run[-1] == pytest.approx(fp32[-1], abs=0.05)
     assert all(run[-1] < run[0] for run in losses["fp32"])
     assert losses["fp32"][0] != losses["fp32"][1]
+    assert losses["bf16"] != losses["fp16"]
+
+
+def test_a_file_of_ones_own_is_what_the_model_learns(tmp_path):
+    labelled, text = tmp_path / "posts.csv", tmp_path / "book.txt"
+    rows = [f"{'good' if i % 3 else 'bad'} film {i},{'yes' if i % 3 else 'no'}" for i in range(60)]
+    labelled.write_text("text,label\n" + "\n".join(rows))
+    text.write_bytes(b"abcd" * 4000)
+    usual, posts, book = (
+        made("parity", steps=10, seeds=1, **data).data["losses"]
+        for data in ({}, {"data": labelled}, {"data": text})
+    )
+    assert posts["gpt"] == usual["gpt"]
+    assert book["bert"] == usual["bert"]
+    assert posts["bert"]["fp32"][0][0] < math.log(2) + 0.3 < usual["bert"]["fp32"][0][0]
+    # After ten steps it has begun to learn that there are four bytes.
+    assert book["gpt"]["fp32"][0][-1] < usual["gpt"]["fp32"][0][-1] - 1
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(DataError, match="at least 10000"):
+        made("parity", data=tmp_path / "short.txt")
+    with pytest.raises(DataError, match="give a file of text"):
+        made("parity", data=tmp_path / "absent.txt")
 
 
 def test_the_sentence_on_parity_follows_the_numbers(parity):
     steps, losses = parity.data["steps"], {"fp32": [[2.0], [2.4]], "bf16": [[2.01], [2.4]]}
-    data = {**parity.data, "steps": steps[-1:], "losses": {**losses, "fp16": [[2.0], [2.38]]}}
+    near = {**losses, "fp16": [[2.0], [2.38]]}
+    data = {**parity.data, "steps": steps[-1:], "losses": {"gpt": near, "bert": near}}
     said = replace(parity, data=data).verdict("en")
-    assert "at most 0.0100 and fp16-mixed at most 0.0200" in said
+    assert "the GPT's loss by 0.0050 (bf16-mixed) and 0.0100 (fp16-mixed) on average" in said
+    assert "seeds are 0.2828 and 0.2828 apart" in said
     assert "the format matters less than the seed" in said
-    far = {**data, "losses": {**losses, "fp16": [[2.0], [3.0]]}}
-    assert "as large as that of the seeds" in replace(parity, data=far).verdict("en")
-    one = {name: runs[:1] for name, runs in data["losses"].items()}
+    far = {**losses, "fp16": [[2.0], [3.0]]}
+    for kinds, which in ((("bert",), "the BERT a"), (("gpt", "bert"), "the GPT and the BERT a")):
+        apart = {**data, "losses": {**data["losses"], **dict.fromkeys(kinds, far)}}
+        assert which in replace(parity, data=apart).verdict("en")
+    one = {k: {name: runs[:1] for name, runs in near.items()} for k in ("gpt", "bert")}
     assert "only several seeds" in replace(parity, data={**data, "losses": one}).verdict("en")
 
 
@@ -65,7 +94,9 @@ def test_the_sentence_on_recipes_follows_the_numbers(low_bit):
     assert "with block 0 in bf16 only 5.0% are left" in replace(low_bit, data=helped).verdict("en")
     not_so = {**helped, "errors": {**errors, "kept": {"one": 0.19, "mean": 0.05}}}
     not_so["blocks"] = [0.1, 0.3, 0.2]
-    assert "most of it comes from block 1" in replace(low_bit, data=not_so).verdict("en")
+    assert "block 1 is the one that makes the largest error" in replace(
+        low_bit, data=not_so
+    ).verdict("en")
 
 
 def test_low_bit_is_drawn_in_both_languages(low_bit, tmp_path, monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.lab.course import EXPERIMENTS
+from halfstep.lab.experiments.costs import speed as speed_experiment
 from lab.drawn import assert_drawn, made
 
 WIDTH, VOCABULARY, SEQUENCES, LENGTH, LAYERS = 32, 500, 4, 64, 4
@@ -106,6 +108,8 @@ def speed():
     [
         ((0.7, 0.9, 1.2, 1.9), True, "pays from width 256 on: it is 0.70 times"),
         ((1.1, 1.2, 1.5, 1.9), True, "pays at every width"),
+        ((1.1, 0.8, 0.9, 1.3), True, "pays at some of the widths, but not from one"),
+        ((0.8, 1.2, 0.9, 1.0), True, "0.80 times .* 1.20 times at best and 1.00 times"),
         ((0.7, 0.8, 0.9, 1.0), True, "does not pay at any width .* at best it is 1.00"),
         ((0.7, 0.8, 0.9, 1.0), False, "has no instructions for bf16, and bf16-mixed does not pay"),
     ],
@@ -121,6 +125,14 @@ def test_speed_is_a_ratio_of_steps_at_four_widths_and_five_batches(speed):
     assert [row["at"] for row in speed.data["sequences"]] == [1, 2, 4, 8, 16]
     for row in (*speed.data["widths"], *speed.data["sequences"]):
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
+
+
+def test_the_ratio_is_that_of_the_times(monkeypatch):
+    """By a clock in whose time a step of fp32 takes 3 s, and one of the policy 2 s."""
+    ticks = (sum((0, 3, 0, 2)[: number % 4 + 1]) + 5 * (number // 4) for number in count())
+    monkeypatch.setattr(speed_experiment.time, "perf_counter", lambda: next(ticks))
+    found = speed_experiment._pairs("bf16-mixed", 32, 1, 3)
+    assert found == {"ratio": 1.5, "low": 1.5, "high": 1.5}
 
 
 def test_speed_is_drawn_in_both_languages(speed, tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from typing import Any
 
 from halfstep.cli.commands import AlpacaSample, EmotionsSample
 from halfstep.errors import ConfigError
-from halfstep.trainer.data.samples import emotions, instructions
+from halfstep.trainer.data.emotions import emotions
+from halfstep.trainer.data.samples import instructions
 
 
 def run(arguments: AlpacaSample | EmotionsSample) -> int:

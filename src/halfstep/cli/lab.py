@@ -8,10 +8,10 @@ from pathlib import Path
 from halfstep.cli.commands import Lab
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
-from halfstep.lab.course import EXPERIMENTS
-from halfstep.lab.experiment import Experiment, Made, Say, make, read_settings
+from halfstep.lab.course import EXPERIMENTS, experiment
+from halfstep.lab.experiment import Made, Say, make, read_settings
 from halfstep.lab.figure import draw
-from halfstep.trainer.config.read import did_you_mean
+from halfstep.lab.notebook import notebook
 from halfstep.words import LANGUAGES, spoken
 
 
@@ -24,27 +24,32 @@ def run(arguments: Lab) -> int:
         return 0
     if arguments.experiment == "all" and given:
         raise ConfigError("halfstep lab all takes no settings; give them to one experiment")
-    for experiment in _chosen(arguments.experiment):
-        say = Say(experiment.name, language)
+    chosen = (
+        EXPERIMENTS.values()
+        if arguments.experiment == "all"
+        else [experiment(arguments.experiment)]
+    )
+    for each in chosen:
+        say = Say(each.name, language)
         print(f"{say('question')}\n", flush=True)
-        made = make(experiment, given)
-        _write(made, Path(arguments.out), language)
+        made, folder = make(each, given), Path(arguments.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(made, folder, language)
+        if arguments.notebook:
+            _write_notebook(made, folder, language)
     return 0
 
 
-def _chosen(name: str) -> list[Experiment]:
-    if name == "all":
-        return [*EXPERIMENTS.values()]
-    if name not in EXPERIMENTS:
-        hint = did_you_mean(name, EXPERIMENTS)
-        raise ConfigError(f"no experiment {name!r}{hint}; allowed: all, {', '.join(EXPERIMENTS)}")
-    return [EXPERIMENTS[name]]
+def _write_notebook(made: Made, folder: Path, language: str) -> None:
+    path = folder / f"{made.experiment.name}.ipynb"
+    text = json.dumps(notebook(made, language), indent=1, ensure_ascii=False, allow_nan=False)
+    write_whole(path, text + "\n")
+    print(f"\n{Say(made.experiment.name, language)('notebook', path=path)}")
 
 
 def _write(made: Made, folder: Path, language: str) -> None:
     """Write the numbers, and the figure in every language; print what follows, and what is next."""
     say = Say(made.experiment.name, language)
-    folder.mkdir(parents=True, exist_ok=True)
     name = made.experiment.name
     text = json.dumps(made.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     write_whole(folder / f"{name}.json", text + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from halfstep.errors import ConfigError
 from halfstep.lab.experiment import Experiment
 from halfstep.lab.experiments.accuracy import accumulation, low_bit, parity
 from halfstep.lab.experiments.costs import communication, memory, speed
@@ -15,10 +16,11 @@ from halfstep.lab.experiments.numbers import (
     small_updates,
     underflow,
 )
+from halfstep.trainer.config.read import did_you_mean
 
 EXPERIMENTS: Mapping[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
+    each.name: each
+    for each in (
         formats.EXPERIMENT,
         small_updates.EXPERIMENT,
         underflow.EXPERIMENT,
@@ -34,3 +36,15 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     )
 }
 """Name to experiment."""
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment of a name.
+
+    Raises:
+        ConfigError: If there is none, with the nearest name and all of them.
+    """
+    if name not in EXPERIMENTS:
+        hint = did_you_mean(name, EXPERIMENTS)
+        raise ConfigError(f"no experiment {name!r}{hint}; allowed: all, {', '.join(EXPERIMENTS)}")
+    return EXPERIMENTS[name]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from halfstep.errors import ConfigError
+from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name
 from halfstep.trainer.config.read import build, require_ranges
 from halfstep.words import Phrases, read_phrases
 
@@ -40,7 +44,7 @@ class Experiment:
     options: type[Any]
     """A frozen dataclass of at most three fields: the things to change, with their defaults."""
     measure: Callable[[Any], Data]
-    """The measurement: options to plain numbers, in under a minute on two cores."""
+    """The measurement: options to plain numbers, in about a minute on two cores."""
     draw: Callable[[Any, Data, Say], None]
     """Draws what was measured into a figure of matplotlib, without computing anything new."""
     verdict: Callable[[Data, Say], str]
@@ -83,8 +87,21 @@ class Made:
         return {
             "experiment": self.experiment.name,
             "options": asdict(self.options),
+            "machine": machine(),
             "data": self.data,
         }
+
+
+def machine() -> Data:
+    """Where an experiment is made, and how busy it is there: times and bytes depend on it."""
+    return {
+        "processor": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "bf16_instructions": cpu_has_bf16(),
+        "torch": torch.__version__,
+    }
 
 
 def make(experiment: Experiment, given: Mapping[str, str] | None = None) -> Made:

@@ -89,6 +89,12 @@ def note(
     axes.annotate(plain_lines(text), to, xytext=at, arrowprops=arrow, **how)
 
 
+def at_end(axes: Any, length: float, row: float, text: str, colour: str = INK) -> None:
+    """Write beside the end of a horizontal bar; a leading blank would be lost in SVG."""
+    how = {"xycoords": "data", "textcoords": "offset points", "va": "center", "color": colour}
+    axes.annotate(text, (length, row), (5, 0), fontsize=LETTERS - 1.5, **how)
+
+
 def plain_lines(text: str) -> str:
     """Text that matplotlib takes as it is, line by line."""
     return "\n".join(plain(line) for line in text.split("\n"))

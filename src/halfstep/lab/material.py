@@ -5,14 +5,16 @@ Shapes: B sequences, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from pydoc_data import topics
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.errors import DataError
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
@@ -20,17 +22,37 @@ from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 Batch = tuple[Tensor, Tensor]
 """Bytes, and the byte that follows each of them: both int64 of shape (B, T)."""
 BYTES = 256
+LEAST_BYTES = 10_000
+"""Of a file: its last tenth must hold many places where a sequence may begin."""
 
 
 @cache
-def text() -> Tensor:
-    """The help texts of Python's own manual, as bytes in int64; about half a million."""
-    return torch.tensor(list("\n".join(topics.topics.values()).encode()))
+def text(path: str = "") -> Tensor:
+    """The help texts of Python's own manual, or a file, as bytes in int64; the manual has 500,000.
+
+    Raises:
+        DataError: If the file cannot be read, or has too little text.
+    """
+    if not path:
+        return torch.tensor(list("\n".join(topics.topics.values()).encode()))
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; give a file of text") from error
+    if len(content) < LEAST_BYTES:
+        raise DataError(f"{path}: {len(content)} bytes of text; at least {LEAST_BYTES} are needed")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
 
 
-def batches(sequences: int, length: int, seed: int, *, held_out: bool = False) -> Iterator[Batch]:
-    """Sequences from random places, without end; the last tenth of the text is held out."""
-    source = text()
+def batches(
+    sequences: int, length: int, seed: int, *, held_out: bool = False, path: str = ""
+) -> Iterator[Batch]:
+    """Sequences from random places, without end; the last tenth of the text is held out.
+
+    Raises:
+        DataError: As :func:`text`.
+    """
+    source = text(path)
     cut = len(source) * 9 // 10
     source = source[cut:] if held_out else source[:cut]
     generator = torch.Generator().manual_seed(seed)
@@ -96,41 +118,13 @@ def train(
 
 
 @torch.no_grad()
-def validation(precision: Precision, model: nn.Module, length: int, sequences: int = 64) -> float:
+def validation(
+    precision: Precision, model: nn.Module, length: int, sequences: int = 64, path: str = ""
+) -> float:
     """The loss on the same sequences of the held-out text every time, in the policy's precision."""
+    batch = next(batches(sequences, length, seed=0, held_out=True, path=path))
     with precision.autocast():
-        return float(loss_of(model, next(batches(sequences, length, seed=0, held_out=True))))
-
-
-def validated(
-    policy: str,
-    model: GPT,
-    optimizer: Optimizer,
-    data: Iterator[Batch],
-    steps: Sequence[int],
-    length: int,
-    *,
-    warmup: int,
-) -> list[float]:
-    """Train as :func:`train` does, and return the validation loss after each of some steps.
-
-    Args:
-        policy: As there.
-        model: As there.
-        optimizer: As there.
-        data: As there.
-        steps: In rising order; the last one ends the training.
-        length: Of the sequences that it is validated on.
-        warmup: As there.
-    """
-    losses: list[float] = []
-
-    def look(step: int, precision: Precision) -> None:
-        if step in steps:
-            losses.append(validation(precision, model, length))
-
-    train(policy, model, optimizer, data, steps[-1], warmup=warmup, after=look)
-    return losses
+        return float(loss_of(model, batch))
 
 
 def running_sum(start: float, term: float, count: int, dtype: torch.dtype) -> list[float]:

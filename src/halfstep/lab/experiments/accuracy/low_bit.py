@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.lab import material
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, finish
+from halfstep.lab.figure import COLOURS, at_end, finish
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.read import AtLeast1, Count
@@ -84,8 +84,14 @@ def _trained(policy: str, steps: int) -> float:
     model = material.gpt(LAYERS, WIDTH, LENGTH)
     optimizer = AdamW(model.parameters(), lr=RATE)
     data = material.batches(8, LENGTH, seed=0)
-    (end,) = material.validated(policy, model, optimizer, data, [steps], LENGTH, warmup=20)
-    return end
+    ends: list[float] = []
+
+    def look(step: int, precision: Precision) -> None:
+        if step == steps:
+            ends.append(material.validation(precision, model, LENGTH))
+
+    material.train(policy, model, optimizer, data, steps, warmup=20, after=look)
+    return ends[0]
 
 
 def draw(figure: Any, data: Data, say: Say) -> None:
@@ -96,8 +102,8 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         one, mean = (100 * data["errors"][name][kind] for kind in ("one", "mean"))
         recipes.barh(row - 0.2, one, 0.38, color=COLOURS["fp16"])
         recipes.barh(row + 0.2, mean, 0.38, color=COLOURS["bf16"])
-        recipes.text(one, row - 0.2, f" {one:.1f}", va="center", color=COLOURS["fp16"])
-        recipes.text(mean, row + 0.2, f" {mean:.1f}", va="center", color=COLOURS["bf16"])
+        at_end(recipes, one, row - 0.2, f"{one:.1f}", COLOURS["fp16"])
+        at_end(recipes, mean, row + 0.2, f"{mean:.1f}", COLOURS["bf16"])
     labels = [say(f"recipe_{name}", block=data["kept_block"]) for name in names]
     recipes.set_yticks(range(len(names)), labels)
     recipes.invert_yaxis()
@@ -108,7 +114,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     errors = [100 * error for error in data["blocks"]]
     blocks.barh(range(len(errors)), errors, 0.6, color=COLOURS["e2m1"])
     for row, error in enumerate(errors):
-        blocks.text(error, row, f" {error:.1f}", va="center")
+        at_end(blocks, error, row, f"{error:.1f}")
     blocks.set_yticks(range(len(errors)), [say("block", number=b) for b in range(len(errors))])
     blocks.invert_yaxis()
     finish(blocks, say("error"), title=say("blocks"))

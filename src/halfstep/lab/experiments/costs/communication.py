@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from halfstep.errors import PeerError
 from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.experiments.costs import rank
-from halfstep.lab.figure import COLOURS, finish
+from halfstep.lab.figure import COLOURS, at_end, finish
 from halfstep.trainer.config.read import AtLeast1, Range
 
 Ranks = Annotated[int, Range("integers from 2 to 8", lambda x: 2 <= x <= 8)]
@@ -70,14 +70,14 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     for row, wire in enumerate(wires):
         size = data["sent"][wire] / 1e6
         above.barh(row, size, 0.6, color=COLOURS[wire])
-        above.text(size, row, f" {size:.2f} MB", va="center")
+        at_end(above, size, row, f"{size:.2f} MB")
     above.set_yticks(range(len(wires)), [f"reduce={wire}" for wire in wires])
     finish(above, say("sent"), title=say("sent_title", ranks=data["ranks"]))
     errors = {f"reduce={wire}": (data["error"][wire], COLOURS[wire]) for wire in wires[1:]}
     errors[say("noise")] = (data["noise"], "#999999")
     for row, (error, colour) in enumerate(errors.values()):
         below.barh(row, 100 * error, 0.6, color=colour)
-        below.text(100 * error, row, f" {100 * error:.3g}%", va="center")
+        at_end(below, 100 * error, row, f"{100 * error:.3g}%")
     below.set_yticks(range(len(errors)), [*errors])
     below.set_xscale("log")
     finish(below, say("error"), title=say("error_title"))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.diagnostics.memory.table import PARTS, size_text
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import finish
+from halfstep.lab.figure import LETTERS, finish
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
 from halfstep.report.figures import INK
@@ -100,10 +100,12 @@ def draw(figure: Any, data: Data, say: Say) -> None:
                 )
                 bottom += size
             if bottom - here > 0.035 * whole:
-                shown = say(part.replace(" ", "_"), size=size_text(bottom - here))
-                box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1}
+                shown = say(part.replace(" ", "_"), size=f"{(bottom - here) / 1e6:.3g}")
+                box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6}
                 middle = (here + bottom) / 2
-                axes.text(at, middle, shown, ha="center", va="center", fontsize=8, bbox=box)
+                axes.text(
+                    at, middle, shown, ha="center", va="center", fontsize=LETTERS - 2, bbox=box
+                )
         shown = say("total", size=size_text(bottom), share=bottom / whole)
         axes.text(at, bottom + 0.01 * whole, shown, ha="center", va="bottom", fontweight="bold")
     axes.axhline(whole / 2, color=INK, ls="--", lw=1.2)
@@ -113,7 +115,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([])
     axes.set_ylim(0, 1.16 * max(map(_total, data["bytes"].values())))
-    finish(axes, say("hatched"))
+    finish(axes, say("hatched"), say("axis"))
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
 

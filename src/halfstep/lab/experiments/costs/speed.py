@@ -129,13 +129,16 @@ def verdict(data: Data, say: Say) -> str:
         "sequences": data["sequences"][-1]["at"],
         "width": data["width"],
     }
-    pays = [row["at"] for row in rows if row["ratio"] >= PAYS]
-    if not pays:
-        best = max(row["ratio"] for row in rows)
-        kind = "verdict_never" if data["instructions"] else "verdict_without"
-        return say(kind, best=best, **values)
-    always = len(pays) == len(rows)
-    return say("verdict_always" if always else "verdict", pays=pays[0], **values)
+    pays = [row["ratio"] >= PAYS for row in rows]
+    values["best"] = max(row["ratio"] for row in rows)
+    if all(pays):
+        return say("verdict_always", **values)
+    if not any(pays):
+        return say("verdict_never" if data["instructions"] else "verdict_without", **values)
+    first = pays.index(True)
+    if not all(pays[first:]):
+        return say("verdict_some", **values)
+    return say("verdict", pays=rows[first]["at"], **values)
 
 
 EXPERIMENT = Experiment("speed", Options, measure, draw, verdict, size=(6.2, 6.8))

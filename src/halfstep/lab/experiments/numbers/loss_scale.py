@@ -91,14 +91,15 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     """A panel of losses for each batch size, and the dynamic scale of both."""
     count = len(data["batches"])
     *panels, trace = figure.subplots(count + 1, 1, height_ratios=[1.15] * count + [1.0])
-    steps = range(1, STEPS + 1)
+    last = len(data["fp32"][0])
+    steps = range(1, last + 1)
     everything = [loss for run in data["fp32"] for loss in _smooth(run)]
     bottom = min(everything)
     for axes, (tokens, batch) in zip(panels, data["batches"].items(), strict=True):
         for name, runs in batch["losses"].items():
             _draw_runs(axes, runs, color=LOOKS[name], lw=2.4)
         _draw_runs(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)))
-        axes.set(xlim=(1, STEPS * 1.01), ylim=(bottom - 0.15, max(everything) + 0.1))
+        axes.set(xlim=(1, last * 1.01), ylim=(bottom - 0.15, max(everything) + 0.1))
         title = say("batch", tokens=f"{int(tokens):,}", zeros=f"{batch['zeros']:.0%}")
         finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
         ends = {name: end(runs) for name, runs in batch["losses"].items()}
@@ -113,12 +114,12 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         at = [scales[step - 1] for step in batch["skipped"]]
         trace.plot(batch["skipped"], at, "x", color=COLOURS["fp16"], ms=9, mew=2.4)
         text = say("tokens", tokens=f"{int(tokens):,}")
-        note(trace, text, (STEPS, scales[-1] / 1.4), colour=colour, ha="right", va="top")
+        note(trace, text, (last, scales[-1] / 1.4), colour=colour, ha="right", va="top")
     trace.set_yscale("log", base=2)
     shown = [scale for batch in data["batches"].values() for scale in batch["scales"]]
     low, high = math.log2(min(shown)), math.log2(max(shown))
     trace.set_ylim(2 ** (low - 2), 2 ** (high + 3))
-    trace.set_xlim(1, STEPS * 1.01)
+    trace.set_xlim(1, last * 1.01)
     ticks = range(int(low), int(high) + 1, 2)
     trace.set_yticks([2.0**e for e in ticks], map(power, ticks))
     trace.minorticks_off()
@@ -126,7 +127,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
 
 
 def _draw_runs(axes: Any, runs: list[list[float]], **how: Any) -> None:
-    band(axes, range(1, STEPS + 1), [_smooth(run) for run in runs], pale=0.18, **how)
+    band(axes, range(1, len(runs[0]) + 1), [_smooth(run) for run in runs], pale=0.18, **how)
 
 
 def _smooth(losses: list[float], over: int = 5) -> list[float]:
@@ -138,7 +139,7 @@ def _smooth(losses: list[float], over: int = 5) -> list[float]:
 def _point(
     axes: Any, at: tuple[float, float], runs: list[list[float]], name: str, text: str
 ) -> None:
-    here = round((0.45 if name == "none" else 0.92) * STEPS)
+    here = round((0.45 if name == "none" else 0.92) * len(runs[0]))
     height = sum(_smooth(run)[here - 1] for run in runs) / len(runs)
     note(axes, text, at, (here, height), colour=LOOKS[name], textcoords="axes fraction")
 

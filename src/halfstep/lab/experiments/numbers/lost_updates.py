@@ -16,7 +16,7 @@ from halfstep.trainer.config.read import AtLeast1, Positive, Range
 
 POLICIES = ("fp32", "bf16-pure", "bf16-split", "bf16-kahan", "bf16-sr")
 LOOKS = {**COLOURS, "bf16-pure": COLOURS["bf16"]}
-SEQUENCES, LENGTH, VALIDATED, LOOKED_AT = 16, 64, 32, 6
+SEQUENCES, LENGTH, VALIDATED, LOOKED_AT = 8, 64, 32, 6
 
 
 @dataclass(frozen=True)

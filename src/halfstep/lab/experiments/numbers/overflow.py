@@ -135,7 +135,7 @@ def verdict(data: Data, say: Say) -> str:
     losses = data["losses"]
     exact = losses["fp32"]
     off = max(abs(a - b) for a, b in zip(losses["bf16"], exact, strict=True))
-    values = {"largest": f"{max(data['largest']):,.0f}", "off": f"{off:.3f}"}
+    values = {"largest": f"{max(data['largest']):,.0f}", "off": f"{off:.1g}"}
     failed = {scale: _first_none(losses[f"fp16 {scale}"]) for scale in LOSS_SCALES}
     if None in failed.values():
         return say("verdict_none", **values)

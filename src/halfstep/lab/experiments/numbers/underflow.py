@@ -156,10 +156,11 @@ def verdict(data: Data, say: Say) -> str:
         "at_small": f"{data['lost'][small][0]:.1%}",
         "at_large": f"{data['lost'][large][0]:.1%}",
     }
-    if enough is None:
-        return say("verdict_never", **values)
     ceiling = min(data["overflow"].values())
-    return say("verdict", enough=power(enough), ceiling=power(ceiling), **values)
+    values["ceiling"] = power(ceiling)
+    if enough is None or enough >= ceiling:
+        return say("verdict_never", **values)
+    return say("verdict", enough=power(enough), **values)
 
 
 EXPERIMENT = Experiment("underflow", Options, measure, draw, verdict, size=(6.4, 7.2))
