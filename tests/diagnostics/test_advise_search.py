@@ -227,7 +227,7 @@ class Lucky(Known):
 
 @pytest.mark.parametrize("beyond", [0.1, 0.2])
 def test_a_proved_choice_breaks_its_promise_in_one_search_of_20_at_most(beyond):
-    """16 choices hold on the first seeds, each of which is beyond at times; 43 and 51 of 400 before."""
+    """16 choices hold on the first seeds, each is beyond at times; 43 and 51 of 400 before."""
     errors = dict.fromkeys("abcdefghijklmno", 1.0) | {"p": 0.1}
     generator, wrong, searches = np.random.default_rng(0), 0, 400
     for _ in range(searches):
