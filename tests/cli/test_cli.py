@@ -29,7 +29,8 @@ def finished_run(corpus, tmp_path_factory):
     """A run as a user starts it, in a process of its own."""
     path = tmp_path_factory.mktemp("run") / "r"
     words = [*SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6, "--save-every", 6,
-             "--report-to", "tensorboard", "--output-dir", path]  # fmt: skip
+             "--precision", "bf16-mixed", "--report-to", "tensorboard",
+             "--output-dir", path]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "halfstep", "train", *map(str, words)],
         capture_output=True, text=True, timeout=120, check=False,

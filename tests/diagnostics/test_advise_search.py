@@ -7,8 +7,9 @@ import pytest
 from scipy import stats
 
 from halfstep.diagnostics.advise.choice import Chooser, rates_of
+from halfstep.diagnostics.advise.layers import policy_of
 from halfstep.diagnostics.advise.proof import _T95, Gap, OutOfTime, Trials, _uncertainty
-from halfstep.diagnostics.advise.search import Search
+from halfstep.diagnostics.advise.search import _PROVED, Search
 from halfstep.diagnostics.advise.sensitivity import Sensitivity
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import PRODUCTS
@@ -57,6 +58,10 @@ def kept(found):
     return {layer for (layer, _), form in found.chosen.items() if form == "bf16"}
 
 
+def lowered(found):
+    return {layer for (layer, _), form in found.chosen.items() if form != "bf16"}
+
+
 NAMES = "abcdefgh"
 HURT = {"b": 0.2, "e": 0.3, "f": 0.1}
 
@@ -81,12 +86,55 @@ def test_luck_on_the_seeds_that_chose_is_found_out_on_others():
     assert found.proved
     assert kept(found) == {"b", "e", "f"}
     assert (lucky, (3, 4, 5)) in found.trials.tried
-    # where luck began, nothing cheaper was known to hold: the search begins anew on those seeds
+    # where the safest fails as well, nothing is proved, and no other seeds are asked until one is
     found = search(HURT | {"a": 0.06}, errors | {"b": 2.0, "e": 2.0}, lucky=[lucky])
     found.run(math.inf, once=False)
+    assert not found.proved
+    assert [seeds for _, seeds in found.trials.tried].count((3, 4, 5)) == 1
+    assert {seeds for _, seeds in found.trials.tried} == {(0, 1, 2), (3, 4, 5)}
+
+
+def test_the_safest_is_proved_first_and_the_first_failure_ends_the_proof():
+    errors = dict.fromkeys(NAMES, 0.01) | {"a": 3.0, "h": 2.0, "b": 1.0, "e": 1.0, "f": 1.0}
+    found = search(HURT, errors)
+    found.run(math.inf, once=False)
+    proofs = [low for low, seeds in found.trials.tried if seeds == (3, 4, 5)]
+    assert 2 <= len(proofs) <= 3
+    error = [sum(errors[name] for name in low) for low in proofs]
+    assert error == sorted(error)
+    assert len(set(error)) == len(error)
+
+    cheapest = proofs[-1]
+    gap = found.trials.gap
+
+    def fails_anew(policy, seeds, limit):
+        seen = gap(policy, seeds, limit)
+        broken = found.trials.tried[-1] == (cheapest, (3, 4, 5))
+        return Gap(1.0, math.inf) if broken else seen
+
+    found = search(HURT, errors)
+    gap, found.trials.gap = found.trials.gap, fails_anew
+    found.run(math.inf, once=False)
     assert found.proved
-    assert kept(found) == {"a", "b", "e", "f"}
-    assert found.trials.tried[-1][1] == (6, 7, 8)
+    assert lowered(found) == proofs[-2]
+    assert found.trials.tried[-1] == (cheapest, (3, 4, 5))
+
+
+def test_what_is_proved_stays_so_when_the_time_ends():
+    errors = dict.fromkeys(NAMES, 0.01) | {"a": 3.0, "h": 2.0, "b": 1.0, "e": 1.0, "f": 1.0}
+    found = search(HURT, errors)
+    gap = found.trials.gap
+
+    def ends(policy, seeds, limit):
+        if [seeds for _, seeds in found.trials.tried].count((3, 4, 5)) == 1:
+            raise OutOfTime
+        return gap(policy, seeds, limit)
+
+    found.trials.gap = ends
+    assert "at 95 %" in found.run(math.inf, once=False)
+    assert found.proved
+    low, seeds = found.trials.tried[-1]
+    assert (lowered(found), (3, 4, 5)) == (low, seeds)
 
 
 def test_the_first_choice_that_holds_needs_no_other_seeds():
@@ -124,6 +172,72 @@ def test_without_time_exceptions_stay_and_without_any_it_is_unproved():
     assert not found.proved
     with pytest.raises(PrecisionError, match="lies under the noise floor of 3 seeds of 10 steps"):
         search(HURT, errors, tolerance=0.0001).run(math.inf, once=False)
+
+
+def passes(beyond, count):
+    """The chance that a choice passes whose next gap lies beyond the tolerance with a chance."""
+    ratio = stats.t.ppf(0.95, count - 1) * math.sqrt(1 + 1 / count)
+    within = stats.norm.ppf(1 - beyond)
+    root = math.sqrt(count)
+    return stats.nct.sf(ratio * root, count - 1, within * root)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_the_whole_search_is_wrong_in_one_of_20_at_most(count):
+    """The first choice, then three in a fixed order; four would be too many where seeds are two."""
+    beyond = np.linspace(0.001, 0.999, 999)
+    passing = passes(beyond, count)
+    assert np.all(np.diff(passing) < 1e-12)  # it falls, but for the last bits of fp64
+    # a prediction bound lies below the next gap in one of 20; the sum is off by its grid
+    assert np.trapezoid(passing, beyond) == pytest.approx(0.05, abs=0.002)
+    worst = np.zeros_like(beyond)  # of the steps still to come, by the largest chance so far
+    totals = []
+    for _ in range(_PROVED + 1):
+        more = [((beyond[i:] - b) * passing[i:] + worst[i:]).max() for i, b in enumerate(beyond)]
+        worst = np.array(more)
+        proof = worst[0] + beyond[0]
+        totals.append((passing * beyond + (1 - passing) * proof).max())
+    assert totals[_PROVED - 1] < 0.05
+    assert totals[_PROVED] > 0.05 or count > 2
+
+
+class Lucky(Known):
+    """Trials whose first seeds show what layer p costs alone; on others every gap scatters."""
+
+    def __init__(self, beyond, generator):
+        super().__init__({"p": 0.2}, floor=0.0)
+        self.generator, self.drawn = generator, {}
+        self.mean = TOLERANCE - 0.01 * stats.norm.ppf(1 - beyond)
+
+    def gap(self, policy, seeds, limit):
+        if tuple(seeds) == self.seeds:
+            return super().gap(policy, seeds, limit)
+        gaps = [self.one(policy, seed) for seed in seeds]
+        mean = float(np.mean(gaps))
+        bound = math.inf if max(gaps) > limit else max(mean + _uncertainty(gaps, mean), *gaps)
+        return Gap(mean, bound)
+
+    def one(self, policy, seed):
+        if "rules" not in policy:  # the reference
+            return 0.0
+        if (policy, seed) not in self.drawn:
+            self.drawn[policy, seed] = self.generator.normal(self.mean, 0.01)
+        return self.drawn[policy, seed]
+
+
+@pytest.mark.parametrize("beyond", [0.1, 0.2])
+def test_a_proved_choice_breaks_its_promise_in_one_search_of_20_at_most(beyond):
+    """16 choices hold on the first seeds, each is beyond at times; 43 and 51 of 400 before."""
+    errors = dict.fromkeys("abcdefghijklmno", 1.0) | {"p": 0.1}
+    generator, wrong, searches = np.random.default_rng(0), 0, 400
+    for _ in range(searches):
+        found = search({}, errors)
+        found.trials = trials = Lucky(beyond, generator)
+        found.run(math.inf, once=False)
+        next_gap = trials.one(policy_of(found.chosen, found.chooser.reference), 1000)
+        wrong += found.proved and next_gap > TOLERANCE
+    # binomial, with a deviation of 0.011 where the chance is 0.05; three of them
+    assert wrong / searches < 0.05 + 0.033
 
 
 def test_one_more_gap_stays_below_the_bound_in_19_of_20():

@@ -213,17 +213,140 @@ def test_close_gives_back_a_plain_model_and_a_new_recipe_may_follow():
     assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
 
 
-def test_a_model_saved_whole_and_a_copy_are_plain():
-    model, _ = made()
+def through_a_pickle(model):
     file = io.BytesIO()
     torch.save(model, file)
+    assert b"halfstep" not in file.getvalue()  # it loads where halfstep is not installed
     file.seek(0)
-    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
-        assert all(low_bit_of(module) is None for module in other.modules())
+    return torch.load(file, weights_only=False)
+
+
+def test_a_model_saved_whole_is_plain():
+    model, _ = made()
+    for saved in (model, copy.deepcopy(model)):
+        other = through_a_pickle(saved)
+        assert all(set(vars(module)) == set(vars(type(module)(1, 1))) for module in other.modules()
+                   if isinstance(module, nn.Linear))  # fmt: skip
         assert torch.equal(other[0].up.weight, model[0].up.weight)
         with pytest.raises(PrecisionError, match="has recipe none"):
             halfstep.autocast(POLICY, "cpu", other)
+        assert low_bit_of(saved[0].up) is not None
+
+
+RECIPES = ["fp8,simulate=yes", "mxfp8,simulate=yes", POLICY]
+STORED = "bf16-split,recipe=mxfp8,simulate=yes"
+
+
+def evaluated(model, context):
+    with torch.no_grad(), context:
+        return model(batch())
+
+
+@pytest.mark.parametrize("policy", RECIPES)
+def test_a_copy_multiplies_by_the_recipe_in_the_context_and_is_plain_outside(policy):
+    plain = nn.Sequential(Block(), Block())
+    model, precision = made(policy)
+    precision.step(model_loss(model, precision))
+    plain.load_state_dict(model.state_dict())
+    expected = evaluated(model, precision.autocast())
+    assert not torch.equal(expected, evaluated(plain, torch.autocast("cpu", torch.bfloat16)))
+    copied = copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for other in (copied, copy.deepcopy(copied), average, copy.deepcopy(average)):
+        assert torch.equal(evaluated(other, precision.autocast()).float(), expected)
+        assert torch.equal(evaluated(other, torch.no_grad()), evaluated(plain, torch.no_grad()))
+    assert torch.equal(evaluated(copied, halfstep.autocast(policy, "cpu", copied)), expected)
+    precision.close()
+    assert low_bit_of(copied[0].up) is not None  # it is its owner's
+    assert all(low_bit_of(module) is None for module in copy.deepcopy(model).modules())
+    with pytest.raises(PrecisionError, match="has recipe none"):
+        halfstep.autocast(policy, "cpu", model)
+
+
+def model_loss(model, precision):
+    with precision.autocast():
+        return model(batch()).float().square().mean()
+
+
+def test_a_copy_of_16_bit_weights_multiplies_by_the_recipe_too():
+    """Its weights are the fp32 masters, which round to the model's; what is no product is fp32."""
+    model, precision = made(STORED)
+    precision.step(model_loss(model, precision))
+    copied = copy.deepcopy(model)
+    assert copied[0].up.weight.dtype == torch.float32
+    x, seen = batch().to(torch.bfloat16), {}
+    for name, layer in (("model", model[0].up), ("copy", copied[0].up)):
+        with torch.no_grad(), precision.autocast():
+            seen[name] = layer(x.float() if name == "copy" else x)
+    assert seen["copy"].dtype == torch.float32
+    assert torch.equal(seen["copy"], seen["model"].float())
+    plain = copied[0].up.weight @ x.float().t()
+    assert not torch.equal(seen["copy"], (plain.t() + copied[0].up.bias))
+    assert torch.isfinite(evaluated(copied, precision.autocast())).all()
+    with torch.no_grad():
+        outside = copied[0].up(x.float())
+    assert torch.allclose(outside, plain.t() + copied[0].up.bias, atol=1e-5)  # fp32 sums
+
+
+def test_a_copy_follows_the_schedule_of_the_run():
+    """An average that is made at the beginning is evaluated when the recipe has changed."""
+    model = nn.Sequential(Block(), Block())
+    optimizer = halfstep.optim.AdamW(model.parameters(), lr=1e-3)
+    policy = "bf16-mixed,recipe=mxfp8,schedule=50%:bf16,simulate=yes"
+    precision = halfstep.Precision(policy, model, optimizer, steps=2)
+    copied, seen = copy.deepcopy(model), []
+    for _ in range(2):
+        copied.load_state_dict(model.state_dict())
+        seen.append(evaluated(copied, torch.autocast("cpu", torch.bfloat16)))
+        assert torch.equal(seen[-1], evaluated(model, precision.autocast()).to(seen[-1]))
+        precision.step(model_loss(model, precision))
+
+
+@pytest.mark.parametrize("policy", [POLICY, "fp8-delayed,simulate=yes"])
+def test_passes_of_a_copy_change_nothing_in_the_run(policy):
+    """Neither random bits nor amaxes: a copy may even be trained."""
+    found = []
+    for copies in (0, 1):
+        model, precision = made(policy)
+        for number in range(3):
+            loss = model_loss(model, precision)
+            for _ in range(copies):
+                other = copy.deepcopy(model)
+                with precision.autocast():
+                    (10 * other(batch(7))).float().square().mean().backward()
+                assert other[0].up.weight.grad.any(), number
+            precision.step(loss)
+        found.append([precision.state_dict(), model.state_dict()])
+    assert str(found[0]) == str(found[1])
+    assert all(torch.equal(a, b) for a, b in
+               zip(found[0][1].values(), found[1][1].values(), strict=True))  # fmt: skip
+
+
+def test_a_copy_may_get_a_precision_of_its_own():
+    model, precision = made("mxfp8,simulate=yes")
+    copied = copy.deepcopy(model)
+    _, other = made("bf16-mixed", model=copied)
+    assert all(low_bit_of(module) is None for module in copied.modules())
     assert low_bit_of(model[0].up) is not None
+    other.close()
+    copied = copy.deepcopy(model)
+    _, other = made("fp8,simulate=yes", model=copied)
+    assert str(low_bit_of(copied[0].up).recipe) == "fp8"
+    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
+    other.close()
+    precision.close()
+    assert low_bit_of(model[0].up) is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_a_copy_is_scripted_as_a_plain_model():
+    model, _precision = made("mxfp8,simulate=yes")
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        scripted = torch.jit.script(each[0].up)
+        assert torch.equal(scripted(batch()), nn.functional.linear(
+            batch(), model[0].up.weight, model[0].up.bias))  # fmt: skip
+        assert low_bit_of(each[0].up) is not None
 
 
 def test_evaluation_draws_nothing_and_is_the_same_in_every_mode():

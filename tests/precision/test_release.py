@@ -1,6 +1,7 @@
 """Gradients released during backward: the same bits as without, few gradients at once, refusals."""
 
 import copy
+import gc
 import math
 import sys
 import weakref
@@ -504,3 +505,68 @@ def test_meter_and_estimate_count_one_gradient():
         estimate(Net(), "fp16-mixed", None, release_gradients=True)
     with pytest.raises(PrecisionError, match="allowed: 1 and 1"):
         estimate(Net(), SPLIT, None, release_gradients=True, micro_batches=2)
+
+
+# What a step costs
+
+
+class Many(nn.Module):
+    """Many tiny parameters, in the order in which their gradients arrive or not."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(4) for _ in range(count)])
+
+    def forward(self):
+        return sum(weight.float().square().sum() for weight in self.weights)
+
+
+def calls_of_a_step(policy, count, optimizers, metered):
+    """How many functions the third step calls, of Python and of C alike."""
+    gc.collect()  # each Precision that another test has left looks at every step
+    model = Many(count)
+    parameters = [*model.parameters()]
+    made = [AdamW(parameters[at::optimizers], lr=0.01) for at in range(optimizers)]
+    precision = Precision(policy, model, made, release_gradients=True)
+    meter = LostUpdateMeter(precision, every=1) if metered else None
+    called = 0
+
+    def count_calls(_, event, __):
+        nonlocal called
+        called += event in ("call", "c_call")
+
+    gc.disable()  # it would call what it finds to free
+    try:
+        for _ in range(3):
+            called = 0
+            with precision.autocast():
+                loss = model()
+            sys.setprofile(count_calls)
+            precision.step(loss)
+            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    if meter is not None:
+        meter.close()
+    precision.close()
+    return called
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizers", "metered"),
+    [
+        *(("bf16-split", 1, False), ("bf16-split", 2, False), ("bf16-master", 1, False)),
+        *(("bf16-master", 2, False), (SPLIT, 1, True), ("bf16-split", 1, True)),
+    ],
+)
+def test_the_cost_of_a_step_grows_with_the_parameters_not_with_their_square(
+    policy, optimizers, metered
+):
+    """Twice the difference of parameters makes twice the difference of calls: 2.6 to 3.6 before."""
+    few, more, most = (
+        calls_of_a_step(policy, count, optimizers, metered) for count in (40, 80, 160)
+    )
+    # a hundredth for what is called by the way, as where a dict of torch grows
+    assert (most - more) / (more - few) == pytest.approx(2, rel=0.01)

@@ -44,6 +44,7 @@ from halfstep.optim.storage.state import (
     zero_moment,
 )
 from halfstep.optim.storage.weights import write_master_
+from halfstep.precision.masters.places import Places
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
@@ -107,6 +108,7 @@ class LowPrecisionOptimizer(Optimizer):
             )
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
+        self.places = Places()
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,7 +124,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels, self._kept = {}, {}
+        self._kernels, self._kept, self.places = {}, {}, Places()
         # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
         defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
@@ -179,11 +181,8 @@ class LowPrecisionOptimizer(Optimizer):
                 another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
-        given = set(map(id, gradients))  # torch computes a tensor's hash in Python
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in given:
-                    check_gradient(parameter, gradients[parameter])
+        for _, parameter in self.places.of(self.param_groups, gradients):
+            check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
     def step(
@@ -219,7 +218,7 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for group, plan, members in self._plans(gradients, factor):
+        for group, plan, members in self._plans(gradients, factor, part):
             self._run(group, plan, members)
             for parameter, task in members:
                 if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
@@ -258,20 +257,22 @@ class LowPrecisionOptimizer(Optimizer):
         return self._kernels[key]
 
     def _plans(
-        self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
+        self,
+        gradients: Mapping[nn.Parameter, Tensor] | None,
+        multiplier: float,
+        part: int | None,
     ) -> list[tuple[dict[str, Any], Plan, Members]]:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
+        places = self.places.of(self.param_groups, gradients, part)
+        gradients = {parameter: gradients[parameter] for _, parameter in places}
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
         counted: list[Tensor] = []
-        given = set(map(id, gradients))
-        for stream, (number, group, parameter) in enumerate(self._members()):
-            if id(parameter) not in given:
-                continue
-            gradient = gradients[parameter]
+        for (stream, number, _), parameter in places:
+            group, gradient = self.param_groups[number], gradients[parameter]
             kept = self._task_of(stream, group, parameter, gradient)
             step, update, moments = int(kept.number) + 1, kept.update, kept.moments
             kept.number[...] = step
@@ -450,9 +451,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
-        for stream, (_, group, candidate) in enumerate(self._members()):
-            if candidate is parameter:
-                return group, stream
+        for place, _ in self.places.of(self.param_groups, [parameter]):
+            return self.param_groups[place.group], place.stream
         raise PrecisionError("the parameter does not belong to this optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from halfstep.diagnostics.lost_updates.sampling import (
     is_own,
     local,
     sampled_state,
+    stepped,
 )
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.directed import DirectedOptimizer
@@ -231,20 +232,17 @@ class ExactMoments:
         That is so at the first step, and after a state was loaded or parameters were changed: the
         step counter is another tensor then. Of a step made in parts only the part's counts.
         """
-        part = None if kwargs.get("part") is None else kwargs["gradients"]
-        for number, group in enumerate(optimizer.param_groups):
+        for number, members in enumerate(stepped(optimizer, kwargs)):
+            group = optimizer.param_groups[number]
             if not _is_coarse(optimizer, group):
                 continue
-            for j, parameter in enumerate(group["params"]):
-                if part is not None and parameter not in part:
-                    continue
+            for j, parameter in members:
                 state, place = optimizer.state.get(parameter, {}), (number, j)
                 step = state.get("step")
                 index = self._index.get(place)
                 follows = index is not None and index.device == parameter.device
                 if not follows or step is not self._steps[place]:
-                    total = sum(local(p).numel() for p in group["params"])
-                    index = self._choose(place, local(parameter.detach()), total)
+                    index = self._choose(place, local(parameter.detach()), group["params"])
                     sampled = sampled_state(state, parameter, index)
                     stored = _moment("exp_avg_sq", sampled, signed=False)
                     zeros = torch.zeros(index.shape, device=index.device)
@@ -260,10 +258,11 @@ class ExactMoments:
         multiplier = kwargs.get("multiplier", 1.0)
         if isinstance(multiplier, DeviceStep):
             found, multiplier = multiplier.found, multiplier.multiplier
-        for number, group in enumerate(optimizer.param_groups):
+        for number, tensors in enumerate(stepped(optimizer, kwargs)):
+            group = optimizer.param_groups[number]
             # Only the gathering is per tensor, the rest per group and dtype: this runs every step.
             gathered: dict[torch.dtype, list[tuple[_Place, Tensor]]] = {}
-            for j, parameter in enumerate(group["params"]):
+            for j, parameter in tensors:
                 index = self._index.get((number, j))
                 gradient = parameter.grad if given is None else given.get(parameter)
                 if index is not None and gradient is not None:

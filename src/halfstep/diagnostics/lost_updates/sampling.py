@@ -97,18 +97,22 @@ class Chooser:
         self._samples = samples
         self._seed = seed
         self._chosen: dict[tuple[int, int, int, torch.device], Tensor] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}  # by group: its tensors and their elements
 
-    def __call__(self, place: tuple[int, int], tensor: Tensor, total: int) -> Tensor:
+    def __call__(self, place: tuple[int, int], tensor: Tensor, group: Sequence[Tensor]) -> Tensor:
         """Element indices, int64 in ascending order, on the tensor's device.
 
-        ``place`` is the index of the group and of the tensor in it; ``total`` is the number of the
-        group's elements.
+        ``place`` is the index of the group and of the tensor in it; ``group`` are its tensors.
         """
         size = tensor.numel()
         key = (*place, size, tensor.device)
         known = self._chosen.get(key)
         if known is not None:
             return known
+        tensors, total = self._sizes.get(place[0], (0, 0))
+        if tensors != len(group):
+            total = sum(local(each).numel() for each in group)
+            self._sizes[place[0]] = len(group), total
         count = min(size, max(_FEW, round(self._samples * size / total)))
         generator = torch.Generator().manual_seed(random_key(self._seed, *place))
         if size <= 4 * count:
@@ -122,6 +126,17 @@ class Chooser:
 def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
     """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
     return isinstance(optimizer, LowPrecisionOptimizer)
+
+
+def stepped(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> list[list[tuple[int, Tensor]]]:
+    """By group, the tensors that a step or a part of one may update, with their indices in it."""
+    groups, part = optimizer.param_groups, kwargs.get("part")
+    if part is None or not is_own(optimizer):
+        return [[*enumerate(group["params"])] for group in groups]
+    found: list[list[tuple[int, Tensor]]] = [[] for _ in groups]
+    for place, tensor in optimizer.places.of(groups, kwargs["gradients"], part):
+        found[place.group].append((place.at, tensor))
+    return found
 
 
 def before_step(
@@ -152,12 +167,13 @@ def before_step(
         _copy(found),
         late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
     )
-    for i, group in enumerate(optimizer.param_groups):
+    for i, (group, members) in enumerate(
+        zip(optimizer.param_groups, stepped(optimizer, kwargs), strict=True)
+    ):
         options = {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
         step.groups.append(GroupSample(options))
-        total = sum(local(p).numel() for p in group["params"])
         own_names = group.get("param_names")
-        for j, parameter in enumerate(group["params"]):
+        for j, parameter in members:
             gradient = parameter.grad if given is None else given.get(parameter)
             tensor = local(parameter.detach())
             if not tensor.numel() or (gradient is None and not step.late):
@@ -165,7 +181,7 @@ def before_step(
             if gradient is not None and gradient.is_sparse:
                 step.groups[i].sparse += 1
                 continue
-            index = choose((i, j), tensor, total)
+            index = choose((i, j), tensor, group["params"])
             name = own_names[j] if own_names else f"tensor {j} of shape {tuple(parameter.shape)}"
             update = group["update"] if own and tensor.dtype == torch.bfloat16 else None
             state = optimizer.state.get(parameter, {})

@@ -21,6 +21,11 @@ class Region:
         self.module = module
         self.replaced = module.__dict__.get("forward")
 
+    def of_copy(self, module: nn.Module) -> Region | None:
+        """What replaces the forward of a copy of the module; None: the copy runs its own."""
+        inner = self.replaced
+        return inner.of_copy(module) if isinstance(inner, Region) else None
+
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, whose signature ``inspect`` shows."""

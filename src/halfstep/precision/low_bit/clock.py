@@ -51,6 +51,29 @@ class Clock:
         return drawn + (self.rank << 16), self.step, stream
 
 
+class CopiedClock(Clock):
+    """The clock of a copy of a model: the run's step and scales, of which a copy changes nothing.
+
+    Args:
+        run: The clock of the model that was copied.
+    """
+
+    def __init__(self, run: Clock) -> None:
+        self.run: Clock = run.run if isinstance(run, CopiedClock) else run
+        self.rank = self.run.rank
+        self.history = None if self.run.history is None else self.run.history.for_copy()
+        self._drawn, self._drawn_at = {}, 0
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """What a layer's recipe is at the run's step."""
+        return self.run.recipe(recipe)
+
+    def draw(self, stream: int) -> tuple[int, int, int]:
+        """The random bits of the run's step, counted apart from the run's own."""
+        self.step = self.run.step
+        return super().draw(stream)
+
+
 def make_clock(policy: PrecisionPolicy, steps: int | None) -> Clock:
     """The clock of a training run.
 

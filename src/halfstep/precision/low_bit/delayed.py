@@ -62,6 +62,10 @@ class AmaxHistory:
         self._limits: dict[str, Tensor] = {}
         self._seen: list[tuple[str, _Seen]] = []  # in this step's backward passes
 
+    def for_copy(self) -> AmaxHistory:
+        """The same amaxes for a copy of the model, whose backward passes leave no trace in them."""
+        return _CopiedHistory(self)
+
     def track(self, layer: str) -> None:
         """Expect a layer's operands; every rank does so for the same layers in the same order."""
         self._kept.update({f"{layer} {operand}": deque() for operand in _OPERANDS})
@@ -133,6 +137,18 @@ class AmaxHistory:
         self._kept = {operand: deque(amaxes.get(operand, ())) for operand in self._kept}
         self._limits.clear()
         self.drop()
+
+
+class _CopiedHistory(AmaxHistory):
+    def __init__(self, run: AmaxHistory) -> None:
+        super().__init__(run.length)
+        self._run = run
+
+    def limit(self, operand: str, device: torch.device) -> Tensor | None:
+        return self._run.limit(operand, device)
+
+    def saw(self, operand: str, seen: _Seen) -> None:
+        pass
 
 
 class Call:

@@ -15,6 +15,7 @@ Shapes: N tokens, K input features, O output features.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from typing import Any
 
@@ -28,8 +29,9 @@ from torch.distributed.tensor import DTensor
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32
 from halfstep.kernels.blocks import has_products, product_by_blocks, scaled_
+from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
-from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.clock import Clock, CopiedClock
 from halfstep.precision.low_bit.delayed import Call
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
@@ -50,19 +52,26 @@ class LowBitLinear(Region):
 
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
-        self.recipe, self.clock = placement.recipe, clock
+        self.placement, self.recipe, self.clock = placement, placement.recipe, clock
         self.name, self.key = placement.name, plain_name(placement.name)
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
-        if clock.history:
+        self.copied = isinstance(clock, CopiedClock)
+        if clock.history and not self.copied:
             clock.history.track(self.key)
+
+    def of_copy(self, module: nn.Module) -> LowBitLinear:
+        """The same recipe for a copy of the layer, at the step that the run is at then."""
+        placement = dataclasses.replace(self.placement, module=module)
+        return LowBitLinear(placement, CopiedClock(self.clock))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
         recipe = self.clock.recipe(self.recipe)
-        low = weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
+        wide = self.copied and _is_inside_stored_recipe()
+        low = wide or weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
         if not (low and recipe):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
@@ -79,7 +88,8 @@ class LowBitLinear(Region):
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
-        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+        y = y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+        return y.to(x.dtype) if wide else y
 
     def _check(self, x: Tensor, recipe: Recipe) -> None:
         """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
@@ -89,6 +99,16 @@ class LowBitLinear(Region):
                 f"input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 and fp16. "
                 "Convert it with x.float(), if that is meant"
             )
+
+
+def _is_inside_stored_recipe() -> bool:
+    """Whether this is the context of a policy with a recipe and 16-bit weights.
+
+    A copy of its model has fp32 weights, and neither they nor torch's autocast tell of the recipe.
+    """
+    active = active_autocast()
+    policy = None if active is None else active.policy
+    return policy is not None and policy.param_dtype == _LOW and bool(policy.recipes())
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,8 +19,8 @@ What a user sees between steps is always valid:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -41,6 +41,7 @@ from halfstep.precision.masters.local_part import (
     local_part,
     place_like,
 )
+from halfstep.precision.masters.places import Exchange
 from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
     Gradients,
@@ -148,6 +149,7 @@ class MasterWeights:
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
         self._installed = False
+        self._exchange = Exchange(optimizers)
         self.handles: list[RemovableHandle] = []
         """Optimizer hooks, to be removed together with this object."""
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
@@ -406,18 +408,29 @@ class MasterWeights:
         Optimizers that take parts of a step get the number of the step that this is a ``part`` of.
         """
         hooks = self._hooks
-        with self.installed():
+        with self._installed_for(gradients, part):
             if isinstance(factor, float):
                 self.hand_over(self._looking, gradients, factor)
             with nullcontext() if hooks is None else hooks.stepping(self, gradients):
                 self._step(gradients, factor, {} if part is None else {"part": part})
         self.push_(gradients)
 
+    def _installed_for(
+        self, gradients: Gradients, part: int | None
+    ) -> AbstractContextManager[None]:
+        """The context of a step: all targets, or those alone that a part of a step updates."""
+        if part is None or not gradients:
+            return self.installed()
+        targets: dict[Tensor, nn.Parameter] = {
+            self._to_parameter[t]: t for t in gradients if t in self._to_parameter
+        }
+        return self._exchange.installed(targets, part) if targets else nullcontext()
+
     def _step(
         self, gradients: Gradients, factor: float | StepsOnDevice, part: dict[str, int]
     ) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
-        if len(self._optimizers) > 1:  # a single one checks for itself
+        if len(self._optimizers) > 1 and not part:  # a single one that steps checks for itself
             for keeper in self._own:
                 keeper.check_step(gradients)
         for optimizer in self._optimizers:
@@ -456,11 +469,11 @@ class MasterWeights:
     @torch.no_grad()
     def push_(self, targets: Mapping[nn.Parameter, Any] | None = None) -> None:
         """Round these masters, or all, to nearest into their weights."""
-        copies = [
-            weight
-            for weight in self._weights.values()
-            if weight.copied and (targets is None or weight.target in targets)
-        ]
+        weights: Collection[Weight] = self._weights.values()
+        if targets is not None:
+            found = (self._weights.get(self.parameter_of(target)) for target in targets)
+            weights = [weight for weight in found if weight is not None]
+        copies = [weight for weight in weights if weight.copied]
         if copies:
             torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
 

@@ -164,6 +164,8 @@ class GradientRelease:
         self._loss, self._rates = loss.detach().float().reshape(()), self._lrs()
         self._step += 1
         self._waiting = {weight.parameter: weight for weight in self._masters.trained()}
+        with self._door.open():  # tells optimizers that parts of a step begin
+            self._masters.update_({}, 1.0, part=self._step)
         handles = [
             parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
             for parameter in self._waiting
