@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,7 +33,18 @@ def test_fp16_fails_above_its_limit_whatever_the_loss_scale(tmp_path, monkeypatc
     one = made("overflow", layers=1, steps=2, powers=20)
     require_claims(one.data)
     assert "halfstep names the first cause" in one.verdict("en")
+    assert "with a loss scale of 65536 as with none" in one.verdict("en")
     assert_drawn(one, tmp_path, monkeypatch)
+
+
+def test_scales_that_fail_at_different_sizes_are_told_apart():
+    one = made("overflow", layers=1, steps=2, powers=20)
+    losses = {name: list(found) for name, found in one.data["losses"].items()}
+    last = next(step for step, loss in enumerate(losses["fp16 1"]) if loss is None)
+    losses["fp16 1"][last] = losses["fp32"][last]
+    other = replace(one, data=one.data | {"losses": losses})
+    sizes = [f"{one.data['largest'][step]:,.0f}" for step in (last + 1, last)]
+    assert f"{sizes[0]} on with a loss scale of 1, and of {sizes[1]} with" in other.verdict("en")
 
 
 def test_without_an_overflow_the_sentence_says_so(tmp_path, monkeypatch):

@@ -142,7 +142,8 @@ def verdict(data: Data, say: Say) -> str:
     first = [f"{data['largest'][step]:,.0f}" for step in failed.values() if step is not None]
     cause = data["cause"]
     where = f"{cause['operation']}, {cause['module']}" if cause else "?"
-    return say("verdict", one=first[0], two=first[1], where=where, **values)
+    told = "verdict" if first[0] != first[1] else "verdict_same"
+    return say(told, one=first[0], two=first[1], where=where, **values)
 
 
 def _first_none(losses: list[float | None]) -> int | None:
