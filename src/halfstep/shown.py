@@ -6,6 +6,7 @@ A string of several lines would stand there as one, with ``\n`` in it.
 from __future__ import annotations
 
 import html
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Self
@@ -26,6 +27,35 @@ class Text(str):
 
     def _repr_html_(self) -> str:
         return as_html(self, self.figure)
+
+
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes: a Chinese sign takes two.
+
+    **Source:** Unicode Standard Annex 11, East Asian Width: W and F are wide; what combines with the
+    sign before it takes none.
+    """
+    return sum(
+        0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
+        for sign in text
+    )
+
+
+def filled(text: str, width: int, *, right: bool = False) -> str:
+    """Text with blanks up to a width, as a terminal counts it; in front of it if ``right``."""
+    blanks = " " * (width - width_of(text))
+    return blanks + text if right else text + blanks
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines of columns, of which the last one is flush right."""
+    widths = [max(map(width_of, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [*map(filled, row[:-1], widths[:-1]), filled(row[-1], widths[-1], right=True)]
+        )
+        for row in rows
+    )
 
 
 def as_html(text: str, figure: str = "") -> str:

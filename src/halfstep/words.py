@@ -3,18 +3,21 @@
 A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, then the phrase in
 every language. A phrase may have names in braces, which values take the place of. ``Told`` reads
 them in the language that a command speaks; the library itself speaks English.
+
+What also goes into files, JSON or a program is :class:`Said`: a string in English, which a command
+tells in its own language.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import resources
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from halfstep.errors import ConfigError
 
@@ -40,6 +43,48 @@ def speaking(language: str) -> Iterator[None]:
         _SPOKEN.reset(token)
 
 
+class Said(str):
+    """A text in English, as files and programs take it, that can be told in each language.
+
+    Args:
+        texts: Language to text.
+
+    Example:
+        >>> text = Said({"en": "a CPU", "zh": "CPU 上"})
+        >>> with speaking("zh"):
+        ...     print(text, in_language(text))
+        a CPU CPU 上
+    """
+
+    texts: Mapping[str, str]
+
+    def __new__(cls, texts: Mapping[str, str]) -> Self:
+        """Make a string of the English text."""
+        made = super().__new__(cls, texts["en"])
+        made.texts = texts
+        return made
+
+    def __getnewargs__(self) -> tuple[Any]:
+        """What a copy, in this process or another one, is made of."""
+        return (dict(self.texts),)
+
+
+def said(make: Callable[[], str]) -> Said:
+    """What a function says, in each language."""
+    texts = {}
+    for language in LANGUAGES:
+        with speaking(language):
+            texts[language] = make()
+    return Said(texts)
+
+
+def in_language(value: object) -> str:
+    """A text or an error's message in the language spoken; one that was not said so, as it is."""
+    if isinstance(value, BaseException) and len(value.args) == 1:
+        value = value.args[0]
+    return value.texts[spoken()] if isinstance(value, Said) else str(value)
+
+
 class Told:
     """The phrases of one package, in the language spoken: ``told("resumed", step=100)``."""
 
@@ -48,7 +93,15 @@ class Told:
 
     def __call__(self, name: str, /, **values: Any) -> str:
         """A phrase, with values put in."""
+        values = {
+            key: in_language(value) if isinstance(value, Said | BaseException) else value
+            for key, value in values.items()
+        }
         return read_phrases(self._package)[name][spoken()].format(**values)
+
+    def said(self, name: str, /, **values: Any) -> Said:
+        """A phrase in each language, with values put in."""
+        return said(lambda: self(name, **values))
 
 
 @cache

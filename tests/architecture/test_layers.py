@@ -20,13 +20,13 @@ ALLOWED = {
     "torch_version": {"errors"},
     "words": {"errors"},
     "kernels": {"errors", "formats"},
-    "precision": {"errors", "formats", "kernels", "shown"},
+    "precision": {"errors", "formats", "kernels", "shown", "words"},
     "precision.policy": {
         *("errors", "formats", "precision.border", "precision.scaling"),
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
     "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown"},
+    "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown", "words"},
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "files", "formats", "diagnostics", "shown", "words"},

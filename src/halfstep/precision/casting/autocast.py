@@ -28,6 +28,8 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.words import told
+from halfstep.words import Said, in_language, said
 
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
@@ -43,13 +45,19 @@ class Support:
         status: ``"native"``: the device has instructions for it. ``"simulated"``: halfstep runs
             16-bit products through fp32 kernels with 16-bit rounding, which gives the format's
             results and memory use but not its speed. ``"refused"``: it cannot run.
-        reason: One sentence for the user.
+        reason: One sentence for the user, in English; a command tells it in its own language.
         nearest: For ``"refused"``, the policy to ask for instead.
     """
 
     status: Status
     reason: str
     nearest: str = ""
+
+    @property
+    def how(self) -> Said:
+        """Status and reason in a line."""
+        status = told.said(f"status {self.status}")
+        return told.said("how", status=status, reason=self.reason)
 
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
@@ -72,11 +80,13 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        return Support("native", f"{', '.join(names)} products; {found.reason}")
+        listed = ", ".join(names)
+        return Support("native", told.said("low_native", names=listed, reason=found.reason))
     if policy.simulate:
-        how = f"operands are rounded to {', '.join(lacking)} exactly, and multiplied as bf16"
-        return Support("simulated", f"{how}; {found.reason}")
-    reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
+        named = {"names": ", ".join(lacking), "reason": found.reason}
+        return Support("simulated", told.said("low_simulated", **named))
+    why = said(lambda: told("semicolon").join(map(in_language, lacking.values())))
+    reason = told.said("low_refused", why=why)
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
@@ -85,49 +95,45 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
-            return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
+            return Support("refused", told.said("cpu_no_tf32"), "fp32")
         name = dtype_name(compute)
         if _is_simulated(policy, device):
-            how = f"{name} products run through fp32 kernels with {name} rounding"
-            return Support("simulated", how)
-        return Support("native", f"{name} matrix kernels of this CPU")
+            return Support("simulated", told.said("simulated", form=name))
+        return Support("native", told.said("cpu_kernels", form=name))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
+            return Support("refused", told.said("no_cuda"), _nearest_on_cpu(policy))
         has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
         here, needed = "{}.{}".format(*has), first_capability(what)
         if has < needed:
             fp16 = what == "bf16" and has >= first_capability("fp16")
-            return Support(
-                "refused",
-                f"compute capability {here} has no {what} tensor cores "
-                f"({needed[0]}.{needed[1]} has)",
-                "fp16-mixed" if fp16 else "fp32",
-            )
-        return Support("native", f"{what} on compute capability {here}")
+            since = "{}.{}".format(*needed)
+            reason = told.said("no_tensor_cores", here=here, form=what, since=since)
+            return Support("refused", reason, "fp16-mixed" if fp16 else "fp32")
+        return Support("native", told.said("cuda", form=what, here=here))
     if device.type == "mps" and torch.backends.mps.is_available():
         return _on_a_mac(policy, device)
-    reason = f"device {device.type!r} is not supported yet"
+    reason = told.said("no_such_device", device=device.type)
     if device.type == "mps":
-        reason = "torch sees no GPU of a Mac (mps)"
+        reason = told.said("no_mac_gpu")
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
 def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
     if policy.tf32:
-        return Support("refused", "a Mac's GPU has no tf32", "fp32")
+        return Support("refused", told.said("mac_no_tf32"), "fp32")
     wrong = failed_probe(device, policy.compute_dtype)
     if not wrong and policy.casts_per_op:
         wrong = failed_lists(device, policy.compute_dtype)
     name = dtype_name(policy.compute_dtype)
     if not wrong:
-        return Support("native", f"a live probe of this Mac's GPU found {name} right")
+        return Support("native", told.said("mac_right", form=name))
     on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
     return Support(
         "refused",
-        f"a live probe of this Mac's GPU found {name} wrong ({wrong})",
+        told.said("mac_wrong", form=name, wrong=wrong),
         "fp32" if on_fp32 else _nearest_on_cpu(policy),
     )
 
@@ -135,16 +141,16 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return f"{'fp32' if policy.tf32 else policy} on --device cpu"
+    return told.said("on_cpu", policy="fp32" if policy.tf32 else str(policy))
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How the device runs the policy; if it cannot, an error names the nearest policy that can."""
     found = support(policy, device)
     if found.status == "refused":
+        named = {"policy": str(policy), "device": str(device)}
         raise PrecisionError(
-            f"precision {policy} cannot be honoured on {device}: {found.reason}; the nearest that "
-            f"can is {found.nearest}"
+            told.said("cannot", **named, reason=found.reason, nearest=found.nearest)
         )
     return found
 

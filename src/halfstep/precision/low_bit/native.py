@@ -18,6 +18,7 @@ from torch import Tensor
 from halfstep.formats.blocks import BLOCK_FORMATS, BlockFormat, Quantized
 from halfstep.formats.floats import E2M1, FP32
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
+from halfstep.precision.words import told
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 _RECIPES = {
@@ -41,16 +42,19 @@ def why_not_native(name: str, device: torch.device) -> str:
     """
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        what = {"cpu": "a CPU", "mps": "a Mac's GPU"}.get(device.type, device.type)
-        return f"{what} has no {name} products"
+        if device.type == "cpu":
+            return told.said("cpu_no_products", scheme=name)
+        if device.type == "mps":
+            return told.said("mac_no_products", scheme=name)
+        return told.said("device_no_products", device=device.type, scheme=name)
     if torch.version.hip:
-        return f"halfstep has no {name} products for AMD's GPUs"
+        return told.said("amd_no_products", scheme=name)
     has = torch.cuda.get_device_capability(device)
     if has < scheme.since:
         here, since = "{}.{}".format(*has), "{}.{}".format(*scheme.since)
-        return f"compute capability {here} has no {name} tensor cores ({since} has)"
+        return told.said("no_tensor_cores", here=here, form=name, since=since)
     if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+        return told.said("torch_no_products", version=torch.__version__)
     return _failed_probe(name, device)
 
 
@@ -156,11 +160,12 @@ def _failed_probe(name: str, device: torch.device) -> str:
                 found = scaled_product(left, right).double()
         except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return f"torch's {name} product of a {product} failed there ({first:.120})"
+            named = {"scheme": name, "product": product, "error": first[:120]}
+            return told.said("product_failed", **named)
         exact, most = _exact(left, right)
         # Tensor cores align the numbers of a group to the largest and cut them off: 13 bits stay.
         if not bool(((found - exact).abs() <= most * 2.0**-10).all()):
-            return f"a live probe found torch's {name} product of a {product} wrong there"
+            return told.said("product_wrong", scheme=name, product=product)
     return ""
 
 

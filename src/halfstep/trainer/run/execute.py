@@ -151,8 +151,7 @@ def _introduce(session: Session, say: Say) -> None:
             summary=session.task.summary(),
             device=session.device,
             layout=layout,
-            status=support.status,
-            reason=support.reason,
+            how=support.how,
         )
     )
     notes = []
