@@ -48,7 +48,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     storage_key,
     stored,
 )
-from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_class
+from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_class, told
 from halfstep.diagnostics.nonfinite.suspects import Suspects
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
@@ -299,7 +299,7 @@ class NonFiniteTrace(TorchDispatchMode):
                 known, is_parameter = self._names[key]
                 name, role = f"{name} = {known}", "parameter" if is_parameter else "buffer"
             if counts.nan and self._unwritten(key):
-                name += " (of torch.empty, written by nothing that torch sees)"
+                name = told.said("unwritten", name=name)
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 

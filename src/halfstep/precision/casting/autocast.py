@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -80,14 +80,17 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        listed = ", ".join(names)
-        return Support("native", told.said("low_native", names=listed, reason=found.reason))
+        return Support("native", _joined("low_native", names, found.reason))
     if policy.simulate:
-        named = {"names": ", ".join(lacking), "reason": found.reason}
-        return Support("simulated", told.said("low_simulated", **named))
+        return Support("simulated", _joined("low_simulated", lacking, found.reason))
     why = said(lambda: told("semicolon").join(map(in_language, lacking.values())))
     reason = told.said("low_refused", why=why)
     return Support("refused", reason, str(replace(policy, simulate=True)))
+
+
+def _joined(name: str, schemes: Iterable[str], reason: str) -> Said:
+    """A phrase about several schemes, and what holds of their 16 bits."""
+    return said(lambda: told(name, names=told("comma").join(schemes), reason=reason))
 
 
 def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
