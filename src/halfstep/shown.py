@@ -32,8 +32,8 @@ class Text(str):
 def width_of(text: str) -> int:
     """How many columns of a terminal a text takes: a Chinese sign takes two.
 
-    **Source:** Unicode Standard Annex 11, East Asian Width: W and F are wide; what combines with the
-    sign before it takes none.
+    **Source:** Unicode Standard Annex 11, East Asian Width: W and F are wide; what combines with
+    the sign before it takes none.
     """
     return sum(
         0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
@@ -51,9 +51,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows as lines of columns, of which the last one is flush right."""
     widths = [max(map(width_of, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(
-            [*map(filled, row[:-1], widths[:-1]), filled(row[-1], widths[-1], right=True)]
-        )
+        "  ".join([*map(filled, row[:-1], widths[:-1]), filled(row[-1], widths[-1], right=True)])
         for row in rows
     )
 

@@ -26,7 +26,9 @@ ALLOWED = {
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
     "optim": {"errors", "formats", "kernels", "precision"},
-    "diagnostics": {"errors", "files", "formats", "kernels", "precision", "optim", "shown", "words"},
+    "diagnostics": {
+        *("errors", "files", "formats", "kernels", "precision", "optim", "shown", "words"),
+    },
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
     "report": {"errors", "files", "formats", "diagnostics", "shown", "words"},

@@ -17,6 +17,7 @@ from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import described_model
 from halfstep.words import in_language
 
+
 def run(arguments: Explain) -> int:
     """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)

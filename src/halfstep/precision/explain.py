@@ -18,9 +18,10 @@ from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
-from halfstep.precision.words import told
 from halfstep.shown import Text, aligned, bars, filled
-from halfstep.words import in_language
+from halfstep.words import Told, in_language
+
+_told = Told("halfstep.precision")
 
 _MOMENTS = {"bf16": "moments_bf16", "8bit": "moments_8bit"}
 _PART, _FORM = 8, 8
@@ -42,16 +43,16 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     value = parse_policy(policy, where)
     found = support(value, where)
     reason = in_language(found.reason)
-    reason += told("nearest", nearest=found.nearest) if found.nearest else ""
+    reason += _told("nearest", nearest=found.nearest) if found.nearest else ""
     asked = isinstance(parse_later(policy), Auto)
-    auto = [(told("row auto"), "", in_language(choose(where).reason))] if asked else []
-    rows = [(told("row policy"), "", str(value)), *auto, *explain_policy(value)]
-    rows.append((where.type, told(f"status {found.status}"), reason))
+    auto = [(_told("row auto"), "", in_language(choose(where).reason))] if asked else []
+    rows = [(_told("row policy"), "", str(value)), *auto, *explain_policy(value)]
+    rows.append((where.type, _told(f"status {found.status}"), reason))
     text = "\n".join(
         f"{filled(part, _PART)} {filled(form, _FORM)} {text}".rstrip() for part, form, text in rows
     )
     cost = {name: {"bytes": size} for name, size in bytes_per_parameter(value).items()}
-    return Text.with_figure(text, bars(cost, told("bytes_per_parameter")))
+    return Text.with_figure(text, bars(cost, _told("bytes_per_parameter")))
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
@@ -86,7 +87,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     high = sum(bytes_per_parameter(value, kept=True).values())
     names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
     heads = ("module", "class", "params", "compute", "rule", "size")
-    rows = [tuple(map(told, heads))]
+    rows = [tuple(map(_told, heads))]
     counted: set[int] = set()
     total = 0.0
     for placement in placed.modules:
@@ -109,7 +110,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         rule = placement.rule or "-"
         kind = type(placement.module).__name__
         rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
-    rows.append((told("total"), "", "", "", "", f"{total:.0f}"))
+    rows.append((_told("total"), "", "", "", "", f"{total:.0f}"))
     return Text(aligned(rows))
 
 
@@ -139,11 +140,11 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
     p, c = policy.param_dtype, policy.compute_dtype
     mode = rounding_mode(policy.update)
-    products = told("operands_tf32") if policy.tf32 else told("operands", form=dtype_name(c))
-    products += told("accumulation") if min(c.itemsize, p.itemsize) < 4 else ""
+    products = _told("operands_tf32") if policy.tf32 else _told("operands", form=dtype_name(c))
+    products += _told("accumulation") if min(c.itemsize, p.itemsize) < 4 else ""
     whole = mode.remainder_dtype is not None and not mode.remainder_dtype.is_floating_point
-    master = told(f"master {mode.name}") if whole else told("master")
-    added = told("grad") + ("" if policy.update == "nearest" else told("grad_of_one"))
+    master = _told(f"master {mode.name}") if whole else _told("master")
+    added = _told("grad") + ("" if policy.update == "nearest" else _told("grad_of_one"))
     moments = _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", "moments")
     form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
     cost = bytes_per_parameter(policy)
@@ -152,37 +153,37 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ("compute", form.name, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
-        ("reduce", dtype_name(policy.reduce_dtype), told("reduce")),
+        ("reduce", dtype_name(policy.reduce_dtype), _told("reduce")),
         ("master", dtype_name(policy.master_dtype), master),
-        ("moments", policy.moment_format, told(moments)),
+        ("moments", policy.moment_format, _told(moments)),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
-        (told("row bytes"), f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
-        (told("row range"), f"{form.max:.6g} / {form.min_subnormal:.3g}", told("limits")),
+        (_told("row bytes"), f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
+        (_told("row range"), f"{form.max:.6g} / {form.min_subnormal:.3g}", _told("limits")),
         *_explain_low(policy),
-        *((told("row rule"), f, told("modules", pattern=glob)) for glob, f in policy.rules),
+        *((_told("row rule"), f, _told("modules", pattern=glob)) for glob, f in policy.rules),
     ]
 
 
 def _weights(policy: PrecisionPolicy) -> str:
     """How the weights are stored, and what is made of them to compute."""
-    weights = told(f"weight {policy.update}")
+    weights = _told(f"weight {policy.update}")
     if policy.has_masters:
-        weights = told("weight_of_masters")
+        weights = _told("weight_of_masters")
     elif policy.update == "nearest" and not policy.is_pure:
-        weights = told("weight_own")
+        weights = _told("weight_own")
     if policy.casts_per_op:
-        weights += told("cast_per_op", form=dtype_name(policy.compute_dtype))
+        weights += _told("cast_per_op", form=dtype_name(policy.compute_dtype))
     elif policy.casts == "module":
-        weights += told("cast_per_module", form=dtype_name(policy.compute_dtype))
+        weights += _told("cast_per_module", form=dtype_name(policy.compute_dtype))
     return weights
 
 
 def _scale(scale: LossScaleConfig) -> str:
     if scale.kind == "none":
-        return told("scale_none")
+        return _told("scale_none")
     if scale.kind == "static":
-        return told("scale_static", scale=scale.init_scale)
-    return told(
+        return _told("scale_static", scale=scale.init_scale)
+    return _told(
         "scale_dynamic",
         scale=scale.init_scale,
         growth=scale.growth_factor,
@@ -196,11 +197,11 @@ def _scale(scale: LossScaleConfig) -> str:
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    parts = [told(f"part {key}", size=f"{size:.4g}") for key, size in cost.items() if size]
+    parts = [_told(f"part {key}", size=f"{size:.4g}") for key, size in cost.items() if size]
     one = f"{sum(cost.values()) - cost['moments'] / 2:.4g}"
-    text = told("bytes", parts=" + ".join(parts), one=one)
+    text = _told("bytes", parts=" + ".join(parts), one=one)
     if policy.casts_per_op:
-        text += told("bytes_of_casts", size=policy.compute_dtype.itemsize)
+        text += _told("bytes_of_casts", size=policy.compute_dtype.itemsize)
     return text
 
 
@@ -211,30 +212,30 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         scheme = SCHEMES.get(getattr(policy.recipe, product))
         if scheme is None:
             continue
-        extra = told("stochastic") if "gradients" in operands and scheme.stochastic else ""
-        extra += told("hadamard") if product == "wgrad" and scheme.hadamard else ""
-        extra += told("delayed", steps=scheme.history) if scheme.history else ""
+        extra = _told("stochastic") if "gradients" in operands and scheme.stochastic else ""
+        extra += _told("hadamard") if product == "wgrad" and scheme.hadamard else ""
+        extra += _told("delayed", steps=scheme.history) if scheme.history else ""
         texts = [_operand(scheme, operand) for operand in operands]
         rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
     for scheme in policy.schemes():
-        rows.append((told("row scales"), scheme.name, _scales(scheme)))
+        rows.append((_told("row scales"), scheme.name, _scales(scheme)))
         since = "{}.{}".format(*scheme.since)
-        rows.append((told("row native"), scheme.name, told("since", since=since)))
+        rows.append((_told("row native"), scheme.name, _told("since", since=since)))
     if policy.simulate:
-        rows.append((told("row simulate"), "yes", told("simulate")))
+        rows.append((_told("row simulate"), "yes", _told("simulate")))
     for switch in policy.schedule:
-        text = told("from", recipe=str(switch.recipe))
-        rows.append((told("row from"), f"{switch.percent:g}%", text))
+        text = _told("from", recipe=str(switch.recipe))
+        rows.append((_told("row from"), f"{switch.percent:g}%", text))
     return rows
 
 
 def _operand(scheme: Scheme, operand: str) -> str:
     """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
-    known = {"operand": told(f"operand {operand}"), "form": form.element.name}
+    known = {"operand": _told(f"operand {operand}"), "form": form.element.name}
     if not form.block:
-        return told("in_one_block", **known)
-    return told("in_blocks", block="{}x{}".format(*form.block), **known)
+        return _told("in_one_block", **known)
+    return _told("in_blocks", block="{}x{}".format(*form.block), **known)
 
 
 def _scales(scheme: Scheme) -> str:
@@ -242,22 +243,22 @@ def _scales(scheme: Scheme) -> str:
     form = BLOCK_FORMATS[scheme.inputs]
     scale = form.scale.name
     if form.block:
-        scale = told("scales_of_both" if form.has_tensor_scale else "scales_of_blocks", form=scale)
+        scale = _told("scales_of_both" if form.has_tensor_scale else "scales_of_blocks", form=scale)
     elif form.has_tensor_scale:
-        scale = told("scales_of_tensor", form=scale)
+        scale = _told("scales_of_tensor", form=scale)
     bits = []
     for operand in ("inputs", "weights", "gradients"):
         form = BLOCK_FORMATS[getattr(scheme, operand)]
         shared = math.prod(form.block) if form.block else math.inf
         each = f"{form.element.bits + form.scale.bits / shared:.4g}"
-        bits.append(told("bits_of_one", operand=told(f"operand {operand}"), bits=each))
-    return told("bits", scale=scale, operands=told("comma").join(bits))
+        bits.append(_told("bits_of_one", operand=_told(f"operand {operand}"), bits=each))
+    return _told("bits", scale=scale, operands=_told("comma").join(bits))
 
 
 def _islands(policy: PrecisionPolicy) -> str:
     """The operations that run in fp32 although matrix products do not."""
     if policy.param_dtype != torch.float32:
-        return told("output_stored")
+        return _told("output_stored")
     if policy.casts == "module":
-        return told("output_module")
-    return told("output_per_op" if policy.casts_per_op else "output_fp32")
+        return _told("output_module")
+    return _told("output_per_op" if policy.casts_per_op else "output_fp32")

@@ -22,8 +22,9 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike
-from halfstep.precision.words import told
-from halfstep.words import Said, in_language, said
+from halfstep.words import Said, Told, in_language, said
+
+_told = Told("halfstep.precision")
 
 Action = Literal["stop", "skip", "rollback"]
 _Choice = TypeVar("_Choice", "OnNonFinite", "OnSpike")
@@ -34,9 +35,9 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
 not applied, and whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = told.said("find_it")
+FIND_IT = _told.said("find_it")
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
-_UNCHANGED = told.said("unchanged")
+_UNCHANGED = _told.said("unchanged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
     found = {"loss": loss, "norm": norm, "excess": spike.excess}
     found |= {"expected_loss": spike.expected_loss, "expected_norm": spike.expected_norm}
     kind = "loss_spike" if spike.reason == "loss_spike" else "gradient_spike"
-    return SpikeError(told.said(kind, **found), cause=spike.reason)
+    return SpikeError(_told.said(kind, **found), cause=spike.reason)
 
 
 def failure(
@@ -159,20 +160,20 @@ def incurable(
     found, loss = judged.found, judged.loss
     assert found is not None, "the loss is finite"
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
-    what = what or told.said("nan_and_inf")
-    where = told.said("gradients", what=what, names=some(found.names), loss=loss)
-    same = told.said("updated", count=judged.updated) if judged.updated else _UNCHANGED
+    what = what or _told.said("nan_and_inf")
+    where = _told.said("gradients", what=what, names=some(found.names), loss=loss)
+    same = _told.said("updated", count=judged.updated) if judged.updated else _UNCHANGED
     known = {"where": where, "end": _with_hint(same)}
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)
-        message = told.said("no_scale", policy=str(policy), form=form, **known)
+        message = _told.said("no_scale", policy=str(policy), form=form, **known)
         return NonFiniteError(message, cause="gradients", parameters=found.names)
     if loss_scale.at_floor:
-        message = told.said("scale_floor", scale=scale, **known)
+        message = _told.said("scale_floor", scale=scale, **known)
         return NonFiniteError(message, cause="loss_scale_floor", parameters=found.names)
     if in_a_row >= policy.loss_scale.max_consecutive_skips:
-        message = told.said("skip_limit", count=in_a_row, scale=scale, **known)
+        message = _told.said("skip_limit", count=in_a_row, scale=scale, **known)
         return NonFiniteError(message, cause="skip_limit", parameters=found.names)
     return None
 
@@ -189,9 +190,9 @@ def broken_loss(
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
     known = {"loss": loss, "policy": str(policy)}
-    message = told.said("broken_loss", end=_with_hint(_UNCHANGED), **known)
+    message = _told.said("broken_loss", end=_with_hint(_UNCHANGED), **known)
     if broken:
-        message = told.said("broken_weights", names=some(broken), **known)
+        message = _told.said("broken_weights", names=some(broken), **known)
     return NonFiniteError(message, cause="forward", parameters=broken)
 
 

@@ -1,7 +1,7 @@
 """The classes of causes of a NaN or an infinity, and what to do about each.
 
-:data:`CHANGES` has all classes, and words.toml their names and remedies; :func:`cause_class` chooses
-the class from the facts that the trace has about the operation.
+:data:`CHANGES` has all classes, and words.toml their names and remedies; :func:`cause_class`
+chooses the class from the facts that the trace has about the operation.
 """
 
 from __future__ import annotations

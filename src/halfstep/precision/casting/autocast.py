@@ -28,8 +28,9 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.words import told
-from halfstep.words import Said, in_language, said
+from halfstep.words import Said, Told, in_language, said
+
+_told = Told("halfstep.precision")
 
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
@@ -56,8 +57,8 @@ class Support:
     @property
     def how(self) -> Said:
         """Status and reason in a line."""
-        status = told.said(f"status {self.status}")
-        return told.said("how", status=status, reason=self.reason)
+        status = _told.said(f"status {self.status}")
+        return _told.said("how", status=status, reason=self.reason)
 
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
@@ -83,14 +84,14 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return Support("native", _joined("low_native", names, found.reason))
     if policy.simulate:
         return Support("simulated", _joined("low_simulated", lacking, found.reason))
-    why = said(lambda: told("semicolon").join(map(in_language, lacking.values())))
-    reason = told.said("low_refused", why=why)
+    why = said(lambda: _told("semicolon").join(map(in_language, lacking.values())))
+    reason = _told.said("low_refused", why=why)
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
 def _joined(name: str, schemes: Iterable[str], reason: str) -> Said:
     """A phrase about several schemes, and what holds of their 16 bits."""
-    return said(lambda: told(name, names=told("comma").join(schemes), reason=reason))
+    return said(lambda: _told(name, names=_told("comma").join(schemes), reason=reason))
 
 
 def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
@@ -98,45 +99,45 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
-            return Support("refused", told.said("cpu_no_tf32"), "fp32")
+            return Support("refused", _told.said("cpu_no_tf32"), "fp32")
         name = dtype_name(compute)
         if _is_simulated(policy, device):
-            return Support("simulated", told.said("simulated", form=name))
-        return Support("native", told.said("cpu_kernels", form=name))
+            return Support("simulated", _told.said("simulated", form=name))
+        return Support("native", _told.said("cpu_kernels", form=name))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", told.said("no_cuda"), _nearest_on_cpu(policy))
+            return Support("refused", _told.said("no_cuda"), _nearest_on_cpu(policy))
         has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
         here, needed = "{}.{}".format(*has), first_capability(what)
         if has < needed:
             fp16 = what == "bf16" and has >= first_capability("fp16")
             since = "{}.{}".format(*needed)
-            reason = told.said("no_tensor_cores", here=here, form=what, since=since)
+            reason = _told.said("no_tensor_cores", here=here, form=what, since=since)
             return Support("refused", reason, "fp16-mixed" if fp16 else "fp32")
-        return Support("native", told.said("cuda", form=what, here=here))
+        return Support("native", _told.said("cuda", form=what, here=here))
     if device.type == "mps" and torch.backends.mps.is_available():
         return _on_a_mac(policy, device)
-    reason = told.said("no_such_device", device=device.type)
+    reason = _told.said("no_such_device", device=device.type)
     if device.type == "mps":
-        reason = told.said("no_mac_gpu")
+        reason = _told.said("no_mac_gpu")
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
 def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
     if policy.tf32:
-        return Support("refused", told.said("mac_no_tf32"), "fp32")
+        return Support("refused", _told.said("mac_no_tf32"), "fp32")
     wrong = failed_probe(device, policy.compute_dtype)
     if not wrong and policy.casts_per_op:
         wrong = failed_lists(device, policy.compute_dtype)
     name = dtype_name(policy.compute_dtype)
     if not wrong:
-        return Support("native", told.said("mac_right", form=name))
+        return Support("native", _told.said("mac_right", form=name))
     on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
     return Support(
         "refused",
-        told.said("mac_wrong", form=name, wrong=wrong),
+        _told.said("mac_wrong", form=name, wrong=wrong),
         "fp32" if on_fp32 else _nearest_on_cpu(policy),
     )
 
@@ -144,7 +145,7 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return told.said("on_cpu", policy="fp32" if policy.tf32 else str(policy))
+    return _told.said("on_cpu", policy="fp32" if policy.tf32 else str(policy))
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
@@ -153,7 +154,7 @@ def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
     if found.status == "refused":
         named = {"policy": str(policy), "device": str(device)}
         raise PrecisionError(
-            told.said("cannot", **named, reason=found.reason, nearest=found.nearest)
+            _told.said("cannot", **named, reason=found.reason, nearest=found.nearest)
         )
     return found
 

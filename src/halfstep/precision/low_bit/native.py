@@ -18,7 +18,9 @@ from torch import Tensor
 from halfstep.formats.blocks import BLOCK_FORMATS, BlockFormat, Quantized
 from halfstep.formats.floats import E2M1, FP32
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
-from halfstep.precision.words import told
+from halfstep.words import Told
+
+_told = Told("halfstep.precision")
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 _RECIPES = {
@@ -43,18 +45,18 @@ def why_not_native(name: str, device: torch.device) -> str:
     scheme = SCHEMES[name]
     if device.type != "cuda":
         if device.type == "cpu":
-            return told.said("cpu_no_products", scheme=name)
+            return _told.said("cpu_no_products", scheme=name)
         if device.type == "mps":
-            return told.said("mac_no_products", scheme=name)
-        return told.said("device_no_products", device=device.type, scheme=name)
+            return _told.said("mac_no_products", scheme=name)
+        return _told.said("device_no_products", device=device.type, scheme=name)
     if torch.version.hip:
-        return told.said("amd_no_products", scheme=name)
+        return _told.said("amd_no_products", scheme=name)
     has = torch.cuda.get_device_capability(device)
     if has < scheme.since:
         here, since = "{}.{}".format(*has), "{}.{}".format(*scheme.since)
-        return told.said("no_tensor_cores", here=here, form=name, since=since)
+        return _told.said("no_tensor_cores", here=here, form=name, since=since)
     if not hasattr(F, "scaled_mm"):
-        return told.said("torch_no_products", version=torch.__version__)
+        return _told.said("torch_no_products", version=torch.__version__)
     return _failed_probe(name, device)
 
 
@@ -161,11 +163,11 @@ def _failed_probe(name: str, device: torch.device) -> str:
         except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             named = {"scheme": name, "product": product, "error": first[:120]}
-            return told.said("product_failed", **named)
+            return _told.said("product_failed", **named)
         exact, most = _exact(left, right)
         # Tensor cores align the numbers of a group to the largest and cut them off: 13 bits stay.
         if not bool(((found - exact).abs() <= most * 2.0**-10).all()):
-            return told.said("product_wrong", scheme=name, product=product)
+            return _told.said("product_wrong", scheme=name, product=product)
     return ""
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.trainer.bench.report import BenchReport
+from halfstep.words import Told
 
-MISSING = "no figure was drawn: pip install 'halfstep[plot]' installs matplotlib, which draws it"
+MISSING = Told("halfstep.trainer.bench").said("no_figure")
 
 
 def draw(report: BenchReport, path: Path) -> str:
