@@ -56,7 +56,7 @@ def run(request: BenchRequest) -> int:
         print(json.dumps(report.to_json(), indent=1, allow_nan=False))
     else:
         print(text_of(report))
-        print("\n" + told("bench_written" if missing else "bench_drawn", path=path))
+        print("\n" + (told("written", path=path) if missing else told("bench_drawn", path=path)))
     if missing:
         say(told("note", text=missing))
     return 0
