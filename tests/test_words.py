@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import json
+import pickle
 import re
 import string
 from pathlib import Path
@@ -10,7 +14,17 @@ import pytest
 
 import halfstep
 from halfstep.errors import ConfigError
-from halfstep.words import LANGUAGES, Told, chosen_language, read_phrases, speaking, spoken
+from halfstep.words import (
+    LANGUAGES,
+    Said,
+    Told,
+    chosen_language,
+    in_language,
+    read_phrases,
+    said,
+    speaking,
+    spoken,
+)
 
 SOURCE = Path(halfstep.__file__).parent
 TABLES = [
@@ -55,7 +69,7 @@ def test_every_phrase_stands_in_every_language_and_takes_the_same_values(package
         assert names(texts["en"]) == names(texts["zh"]), name
 
 
-TOLD = re.compile(r"\b_?told\(\s*f?\"([a-z_ ]+)")
+TOLD = re.compile(r"\b_?told(?:\.said)?\(\s*f?\"([a-z_ ]+)")
 
 
 @pytest.mark.parametrize("package", ["halfstep.cli", "halfstep.trainer", "halfstep.trainer.config"])
@@ -69,10 +83,59 @@ def test_every_phrase_is_told_somewhere_and_what_is_told_has_a_phrase(package):
     told = {name for path in files for name in TOLD.findall(path.read_text())}
     # Sections of configurations and names of types are put together: "section " + "run".
     told |= {"int", "float", "bool", "str"} if package.endswith("config") else set()
+    together = {name for name in told if name.endswith(" ")}
     phrases = {
-        "section " if name.startswith("section ") else name for name in read_phrases(package)
+        next((begin for begin in together if name.startswith(begin)), name)
+        for name in read_phrases(package)
     }
     assert told == phrases
+
+
+CHAPTERS = [
+    "halfstep.precision",
+    "halfstep.trainer.bench",
+    "halfstep.diagnostics.advise",
+    "halfstep.diagnostics.capture",
+    "halfstep.diagnostics.nonfinite",
+    "halfstep.diagnostics.trace",
+]
+
+
+@pytest.mark.parametrize("package", CHAPTERS)
+def test_every_phrase_of_a_chapter_is_named_in_its_code(package):
+    """By a string, or by the beginning of one that is put together, as f"weight {mode}"."""
+    named: set[str] = set()
+    begun: set[str] = set()
+    files = [*SOURCE.joinpath(*package.split(".")[1:]).rglob("*.py")]
+    for node in (node for path in files for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named.add(node.value)
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            begun.add(str(node.values[0].value))
+    phrases = read_phrases(package)
+    together = {name for name in phrases if any(name.startswith(b) for b in begun if b[-1:] == " ")}
+    assert set(phrases) - named - together == set()
+    calls = {name for path in files for name in TOLD.findall(path.read_text())}
+    for name in calls:
+        assert any(phrase == name or phrase.startswith(name) for phrase in phrases), name
+
+
+def test_a_text_for_files_is_english_and_is_told_in_each_language():
+    told = Told("halfstep.trainer.config")
+    text = told.said("missing", where="--to")
+    assert (text, in_language(text), json.dumps([text])) == ("--to is missing",) * 2 + (
+        '["--to is missing"]',
+    )
+    with speaking("zh"):
+        assert str(text) == f"{text}" == "--to is missing"
+        assert in_language(text) == "缺少 --to"
+        assert in_language(ConfigError(text)) == "缺少 --to"
+        assert told("missing", where=text) == "缺少 缺少 --to"
+        assert in_language("plain") == in_language(ConfigError("plain")) == "plain"
+    for other in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+        assert isinstance(other, Said)
+        assert other.texts == text.texts
+    assert said(spoken).texts == {"en": "en", "zh": "zh"}
 
 
 def test_a_package_tells_its_phrases_in_the_language_spoken():

@@ -128,13 +128,13 @@ def _key_in(kind: type[BaseConfig], key: str) -> str:
 
 def text_of(report: BenchReport) -> str:
     """Format a report: a table, the rows that were not measured, and the recommendation."""
-    heads = ("quartiles", "times", "one_step", "peak", "the_loss", "lost")
-    head = (told("policy"), told(f"rate {report.unit}"), *map(told, heads), "")
+    head = (told("policy"), told(f"rate {report.unit}"), told("quartiles"), told("times"),
+            told("one_step"), told("peak"), told("the_loss"), told("lost"), "")  # fmt: skip
     rows = [tuple(_cells(report, row)) for row in report.measured]
     reference = report.reference
     assert reference is not None
     known = {"name": report.name, "summary": reference.opened["summary"], "where": report.where}
-    known["data"] = told("synthetic_data" if report.synthetic else "your_data")
+    known["data"] = told("synthetic_data") if report.synthetic else told("your_data")
     parts = [
         told("bench_of", steps=report.timed, seconds=report.seconds, **known) + "\n",
         table([head, *rows], set(range(1, len(head) - 1))),

@@ -47,7 +47,7 @@ def run(arguments: Explain) -> int:
 
 def _every(device: torch.device, *, simulate: bool) -> str:
     """Every policy, with its cost and how the device runs it, a line each."""
-    heads = [told(name) for name in ("policy", "aliases", "bytes_each", "scaling")]
+    heads = told("policy"), told("aliases"), told("bytes_each"), told("scaling")
     lines = [_line(*heads, told("on_device", device=device))]
     for name, policy in {**POLICIES, **RECIPES}.items():
         found = support(_simulated(policy) if simulate else policy, device)

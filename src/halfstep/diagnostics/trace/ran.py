@@ -114,8 +114,8 @@ class Ran:
             for row in self.operations
         ]
         stored = [(_kind(h), h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
-        heads = ("stored", "dtype", "tensors", "bytes")
-        return f"{aligned([head, *rows])}\n\n{aligned([tuple(map(_told, heads)), *stored])}"
+        kept = tuple(map(_told, ("stored", "dtype", "tensors", "bytes")))
+        return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
 
     def _repr_html_(self) -> str:
         stored: dict[str, dict[str, float]] = {}
@@ -166,7 +166,7 @@ class Ran:
         kept = {p.name for p in placed.modules if p.fp32}
         recipes = {p.name: self.switched.over(p.recipe) for p in placed.low}
         compute = dtype_name(value.compute_dtype)
-        found = []
+        found: list[str] = []
         for row in self.operations:
             if row.direction == "update" or not row.inputs:
                 continue
