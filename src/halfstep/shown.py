@@ -1,15 +1,16 @@
-r"""Makes what halfstep returns readable in a notebook, which shows the ``repr`` of other objects.
+r"""Makes what halfstep returns readable: in a notebook, and in the columns of a terminal.
 
-A string of several lines would stand there as one, with ``\n`` in it.
+A notebook shows the ``repr`` of other objects, where a string of several lines would stand as one,
+with ``\n`` in it.
 """
 
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Self
+from unicodedata import east_asian_width
 
 
 class Text(str):
@@ -27,33 +28,6 @@ class Text(str):
 
     def _repr_html_(self) -> str:
         return as_html(self, self.figure)
-
-
-def width_of(text: str) -> int:
-    """How many columns of a terminal a text takes: a Chinese sign takes two.
-
-    **Source:** Unicode Standard Annex 11, East Asian Width: W and F are wide; what combines with
-    the sign before it takes none.
-    """
-    return sum(
-        0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
-        for sign in text
-    )
-
-
-def filled(text: str, width: int, *, right: bool = False) -> str:
-    """Text with blanks up to a width, as a terminal counts it; in front of it if ``right``."""
-    blanks = " " * (width - width_of(text))
-    return blanks + text if right else text + blanks
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines of columns, of which the last one is flush right."""
-    widths = [max(map(width_of, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*map(filled, row[:-1], widths[:-1]), filled(row[-1], widths[-1], right=True)])
-        for row in rows
-    )
 
 
 def as_html(text: str, figure: str = "") -> str:
@@ -132,3 +106,31 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 def end_of(name: str, most: int = 28) -> str:
     """The end of a long name, which tells modules apart."""
     return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that text takes; a wide character, as Chinese ones are, takes two."""
+    return sum(1 + is_wide(character) for character in text)
+
+
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """Text with blanks behind it, up to so many columns of a terminal; ``right``: before it."""
+    blanks = " " * (width - columns(text))
+    return blanks + text if right else text + blanks
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines of columns, of which the last one is flush right."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*map(padded, row[:-1], widths[:-1]), padded(row[-1], widths[-1], right=True)])
+        for row in rows
+    )
+
+
+def is_wide(character: str) -> bool:
+    """Whether a character takes two columns of a terminal.
+
+    **Source:** Unicode Standard Annex 11, "East Asian Width": W and F are wide.
+    """
+    return east_asian_width(character) in "WF"

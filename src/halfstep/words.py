@@ -4,18 +4,19 @@ A chapter that speaks to people keeps a ``words.toml`` beside its code: a name, 
 every language. A phrase may have names in braces, which values take the place of. ``Told`` reads
 them in the language that a command speaks; the library itself speaks English.
 
-What also goes into files, JSON or a program is :class:`Said`: a string in English, which a command
-tells in its own language.
+What is said at once is ``told("resumed", step=100)``. What is kept first, as the reason in a
+result, is ``told.phrase(...)``: a string in English, as values, errors and JSON are in every
+language, and :func:`said` tells it in the language spoken when a command shows it.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal, Self, get_args
 
@@ -43,46 +44,50 @@ def speaking(language: str) -> Iterator[None]:
         _SPOKEN.reset(token)
 
 
-class Said(str):
-    """A text in English, as files and programs take it, that can be told in each language.
+class Phrase(str):
+    """English that :func:`said` tells in other languages too, such as :meth:`Told.phrase` makes.
 
-    Args:
-        texts: Language to text.
-
-    Example:
-        >>> text = Said({"en": "a CPU", "zh": "CPU 上"})
-        >>> with speaking("zh"):
-        ...     print(text, in_language(text))
-        a CPU CPU 上
+    Only the phrase itself can be told: an f-string of it is plain English.
     """
 
-    texts: Mapping[str, str]
+    _tell: Callable[[str], str]
 
-    def __new__(cls, texts: Mapping[str, str]) -> Self:
-        """Make a string of the English text."""
-        made = super().__new__(cls, texts["en"])
-        made.texts = texts
+    @classmethod
+    def by(cls, tell: Callable[[str], str]) -> Self:
+        """The phrase that a function tells in the language it is given."""
+        made = cls(tell("en"))
+        made._tell = tell
         return made
 
-    def __getnewargs__(self) -> tuple[Any]:
-        """What a copy, in this process or another one, is made of."""
-        return (dict(self.texts),)
+
+def said(text: str, language: str = "") -> str:
+    """Text in a language, empty for the one spoken, if it is a phrase; other text as it is."""
+    return text._tell(language or spoken()) if isinstance(text, Phrase) else text
 
 
-def said(make: Callable[[], str]) -> Said:
-    """What a function says, in each language."""
-    texts = {}
-    for language in LANGUAGES:
-        with speaking(language):
-            texts[language] = make()
-    return Said(texts)
+def joined(parts: Sequence[str], separator: str) -> Phrase:
+    """Phrases and other text with a separator between them, as one phrase."""
+    return Phrase.by(partial(_join, tuple(parts), separator))
 
 
-def in_language(value: object) -> str:
-    """A text or an error's message in the language spoken; one that was not said so, as it is."""
-    if isinstance(value, BaseException) and len(value.args) == 1:
-        value = value.args[0]
-    return value.texts[spoken()] if isinstance(value, Said) else str(value)
+def _join(parts: Sequence[str], separator: str, language: str) -> str:
+    return said(separator, language).join(said(part, language) for part in parts)
+
+
+def phrase_of(make: Callable[[], str]) -> Phrase:
+    """What a function says in the language spoken, as one phrase."""
+    return Phrase.by(partial(_speak, make))
+
+
+def _speak(make: Callable[[], str], language: str) -> str:
+    with speaking(language):
+        return make()
+
+
+def message(error: BaseException) -> str:
+    """An error's message, in the language spoken if a phrase is the whole of it."""
+    only = error.args[0] if len(error.args) == 1 else ""
+    return said(only) if isinstance(only, Phrase) else str(error)
 
 
 class Told:
@@ -92,16 +97,19 @@ class Told:
         self._package = package
 
     def __call__(self, name: str, /, **values: Any) -> str:
-        """A phrase, with values put in."""
-        values = {
-            key: in_language(value) if isinstance(value, Said | BaseException) else value
+        """A phrase in the language spoken, with values put in, which may be phrases."""
+        return self._fill(name, values, spoken())
+
+    def phrase(self, name: str, /, **values: Any) -> Phrase:
+        """A phrase to be kept: English until it is :func:`said`, and its values with it."""
+        return Phrase.by(partial(self._fill, name, values))
+
+    def _fill(self, name: str, values: Mapping[str, Any], language: str) -> str:
+        ready = {
+            key: said(value, language) if isinstance(value, Phrase) else value
             for key, value in values.items()
         }
-        return read_phrases(self._package)[name][spoken()].format(**values)
-
-    def said(self, name: str, /, **values: Any) -> Said:
-        """A phrase in each language, with values put in."""
-        return said(lambda: self(name, **values))
+        return read_phrases(self._package)[name][language].format(**ready)
 
 
 @cache

@@ -14,9 +14,9 @@ from halfstep.diagnostics.nonfinite.cause import Cause, Operand
 from halfstep.diagnostics.nonfinite.remedies import CHANGES
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
-from halfstep.shown import width_of
+from halfstep.shown import columns as columns_of
 from halfstep.trainer.config.config import config_to_toml
-from halfstep.words import in_language, speaking
+from halfstep.words import said, speaking
 from trainer.bench.test_report import losses, report, row
 from trainer.runs import small_config
 
@@ -58,7 +58,7 @@ def told(capsys, *words: str, code: int = 0) -> tuple[str, str]:
 
 def columns(line: str, mark: str) -> int:
     """In which column of a terminal a word begins."""
-    return width_of(line[: line.index(mark)])
+    return columns_of(line[: line.index(mark)])
 
 
 def test_sentences_are_recognised():
@@ -88,7 +88,7 @@ def test_explain_a_model(capsys):
     out, _ = told(capsys, "explain", "--config", "gpt-tiny", "--device", "cpu")
     head, first = out.partition("\n\n")[2].splitlines()[:2]
     assert columns(head, "权重格式") == columns(first, "fp32")
-    assert width_of(head) == width_of(first)
+    assert columns_of(head) == columns_of(first)
 
 
 def test_a_policy_that_is_refused(capsys, settings):
@@ -102,7 +102,7 @@ def test_trace(capsys, settings, tmp_path):
     assert out.splitlines()[-1] == "所有算子都按 bf16-mixed 的规定执行"
     head, first = out.splitlines()[:2]
     assert columns(head, "方向") == columns(first, "前向")
-    assert width_of(head) == width_of(first)
+    assert columns_of(head) == columns_of(first)
     words = ["--precision", "fp32", "--check", golden]
     _, err = told(capsys, "trace", *settings, *words, code=2)
     assert "-策略 bf16-mixed\n+策略 fp32\n" in err
@@ -128,7 +128,7 @@ def test_a_stopped_run_its_report_and_its_replay(capsys, settings, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert english(text.replace("\\", "")) == []
     with speaking("zh"):
-        assert in_language(cause.remedy) in text.replace("\\", "")
+        assert said(cause.remedy) in text.replace("\\", "")
     (capture,) = (path / "captures").iterdir()
     out, _ = told(capsys, "replay", str(capture))
     assert "这一步逐位重现" in out
@@ -147,7 +147,7 @@ def test_every_class_of_causes(name):
         micro_batch=1, micro_batches=2, samples=(1, 3), rank=1, ranks=2,
     )  # fmt: skip
     with speaking("zh"):
-        texts = [in_language(text) for text in (str(cause), cause.summary, cause.remedy)]
+        texts = [said(text) for text in (str(cause), cause.summary, cause.remedy)]
     assert [english(text) for text in texts] == [[], [], []]
     assert [braces(text) for text in texts] == [[], [], []]
     assert all(re.search("[\u4e00-\u9fff]", text) for text in texts)
@@ -177,7 +177,7 @@ def test_bench():
         assert english(text.replace("a model", "")) == []
         assert braces(text) == []
     with speaking("zh"):
-        assert in_language(report(*rows).recommendation()).startswith("建议用 bf16-mixed：每秒")
+        assert said(report(*rows).recommendation()).startswith("建议用 bf16-mixed：每秒")
 
 
 def test_advise(capsys, settings, tmp_path):

@@ -24,7 +24,6 @@ stands for what the page leaves out: it is read and not run. Of other programs, 
 ``python FILE`` and ``torchrun`` are checked: there must be such an extra, target or file.
 
 The same block on the Chinese page may differ in comments only; it is compared, and not run again.
-What a ``console`` block prints may be in Chinese there: the commands and all numbers are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,9 +169,6 @@ def without_comments(block: Block) -> object:
         return ast.dump(ast.parse(block.code))
     if block.language in ("sh", "bash"):
         return block.commands
-    if block.language == "console":
-        commands = [line for line in block.code.splitlines() if line.startswith("$ ")]
-        return commands, Counter(re.findall(r"\d[\d.,]*\d|\d", block.code))
     return [line.partition("  #")[0].rstrip() for line in block.code.splitlines()]
 
 

@@ -26,7 +26,7 @@ from halfstep.trainer.config.config import load_config, read_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
-from halfstep.words import in_language
+from halfstep.words import said
 
 
 def run(request: BenchRequest) -> int:
@@ -44,7 +44,7 @@ def run(request: BenchRequest) -> int:
     with _writable(folder):
         report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
         if not report.measured:
-            reasons = dict.fromkeys(in_language(row.why_not) for row in report.rows)
+            reasons = dict.fromkeys(said(row.why_not) for row in report.rows)
             why = told("separator").join(reasons)
             raise PrecisionError(told("none_measured", why=why))
     try:
@@ -143,7 +143,7 @@ def text_of(report: BenchReport) -> str:
             for row in report.rows
             if row.why_not
         ),
-        "\n" + in_language(report.recommendation()),
+        "\n" + said(report.recommendation()),
     ]
     return "\n".join(parts)
 
@@ -160,4 +160,4 @@ def _cells(report: BenchReport, row: Row) -> Iterator[str]:
     yield f"{report.loss(row):.4f}"
     lost = report.lost(row)
     yield "-" if math.isnan(lost) else f"{lost:.1%}"
-    yield in_language(report.against(row))
+    yield said(report.against(row))

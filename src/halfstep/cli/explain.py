@@ -11,11 +11,11 @@ from halfstep.precision.explain import bytes_per_parameter, explain, explain_mod
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import ALIASES, POLICIES, RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.shown import filled
+from halfstep.shown import padded
 from halfstep.trainer.config.config import simulated
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import described_model
-from halfstep.words import in_language
+from halfstep.words import said
 
 
 def run(arguments: Explain) -> int:
@@ -23,7 +23,7 @@ def run(arguments: Explain) -> int:
     device = choose_device(arguments.device)
     model, named = None, arguments.policies
     if arguments.config:
-        config, model = described_model(arguments.config, told.said("any_model"))
+        config, model = described_model(arguments.config, told.phrase("any_model"))
         named = named or (str(config.precision),)
     if named:
         # every error before the first page
@@ -53,14 +53,14 @@ def _every(device: torch.device, *, simulate: bool) -> str:
         found = support(_simulated(policy) if simulate else policy, device)
         aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         total = f"{sum(bytes_per_parameter(policy).values()):g}"
-        how = in_language(found.how)
+        how = said(found.how)
         lines.append(_line(name, aliases, total, policy.loss_scale.kind, how))
     return "\n".join(lines)
 
 
 def _line(name: str, aliases: str, size: str, scale: str, how: str) -> str:
-    cells = filled(name, 12), filled(aliases, 36), filled(size, 11, right=True)
-    return f"{' '.join(cells)}  {filled(scale, 8)} {how}"
+    cells = padded(name, 12), padded(aliases, 36), padded(size, 11, right=True)
+    return f"{' '.join(cells)}  {padded(scale, 8)} {how}"
 
 
 def _simulated(policy: PrecisionPolicy) -> PrecisionPolicy:

@@ -22,7 +22,7 @@ from halfstep.diagnostics.capture.sealed import is_sealed
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.trainer.run.replay import replay
-from halfstep.words import in_language
+from halfstep.words import said
 
 
 def run(arguments: Replay) -> int:
@@ -40,7 +40,7 @@ def run(arguments: Replay) -> int:
         known = {"step": found.step, "found": _found(found.captured)}
         print(told("captured_in", policy=before, **known))
         print(told("again_in", policy=now, found=_found(found.found)))
-        print(in_language(found.verdict))
+        print(said(found.verdict))
     return 0 if found.repeated or found.precision != found.captured_precision else 1
 
 

@@ -11,7 +11,7 @@ from halfstep.cli.words import told
 from halfstep.diagnostics.trace.record import trace
 from halfstep.errors import PrecisionError
 from halfstep.trainer.loop import attempt
-from halfstep.words import in_language
+from halfstep.words import said
 
 
 def run(arguments: Trace) -> int:
@@ -29,7 +29,7 @@ def run(arguments: Trace) -> int:
         verdict = told("all_as_said", policy=policy)
         if differences:
             verdict = told("otherwise", count=len(differences), policy=policy)
-        print("\n".join([ran.table(), "", verdict, *map(in_language, differences)]))
+        print("\n".join([ran.table(), "", verdict, *map(said, differences)]))
     changes = ran.changes(arguments.check) if arguments.check else []
     if changes:
         print("\n".join(changes), file=sys.stderr)

@@ -29,7 +29,7 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 def some(names: tuple[str, ...], limit: int = 3) -> str:
     """The first few names, joined, and how many more there are."""
     first, more = ", ".join(names[:limit]), len(names) - limit
-    return _told.said("and_more", names=first, count=more) if more > 0 else first
+    return _told.phrase("and_more", names=first, count=more) if more > 0 else first
 
 
 def check_arguments(model: object, optimizers: object) -> None:

@@ -18,12 +18,11 @@ from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
-from halfstep.shown import Text, aligned, bars, filled
-from halfstep.words import Told, in_language
+from halfstep.shown import Text, aligned, bars, padded
+from halfstep.words import Told, said
 
 _told = Told("halfstep.precision")
 
-_MOMENTS = {"bf16": "moments_bf16", "8bit": "moments_8bit"}
 _PART, _FORM = 8, 8
 """The widths of a table's first two columns."""
 
@@ -42,14 +41,14 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     where = as_device(device)
     value = parse_policy(policy, where)
     found = support(value, where)
-    reason = in_language(found.reason)
+    reason = said(found.reason)
     reason += _told("nearest", nearest=found.nearest) if found.nearest else ""
     asked = isinstance(parse_later(policy), Auto)
-    auto = [(_told("row auto"), "", in_language(choose(where).reason))] if asked else []
+    auto = [(_told("row auto"), "", said(choose(where).reason))] if asked else []
     rows = [(_told("row policy"), "", str(value)), *auto, *explain_policy(value)]
     rows.append((where.type, _told(f"status {found.status}"), reason))
     text = "\n".join(
-        f"{filled(part, _PART)} {filled(form, _FORM)} {text}".rstrip() for part, form, text in rows
+        f"{padded(part, _PART)} {padded(form, _FORM)} {text}".rstrip() for part, form, text in rows
     )
     cost = {name: {"bytes": size} for name, size in bytes_per_parameter(value).items()}
     return Text.with_figure(text, bars(cost, _told("bytes_per_parameter")))
@@ -86,8 +85,8 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     low = sum(bytes_per_parameter(value).values())
     high = sum(bytes_per_parameter(value, kept=True).values())
     names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
-    heads = ("module", "class", "params", "compute", "rule", "size")
-    rows = [tuple(map(_told, heads))]
+    rows = [(_told("module"), _told("class"), _told("params"), _told("compute"), _told("rule"),
+             _told("size"))]  # fmt: skip
     counted: set[int] = set()
     total = 0.0
     for placement in placed.modules:
@@ -145,7 +144,8 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     whole = mode.remainder_dtype is not None and not mode.remainder_dtype.is_floating_point
     master = _told(f"master {mode.name}") if whole else _told("master")
     added = _told("grad") + ("" if policy.update == "nearest" else _told("grad_of_one"))
-    moments = _MOMENTS.get(policy.moment_format if policy.needs_own_optimizer else "", "moments")
+    averaged = policy.moment_format if policy.needs_own_optimizer else ""
+    moments = _told(f"moments {averaged}") if averaged in ("bf16", "8bit") else _told("moments")
     form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
     cost = bytes_per_parameter(policy)
     return [
@@ -155,7 +155,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), _told("reduce")),
         ("master", dtype_name(policy.master_dtype), master),
-        ("moments", policy.moment_format, _told(moments)),
+        ("moments", policy.moment_format, moments),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
         (_told("row bytes"), f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
         (_told("row range"), f"{form.max:.6g} / {form.min_subnormal:.3g}", _told("limits")),
@@ -243,7 +243,8 @@ def _scales(scheme: Scheme) -> str:
     form = BLOCK_FORMATS[scheme.inputs]
     scale = form.scale.name
     if form.block:
-        scale = _told("scales_of_both" if form.has_tensor_scale else "scales_of_blocks", form=scale)
+        both = form.has_tensor_scale
+        scale = _told("scales_of_both", form=scale) if both else _told("of_blocks", form=scale)
     elif form.has_tensor_scale:
         scale = _told("scales_of_tensor", form=scale)
     bits = []
@@ -261,4 +262,4 @@ def _islands(policy: PrecisionPolicy) -> str:
         return _told("output_stored")
     if policy.casts == "module":
         return _told("output_module")
-    return _told("output_per_op" if policy.casts_per_op else "output_fp32")
+    return _told("output_per_op") if policy.casts_per_op else _told("output_fp32")

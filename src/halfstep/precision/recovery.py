@@ -22,7 +22,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike
-from halfstep.words import Said, Told, in_language, said
+from halfstep.words import Phrase, Told, message, phrase_of, said
 
 _told = Told("halfstep.precision")
 
@@ -35,9 +35,9 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
 not applied, and whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = _told.said("find_it")
+FIND_IT = _told.phrase("find_it")
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
-_UNCHANGED = _told.said("unchanged")
+_UNCHANGED = _told.phrase("unchanged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,17 @@ def parse_choices(
 
 def without_hint(error: Exception) -> str:
     """An error's message in the language spoken, without how to look for the first cause."""
-    return in_language(error).removesuffix(in_language(FIND_IT))
+    return message(error).removesuffix(said(FIND_IT))
 
 
 def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
     """The error for a finite step far from the ones before it."""
     found = {"loss": loss, "norm": norm, "excess": spike.excess}
     found |= {"expected_loss": spike.expected_loss, "expected_norm": spike.expected_norm}
-    kind = "loss_spike" if spike.reason == "loss_spike" else "gradient_spike"
-    return SpikeError(_told.said(kind, **found), cause=spike.reason)
+    text = _told.phrase("gradient_spike", **found)
+    if spike.reason == "loss_spike":
+        text = _told.phrase("loss_spike", **found)
+    return SpikeError(text, cause=spike.reason)
 
 
 def failure(
@@ -160,26 +162,26 @@ def incurable(
     found, loss = judged.found, judged.loss
     assert found is not None, "the loss is finite"
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
-    what = what or _told.said("nan_and_inf")
-    where = _told.said("gradients", what=what, names=some(found.names), loss=loss)
-    same = _told.said("updated", count=judged.updated) if judged.updated else _UNCHANGED
+    what = what or _told.phrase("nan_and_inf")
+    where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
+    same = _told.phrase("updated", count=judged.updated) if judged.updated else _UNCHANGED
     known = {"where": where, "end": _with_hint(same)}
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)
-        message = _told.said("no_scale", policy=str(policy), form=form, **known)
-        return NonFiniteError(message, cause="gradients", parameters=found.names)
+        text = _told.phrase("no_scale", policy=str(policy), form=form, **known)
+        return NonFiniteError(text, cause="gradients", parameters=found.names)
     if loss_scale.at_floor:
-        message = _told.said("scale_floor", scale=scale, **known)
-        return NonFiniteError(message, cause="loss_scale_floor", parameters=found.names)
+        text = _told.phrase("scale_floor", scale=scale, **known)
+        return NonFiniteError(text, cause="loss_scale_floor", parameters=found.names)
     if in_a_row >= policy.loss_scale.max_consecutive_skips:
-        message = _told.said("skip_limit", count=in_a_row, scale=scale, **known)
-        return NonFiniteError(message, cause="skip_limit", parameters=found.names)
+        text = _told.phrase("skip_limit", count=in_a_row, scale=scale, **known)
+        return NonFiniteError(text, cause="skip_limit", parameters=found.names)
     return None
 
 
-def _with_hint(text: Said) -> Said:
-    return said(lambda: in_language(text) + in_language(FIND_IT))
+def _with_hint(text: Phrase) -> Phrase:
+    return phrase_of(lambda: said(text) + said(FIND_IT))
 
 
 def broken_loss(
@@ -190,10 +192,10 @@ def broken_loss(
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
     known = {"loss": loss, "policy": str(policy)}
-    message = _told.said("broken_loss", end=_with_hint(_UNCHANGED), **known)
+    text = _told.phrase("broken_loss", end=_with_hint(_UNCHANGED), **known)
     if broken:
-        message = _told.said("broken_weights", names=some(broken), **known)
-    return NonFiniteError(message, cause="forward", parameters=broken)
+        text = _told.phrase("broken_weights", names=some(broken), **known)
+    return NonFiniteError(text, cause="forward", parameters=broken)
 
 
 class _Copy(NamedTuple):

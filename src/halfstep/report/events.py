@@ -13,7 +13,7 @@ from typing import Literal
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.remedies import CHANGES, class_in_words, remedy
 from halfstep.report.record import Line, RunRecord, number
-from halfstep.words import Said
+from halfstep.words import said
 
 EventKind = Literal["calibration", "overflow", "nonfinite", "spike"]
 KINDS: Mapping[str, EventKind] = {
@@ -88,21 +88,21 @@ def told(found: Sequence[Event]) -> list[Event]:
 
 def cause_words(name: str, language: str) -> str:
     """The class of a first cause; one that is not known here as it is."""
-    return class_in_words(name).texts[language] if name in CHANGES else name
+    return said(class_in_words(name), language) if name in CHANGES else name
 
 
 def remedy_words(line: Line, language: str) -> str:
     """What to do about a cause; what another version of halfstep advised, in its own words."""
     name, wrote = str(line.get("cause_class")), str(line.get("remedy"))
     known = [remedy(name, form) for form in ("fp32", "fp16")] if name in CHANGES else []
-    return next((_in(text, language) for text in known if text == wrote), wrote)
+    return next((said(text, language) for text in known if text == wrote), wrote)
 
 
 def cause_text(line: Line, language: str) -> str:
     """A cause in full."""
     wrote, cause = str(line.get("text")), Cause.from_json(line)
     text = str(cause) if cause else ""
-    return _in(text, language) if text == wrote else wrote
+    return said(text, language) if text == wrote else wrote
 
 
 def cause_summary(run: RunRecord, step: int, wrote: str, language: str) -> str:
@@ -110,9 +110,5 @@ def cause_summary(run: RunRecord, step: int, wrote: str, language: str) -> str:
     for line in run.causes:
         cause = Cause.from_json(line) if line.get("step") == step else None
         if cause is not None and cause.summary == wrote:
-            return cause.summary.texts[language]
+            return said(cause.summary, language)
     return wrote
-
-
-def _in(text: str, language: str) -> str:
-    return text.texts[language] if isinstance(text, Said) else text

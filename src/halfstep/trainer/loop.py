@@ -38,7 +38,7 @@ from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
-from halfstep.words import Told, in_language
+from halfstep.words import Told, message, said
 
 _told = Told("halfstep.trainer")
 
@@ -278,7 +278,7 @@ class _Books:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += _told("semicolon") + in_language(failed)
+                also += _told("semicolon") + message(failed)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
             also += _told("semicolon") + _told("take_again", path=capture)
@@ -293,7 +293,7 @@ class _Books:
         if cause is not None:
             told.append(_told("first_cause", cause=cause.summary))
             told.append(_told("to_do", remedy=cause.remedy))
-        told += [in_language(causes.failed), last, causes.next_command()]
+        told += [said(causes.failed), last, causes.next_command()]
         stopped = NonFiniteError(
             between.join(filter(None, told)), cause=error.cause, parameters=error.parameters
         )

@@ -30,7 +30,7 @@ from halfstep.diagnostics.advise.sensitivity import Sensitivity, sensitivities
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
 from halfstep.shown import Text
-from halfstep.words import Told, in_language, speaking
+from halfstep.words import Told, said, speaking
 
 _told = Told("halfstep.diagnostics.advise")
 
@@ -140,7 +140,7 @@ class Advice:
         Path(path).write_text(self.toml(), encoding="utf-8")
 
     def __str__(self) -> str:
-        lines = [in_language(self.verdict)]
+        lines = [said(self.verdict)]
         for layer, forms in self.exceptions.items():
             known = {"layer": layer, "formats": "/".join(dict.fromkeys(forms))}
             lines.append("  " + _told("exception", evidence=self.evidence(layer), **known))
@@ -218,10 +218,10 @@ def advise(
     reason = search.run(math.inf if max_error is None else max_error, once=max_error is not None)
     saved = chooser.saved(search.chosen)
     proved = "proved" if search.proved else "unproved"
-    whose = _told.said("given_rates")
+    whose = _told.phrase("given_rates")
     if isinstance(rates, str):
-        whose = _told.said("peak_rates", device=rates)
-    verdict = _told.said(proved, saved=saved, whose=whose, reason=reason)
+        whose = _told.phrase("peak_rates", device=rates)
+    verdict = _told.phrase(proved, saved=saved, whose=whose, reason=reason)
     return Advice(
         formats=search.chosen,
         policy=policy_of(search.chosen, formats[0]),

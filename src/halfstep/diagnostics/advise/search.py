@@ -18,7 +18,7 @@ from halfstep.diagnostics.advise.choice import Choice, Chooser
 from halfstep.diagnostics.advise.layers import policy_of
 from halfstep.diagnostics.advise.proof import Gap, OutOfTime, Trials
 from halfstep.errors import PrecisionError
-from halfstep.words import Said, Told
+from halfstep.words import Phrase, Told
 
 _told = Told("halfstep.diagnostics.advise")
 
@@ -57,7 +57,7 @@ class Search:
         """Whether another run's gap stays within the tolerance, at 95 %."""
         return self.gap is not None and self.gap.bound <= self.tolerance
 
-    def run(self, limit: float, *, once: bool) -> Said:
+    def run(self, limit: float, *, once: bool) -> Phrase:
         """Search, and say in a clause what was found.
 
         Args:
@@ -69,21 +69,21 @@ class Search:
         """
         self.chosen = self.chooser.choose(limit)
         if not self.trials.steps:
-            return _told.said("no_run")
+            return _told.phrase("no_run")
         runs = {"seeds": len(self.trials.seeds), "steps": self.trials.steps}
         try:
             self.floor = self.trials.floor()
             if self.tolerance < self.floor:
                 known = {"tolerance": self.tolerance, "floor": self.floor}
-                raise PrecisionError(_told.said("below_floor", **known, **runs))
+                raise PrecisionError(_told.phrase("below_floor", **known, **runs))
             limit = math.inf if once else self.tolerance
             self.gap = self._gap_of(self.chosen, self.trials.seeds, limit)
             if not (self.proved or once):
                 self._prove_the_cheapest_that_holds()
         except OutOfTime:
             self.gap = None
-            return _told.said("out_of_time", **runs)
-        return _told.said("gap", mean=self.gap.mean, bound=self.gap.bound, **runs)
+            return _told.phrase("out_of_time", **runs)
+        return _told.phrase("gap", mean=self.gap.mean, bound=self.gap.bound, **runs)
 
     def _prove_the_cheapest_that_holds(self) -> None:
         seeds = self.trials.seeds

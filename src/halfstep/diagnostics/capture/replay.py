@@ -28,7 +28,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.step import Precision
-from halfstep.words import Said, Told
+from halfstep.words import Phrase, Told
 
 _told = Told("halfstep.diagnostics.capture")
 _KEYS = {
@@ -77,16 +77,16 @@ class Replayed:
         return self.found.reason == "applied"
 
     @property
-    def verdict(self) -> Said:
+    def verdict(self) -> Phrase:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
             name = "survives" if self.survives else "does_not_survive"
-            return _told.said(name, policy=self.precision)
+            return _told.phrase(name, policy=self.precision)
         if self.repeated:
-            return _told.said("repeats")
+            return _told.phrase("repeats")
         if self.differs:
-            return _told.said("other_torch", differs=self.differs)
-        return _told.said("does_not_repeat")
+            return _told.phrase("other_torch", differs=self.differs)
+        return _told.phrase("does_not_repeat")
 
 
 @dataclass(frozen=True, slots=True)

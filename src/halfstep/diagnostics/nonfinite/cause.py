@@ -16,11 +16,12 @@ from halfstep.diagnostics.nonfinite.remedies import (
     Role,
     class_in_words,
     remedy,
-    told,
 )
 from halfstep.precision.policy.policy import DTYPES, dtype_name
 from halfstep.shown import as_html
-from halfstep.words import Said, said
+from halfstep.words import Phrase, Told, phrase_of
+
+_told = Told("halfstep.diagnostics.nonfinite")
 
 _SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
 
@@ -108,7 +109,7 @@ class Cause:
     ranks: int = 1
 
     @property
-    def remedy(self) -> Said:
+    def remedy(self) -> Phrase:
         """What to do about it: the line to change, or the setting."""
         return remedy(self.cause_class, dtype_name(self.dtype))
 
@@ -119,59 +120,59 @@ class Cause:
         return "" if change == "range" and self.dtype != torch.float16 else change
 
     @property
-    def place(self) -> Said:
+    def place(self) -> Phrase:
         """Direction, module, block and node, as words."""
-        return said(self._place)
+        return phrase_of(self._place)
 
     def _place(self) -> str:
-        module = self.module or told("the_model")
-        where = told(f"in {self.direction}", module=module, kind=self.class_name)
-        where = where if self.class_name else told("outside")
+        module = self.module or _told("the_model")
+        where = _told(f"in {self.direction}", module=module, kind=self.class_name)
+        where = where if self.class_name else _told("outside")
         if self.block not in ("", self.module):
-            where = told("in_block", place=where, block=self.block)
-        return told("at_node", place=where, node=self.node) if self.node else where
+            where = _told("in_block", place=where, block=self.block)
+        return _told("at_node", place=where, node=self.node) if self.node else where
 
     @property
-    def coordinates(self) -> Said:
+    def coordinates(self) -> Phrase:
         """Rank, micro-batch and sample, as far as known; empty if none of them is."""
-        return said(self._coordinates)
+        return phrase_of(self._coordinates)
 
     def _coordinates(self) -> str:
         words = []
         if self.ranks > 1:
-            words.append(told("rank", rank=self.rank))
+            words.append(_told("rank", rank=self.rank))
         if self.micro_batches:
-            words.append(told("micro_batch", number=self.micro_batch, count=self.micro_batches))
+            words.append(_told("micro_batch", number=self.micro_batch, count=self.micro_batches))
         if self.samples:
             listed = ", ".join(map(str, self.samples))
-            words.append(told("samples" if len(self.samples) > 1 else "sample", listed=listed))
-        return told("comma").join(words)
+            words.append(_told("samples" if len(self.samples) > 1 else "sample", listed=listed))
+        return _told("comma").join(words)
 
     @property
-    def summary(self) -> Said:
+    def summary(self) -> Phrase:
         """The cause in one line: class, operation, place, largest input and source line."""
-        return said(self._summary)
+        return phrase_of(self._summary)
 
     def _summary(self) -> str:
         line = self._operation(class_in_words(self.cause_class))
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
-            line += told("inputs_up_to", largest=short(largest), share=self._share_of(largest))
+            line += _told("inputs_up_to", largest=short(largest), share=self._share_of(largest))
         for operand in self.inputs:
             if operand.role == "parameter" and operand.nan:
-                line += told("also", name=operand.name)
-        line += told("called_at", source=self.source) if self.source else ""
+                line += _told("also", name=operand.name)
+        line += _told("called_at", source=self.source) if self.source else ""
         where = self._coordinates()
-        return line + told("and_where", coordinates=where) if where else line
+        return line + _told("and_where", coordinates=where) if where else line
 
     def _operation(self, what: str) -> str:
         form = dtype_name(self.dtype)
-        return told("operation", what=what, op=self.op, form=form, place=self.place)
+        return _told("operation", what=what, op=self.op, form=form, place=self.place)
 
     def _share_of(self, value: float) -> str:
         """How much of the format's range a value takes."""
         most = torch.finfo(self.dtype).max
-        return told("share", percent=100 * value / most, most=short(most))
+        return _told("share", percent=100 * value / most, most=short(most))
 
     def to_json(self) -> dict[str, Any]:
         """The cause as values that ``json.dumps`` writes: dtypes by name."""
@@ -212,34 +213,34 @@ class Cause:
         return as_html(str(self))
 
     def __str__(self) -> str:
-        return said(self._in_full)
+        return phrase_of(self._in_full)
 
     def _in_full(self) -> str:
         counts = {"inf": self.inf, "nan": self.nan, "elements": self.elements}
         lines = [
-            self._operation(told(f"kind {self.kind}")),
-            told("output", percent=100 * self.share, **counts),
+            self._operation(_told(f"kind {self.kind}")),
+            _told("output", percent=100 * self.share, **counts),
             *map(self._input, self.inputs),
         ]
         lines += self._bound(torch.finfo(self.dtype).max)
         where = self._coordinates()
         lines += [where] if where else []
-        lines += [told("source", source=self.source)] if self.source else []
-        to_do = told("to_do", remedy=self.remedy)
+        lines += [_told("source", source=self.source)] if self.source else []
+        to_do = _told("to_do", remedy=self.remedy)
         if self.cause_class != self.kind:
             what = class_in_words(self.cause_class)
-            to_do = told("to_do_of_class", what=what, remedy=self.remedy)
+            to_do = _told("to_do_of_class", what=what, remedy=self.remedy)
         return "\n  ".join([*lines, to_do])
 
     def _input(self, operand: Operand) -> str:
         """An input's range, and what in it is not finite."""
         share = self._share_of(operand.largest)
         known = {"name": operand.name, "largest": short(operand.largest), "share": share}
-        line = told("input_number", **known)
+        line = _told("input_number", **known)
         if operand.dtype:
-            line = told("input", form=dtype_name(operand.dtype), **known)
+            line = _told("input", form=dtype_name(operand.dtype), **known)
         if operand.inf or operand.nan:
-            line = told("input_broken", line=line, inf=operand.inf, nan=operand.nan)
+            line = _told("input_broken", line=line, inf=operand.inf, nan=operand.nan)
         return line
 
     def _bound(self, maximum: float) -> list[str]:

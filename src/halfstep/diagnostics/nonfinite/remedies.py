@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.words import Said, Told
+from halfstep.words import Phrase, Told
 
-told = Told("halfstep.diagnostics.nonfinite")
+_told = Told("halfstep.diagnostics.nonfinite")
 
 Kind = Literal[
     "overflow",
@@ -52,16 +52,16 @@ CHANGES: Mapping[str, Change] = {
 learning rate, or leaving out the batch. words.toml has the line of code to change."""
 
 
-def class_in_words(name: str) -> Said:
+def class_in_words(name: str) -> Phrase:
     """The name of a class of causes, in each language."""
-    return told.said(f"class {name}")
+    return _told.phrase(f"class {name}")
 
 
-def remedy(name: str, form: str) -> Said:
+def remedy(name: str, form: str) -> Phrase:
     """What to do about a class of causes in a format: the line to change, or the setting."""
-    text = told.said(f"remedy {name}")
+    text = _told.phrase(f"remedy {name}")
     wider = CHANGES[name] == "range" and form == "fp16"
-    return told.said("or_bf16", remedy=text) if wider else text
+    return _told.phrase("or_bf16", remedy=text) if wider else text
 
 
 _BIG_GAIN = 10.0

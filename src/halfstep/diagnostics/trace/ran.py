@@ -20,7 +20,7 @@ from halfstep.precision.policy.recipe import PRODUCTS, SAME, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import aligned, as_html, bars
-from halfstep.words import Told, in_language, said
+from halfstep.words import Told, phrase_of, said
 
 _told = Told("halfstep.diagnostics.trace")
 
@@ -53,7 +53,7 @@ class Operation:
     calls: int
 
     def __str__(self) -> str:
-        return said(self._in_words)
+        return phrase_of(self._in_words)
 
     def _in_words(self) -> str:
         direction = _told(f"direction {self.direction}")
@@ -62,8 +62,8 @@ class Operation:
             module = self.module or _told("the_model")
             where = _told("inside", direction=direction, module=module, kind=self.class_name)
         forms = f"{_short(self.inputs)} -> {_short(self.outputs)}"
-        name = "ran" if self.calls > 1 else "ran_once"
-        return _told(name, op=self.op, where=where, forms=forms, calls=self.calls)
+        known = {"op": self.op, "where": where, "forms": forms, "calls": self.calls}
+        return _told("ran", **known) if self.calls > 1 else _told("ran_once", **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,10 @@ class Ran:
 
     def table(self) -> str:
         """Operations by module, and what is stored, as aligned text."""
-        heads = ("module", "class", "direction", "operation", "inputs", "outputs", "calls")
-        head = tuple(map(_told, heads))
+        head = (
+            *(_told("module"), _told("class"), _told("direction"), _told("operation")),
+            *(_told("inputs"), _told("outputs"), _told("calls")),
+        )
         rows = [
             (
                 *(row.module or ("." if row.class_name else "-"), row.class_name or "-"),
@@ -114,7 +116,7 @@ class Ran:
             for row in self.operations
         ]
         stored = [(_kind(h), h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
-        kept = tuple(map(_told, ("stored", "dtype", "tensors", "bytes")))
+        kept = _told("stored"), _told("dtype"), _told("tensors"), _told("bytes")
         return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
 
     def _repr_html_(self) -> str:
@@ -174,14 +176,14 @@ class Ran:
             if row.op in PRODUCTS or (recipe and is_product(row.op)):
                 want = getattr(recipe, row.op) if row.op in PRODUCTS else str(recipe)
                 if row.inputs[0].split()[0] != want:
-                    found.append(_told.said("says", ran=str(row), policy=str(value), form=want))
+                    found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
                 continue
             want = _wanted(row, value, "fp32" if row.module in kept else compute)
             inputs = row.inputs
             if row.op == "attention_backward":  # the log-sum-exp that it reads is fp32
                 inputs = inputs[:4]
             if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
-                found.append(_told.said("says", ran=str(row), policy=str(value), form=want))
+                found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
         return found
 
     def save(self, path: str | Path) -> None:
@@ -253,7 +255,7 @@ def _lines(table: dict[str, Any]) -> list[str]:
     stored = [Holding(**holding) for holding in table["stored"]]
     return [
         _told("line_policy", policy=table["policy"]),
-        *map(in_language, map(str, rows)),
+        *map(said, map(str, rows)),
         *(
             _told("line_stored", kind=_kind(h), form=h.dtype, tensors=h.tensors, bytes=h.bytes)
             for h in stored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -28,9 +28,9 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.words import Said, Told, in_language, said
+from halfstep.words import Phrase, Told, joined
 
-_told = Told("halfstep.precision")
+_phrase = Told("halfstep.precision").phrase
 
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
@@ -46,7 +46,7 @@ class Support:
         status: ``"native"``: the device has instructions for it. ``"simulated"``: halfstep runs
             16-bit products through fp32 kernels with 16-bit rounding, which gives the format's
             results and memory use but not its speed. ``"refused"``: it cannot run.
-        reason: One sentence for the user, in English; a command tells it in its own language.
+        reason: One sentence for the user.
         nearest: For ``"refused"``, the policy to ask for instead.
     """
 
@@ -55,10 +55,9 @@ class Support:
     nearest: str = ""
 
     @property
-    def how(self) -> Said:
+    def how(self) -> Phrase:
         """Status and reason in a line."""
-        status = _told.said(f"status {self.status}")
-        return _told.said("how", status=status, reason=self.reason)
+        return _phrase("how", status=_phrase(f"status {self.status}"), reason=self.reason)
 
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
@@ -81,17 +80,13 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        return Support("native", _joined("low_native", names, found.reason))
+        how = _phrase("low_bit_native", names=", ".join(names), reason=found.reason)
+        return Support("native", how)
     if policy.simulate:
-        return Support("simulated", _joined("low_simulated", lacking, found.reason))
-    why = said(lambda: _told("semicolon").join(map(in_language, lacking.values())))
-    reason = _told.said("low_refused", why=why)
+        how = _phrase("low_bit_simulated", names=", ".join(lacking), reason=found.reason)
+        return Support("simulated", how)
+    reason = _phrase("add_simulate", reasons=joined([*lacking.values()], _phrase("and")))
     return Support("refused", reason, str(replace(policy, simulate=True)))
-
-
-def _joined(name: str, schemes: Iterable[str], reason: str) -> Said:
-    """A phrase about several schemes, and what holds of their 16 bits."""
-    return said(lambda: _told(name, names=_told("comma").join(schemes), reason=reason))
 
 
 def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
@@ -99,45 +94,47 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
-            return Support("refused", _told.said("cpu_no_tf32"), "fp32")
+            return Support("refused", _phrase("cpu_no_tf32"), "fp32")
         name = dtype_name(compute)
         if _is_simulated(policy, device):
-            return Support("simulated", _told.said("simulated", form=name))
-        return Support("native", _told.said("cpu_kernels", form=name))
+            return Support("simulated", _phrase("cpu_simulates", name=name))
+        return Support("native", _phrase("cpu_native", name=name))
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", _told.said("no_cuda"), _nearest_on_cpu(policy))
+            return Support("refused", _phrase("no_cuda"), _nearest_on_cpu(policy))
         has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
         here, needed = "{}.{}".format(*has), first_capability(what)
         if has < needed:
             fp16 = what == "bf16" and has >= first_capability("fp16")
-            since = "{}.{}".format(*needed)
-            reason = _told.said("no_tensor_cores", here=here, form=what, since=since)
-            return Support("refused", reason, "fp16-mixed" if fp16 else "fp32")
-        return Support("native", _told.said("cuda", form=what, here=here))
+            return Support(
+                "refused",
+                _phrase("no_tensor_cores", here=here, what=what, since="{}.{}".format(*needed)),
+                "fp16-mixed" if fp16 else "fp32",
+            )
+        return Support("native", _phrase("cuda_native", what=what, here=here))
     if device.type == "mps" and torch.backends.mps.is_available():
         return _on_a_mac(policy, device)
-    reason = _told.said("no_such_device", device=device.type)
+    reason = _phrase("not_supported", type=device.type)
     if device.type == "mps":
-        reason = _told.said("no_mac_gpu")
+        reason = _phrase("no_mac")
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
 def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
     if policy.tf32:
-        return Support("refused", _told.said("mac_no_tf32"), "fp32")
+        return Support("refused", _phrase("mac_no_tf32"), "fp32")
     wrong = failed_probe(device, policy.compute_dtype)
     if not wrong and policy.casts_per_op:
         wrong = failed_lists(device, policy.compute_dtype)
     name = dtype_name(policy.compute_dtype)
     if not wrong:
-        return Support("native", _told.said("mac_right", form=name))
+        return Support("native", _phrase("mac_right", name=name))
     on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
     return Support(
         "refused",
-        _told.said("mac_wrong", form=name, wrong=wrong),
+        _phrase("mac_wrong", name=name, wrong=wrong),
         "fp32" if on_fp32 else _nearest_on_cpu(policy),
     )
 
@@ -145,17 +142,15 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return _told.said("on_cpu", policy="fp32" if policy.tf32 else str(policy))
+    return _phrase("nearest_on_cpu", policy="fp32" if policy.tf32 else str(policy))
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How the device runs the policy; if it cannot, an error names the nearest policy that can."""
     found = support(policy, device)
     if found.status == "refused":
-        named = {"policy": str(policy), "device": str(device)}
-        raise PrecisionError(
-            _told.said("cannot", **named, reason=found.reason, nearest=found.nearest)
-        )
+        known = {"reason": found.reason, "nearest": found.nearest}
+        raise PrecisionError(_phrase("cannot", policy=str(policy), device=str(device), **known))
     return found
 
 

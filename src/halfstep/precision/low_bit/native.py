@@ -20,7 +20,7 @@ from halfstep.formats.floats import E2M1, FP32
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
 from halfstep.words import Told
 
-_told = Told("halfstep.precision")
+_phrase = Told("halfstep.precision").phrase
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 _RECIPES = {
@@ -44,19 +44,16 @@ def why_not_native(name: str, device: torch.device) -> str:
     """
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        if device.type == "cpu":
-            return _told.said("cpu_no_products", scheme=name)
-        if device.type == "mps":
-            return _told.said("mac_no_products", scheme=name)
-        return _told.said("device_no_products", device=device.type, scheme=name)
+        known = {"cpu": _phrase("a_cpu"), "mps": _phrase("a_mac")}
+        return _phrase("no_products", what=known.get(device.type, device.type), name=name)
     if torch.version.hip:
-        return _told.said("amd_no_products", scheme=name)
+        return _phrase("no_products_on_amd", name=name)
     has = torch.cuda.get_device_capability(device)
     if has < scheme.since:
         here, since = "{}.{}".format(*has), "{}.{}".format(*scheme.since)
-        return _told.said("no_tensor_cores", here=here, form=name, since=since)
+        return _phrase("no_tensor_cores", here=here, what=name, since=since)
     if not hasattr(F, "scaled_mm"):
-        return _told.said("torch_no_products", version=torch.__version__)
+        return _phrase("old_torch", version=torch.__version__)
     return _failed_probe(name, device)
 
 
@@ -162,12 +159,11 @@ def _failed_probe(name: str, device: torch.device) -> str:
                 found = scaled_product(left, right).double()
         except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            named = {"scheme": name, "product": product, "error": first[:120]}
-            return _told.said("product_failed", **named)
+            return _phrase("product_failed", name=name, product=product, error=first)
         exact, most = _exact(left, right)
         # Tensor cores align the numbers of a group to the largest and cut them off: 13 bits stay.
         if not bool(((found - exact).abs() <= most * 2.0**-10).all()):
-            return _told.said("product_wrong", scheme=name, product=product)
+            return _phrase("product_wrong", name=name, product=product)
     return ""
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from halfstep.trainer.bench.report import BenchReport
 from halfstep.words import Told
 
-MISSING = Told("halfstep.trainer.bench").said("no_figure")
+_told = Told("halfstep.trainer.bench")
+MISSING = _told.phrase("no_figure")
 
 
 def draw(report: BenchReport, path: Path) -> str:

@@ -18,7 +18,7 @@ from halfstep.diagnostics.lost_updates.report import LOUD
 from halfstep.files import write_whole
 from halfstep.trainer.bench.turns import LEAST, Row
 from halfstep.trainer.cores import remark
-from halfstep.words import Said, Told, said, spoken
+from halfstep.words import Phrase, Told, phrase_of, spoken
 
 _told = Told("halfstep.trainer.bench")
 _BETWEEN = {"en": " ", "zh": ""}
@@ -139,10 +139,11 @@ class BenchReport:
         return int(self.reference.opened["threads"]) if self.reference else 0
 
     @property
-    def where(self) -> Said:
+    def where(self) -> Phrase:
         """Name the device and the number of threads."""
-        name = "where_one" if self.threads == 1 else "where"
-        return _told.said(name, device=self.device, threads=self.threads)
+        known = {"device": self.device, "threads": self.threads}
+        one = self.threads == 1
+        return _told.phrase("where_one", **known) if one else _told.phrase("where", **known)
 
     def against(self, row: Row) -> str:
         """Say what speaks against a row, compared with the reference; empty for nothing."""
@@ -150,15 +151,15 @@ class BenchReport:
         assert reference is not None
         loss, best = self.loss(row), self.loss(reference)
         if not math.isfinite(loss):
-            return _told.said("loss_not_finite")
+            return _told.phrase("loss_not_finite")
         if loss - best > self.noise:
-            return _told.said("loss_higher", more=loss - best)
+            return _told.phrase("loss_higher", more=loss - best)
         if self.lost(row) > max(LOUD, self.lost(reference)):
-            return _told.said("lost", share=self.lost(row))
+            return _told.phrase("lost", share=self.lost(row))
         if math.isnan(self.lost(row)) and row.policy.master_dtype != torch.float32:
-            return _told.said("lost_unknown")
+            return _told.phrase("lost_unknown")
         peak = row.steps[-1].peak_memory_bytes
-        return _told.said("too_large", size=peak / 1e9) if peak > self.memory_bytes else ""
+        return _told.phrase("too_large", size=peak / 1e9) if peak > self.memory_bytes else ""
 
     @property
     def best(self) -> Row | None:
@@ -166,9 +167,9 @@ class BenchReport:
         fit = [row for row in self.measured if not self.against(row)]
         return max(fit, key=lambda row: self.rate(row).median, default=None)
 
-    def recommendation(self) -> Said:
+    def recommendation(self) -> Phrase:
         """Say in a sentence which policy to take and why, and in others what limits that."""
-        return said(lambda: _BETWEEN[spoken()].join(self._recommended()))
+        return phrase_of(lambda: _BETWEEN[spoken()].join(self._recommended()))
 
     def _recommended(self) -> list[str]:
         best, reference = self.best, self.reference

@@ -28,7 +28,7 @@ from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.loop import train
 from halfstep.trainer.session import Session, open_session
-from halfstep.words import Told, in_language, said
+from halfstep.words import LANGUAGES, Told, message, phrase_of, said
 
 _told = Told("halfstep.trainer.bench")
 
@@ -98,19 +98,24 @@ def main() -> None:
         say(_opened(session))
         _take_turns(session, Path(order["folder"]), say)
     except (HalfstepError, torch.OutOfMemoryError, MemoryError) as error:
-        why = said(partial(in_language, error))
+        why = phrase_of(partial(message, error))
         if not isinstance(error, HalfstepError):
-            why = _told.said("out_of_memory", error=error)
-        say({REFUSED: why.texts})
+            why = _told.phrase("out_of_memory", error=error)
+        say({REFUSED: _texts(why)})
     said.flush()
     os._exit(0)  # a save at the end, or the interpreter's own end, would only take time
 
 
+def _texts(text: str) -> dict[str, str]:
+    """A text in each language, as the other process speaks one of them."""
+    return {language: said(text, language) for language in LANGUAGES}
+
+
 def _opened(session: Session) -> dict[str, Any]:
     support = session.precision.support
-    return {  # a text in each language, as the other process speaks one of them
-        "summary": said(session.task.summary).texts,
-        "support": support.how.texts,
+    return {
+        "summary": _texts(phrase_of(session.task.summary)),
+        "support": _texts(support.how),
         "threads": torch.get_num_threads(),
     }
 

@@ -35,7 +35,7 @@ from halfstep.trainer.bench.row import REFUSED, StepLine, config_of_row
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.memory import free_bytes
-from halfstep.words import Said, Told, in_language, said
+from halfstep.words import Phrase, Told, message, phrase_of
 
 _told = Told("halfstep.trainer.bench")
 
@@ -89,12 +89,12 @@ class _Process:
 
     def load(self, until: float) -> None:
         """Wait until Python and torch are loaded, which every process begins at once."""
-        self._answer(until, _told.said("not_loaded"))
+        self._answer(until, _told.phrase("not_loaded"))
 
     def open(self, until: float) -> None:
         """Open the run, and take two steps."""
         self._tell(json.dumps(self._order))
-        found = self._answer(until, _told.said("not_ready"))
+        found = self._answer(until, _told.phrase("not_ready"))
         self.row.opened = {key: _text(value) for key, value in found.items()}
         for _ in range(2):
             self.step(until)
@@ -102,7 +102,7 @@ class _Process:
     def step(self, until: float) -> None:
         """Take one step."""
         self._tell("go")
-        found = self._answer(until, _told.said("not_done", step=len(self.row.steps) + 1))
+        found = self._answer(until, _told.phrase("not_done", step=len(self.row.steps) + 1))
         self.row.steps.append(StepLine(**found))
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class _Process:
         while b"\n" not in self._read:
             if not wait([descriptor], max(0.0, until - time.monotonic())):
                 seconds = time.monotonic() - asked
-                raise Ended(_told.said("late", what=late, seconds=seconds))
+                raise Ended(_told.phrase("late", what=late, seconds=seconds))
             more = os.read(descriptor, 1 << 16)
             if not more:
                 raise Ended(self._end())
@@ -140,12 +140,12 @@ class _Process:
     def _end(self) -> str:
         code = self._child.wait()
         if code == -signal.SIGKILL:
-            return _told.said("killed")
+            return _told.phrase("killed")
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
         if not lines:
-            return _told.said("ended_silently", code=code)
-        return _told.said("ended", code=code, last=lines[-1])
+            return _told.phrase("ended_silently", code=code)
+        return _told.phrase("ended", code=code, last=lines[-1])
 
 
 def take_turns(
@@ -202,11 +202,11 @@ def take_turns(
 
 def _text(value: Any) -> Any:
     """What a process told: a text in each language, or something else, as it is."""
-    return Said(value) if isinstance(value, dict) else value
+    return Phrase.by(value.__getitem__) if isinstance(value, dict) else value
 
 
-def _message(error: Exception) -> Said:
-    return said(lambda: in_language(error))
+def _message(error: Exception) -> Phrase:
+    return phrase_of(lambda: message(error))
 
 
 def _share(until: float, part: int, whole: int) -> float:
@@ -264,7 +264,7 @@ def _quick(group: list[_Process], until: float) -> list[_Process]:
         kept.remove(slowest)
         seconds = needed * sum(times.values())
         took = times[id(slowest)]
-        slowest.row.why_not = _told.said("too_slow", took=took, least=LEAST, seconds=seconds)
+        slowest.row.why_not = _told.phrase("too_slow", took=took, least=LEAST, seconds=seconds)
         slowest.close()
     return kept
 

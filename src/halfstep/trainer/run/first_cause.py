@@ -94,7 +94,7 @@ class CauseSearch:
             if self._session.world.size > 1:
                 raise
             known = {"kind": type(failed).__name__, "error": str(failed)[:80]}
-            self.failed = _told.said("no_cause", **known)
+            self.failed = _told.phrase("no_cause", **known)
             return
         expected = calibrating and error is None
         if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
