@@ -123,34 +123,22 @@ def test_a_package_tells_its_phrases_in_the_language_spoken():
     assert spoken() == "en"
 
 
-def test_a_phrase_is_english_until_it_is_said():
-    told = Told("halfstep.diagnostics.memory")
-    reasons = joined([told.phrase("why casts", share="4%"), "x"], told.phrase("and"))
-    why = told.phrase("why", total="44 MB", reasons=reasons)
-    english = "Of 44 MB, 4% are 16-bit copies of weights that come on top; x."
-    assert why == english
-    with speaking("zh"):
-        # values, errors and JSON hold it as it is
-        assert (str(why), f"{why}", json.dumps([why])) == (english, english, f'["{english}"]')
-        assert said(why) == "44 MB 之中，4% 是额外的 16 位权重副本；x。"
-        others = told.phrase("others")
-        assert told("module", name=others, size="1 B", forms="x") == "其余 1 B（x）"
-        for kept in (copy.deepcopy(why), pickle.loads(pickle.dumps(why))):
-            assert said(kept) == said(why)
-        assert said(why, "en") == english
-        assert said("as it is") == "as it is"
-    assert said(why) == english
-
-
 def test_what_a_function_says_and_an_errors_message_are_told_in_each_language():
     told = Told("halfstep.trainer.config")
     text = phrase_of(lambda: told("missing", where=spoken()))
-    assert text == "en is missing"
+    assert (text, f"{text}", json.dumps([text])) == ("en is missing",) * 2 + ('["en is missing"]',)
     assert said(text, "zh") == "缺少 zh"
     with speaking("zh"):
         assert str(ConfigError(text)) == "en is missing"
         assert message(ConfigError(text)) == "缺少 zh"
         assert message(ConfigError("plain")) == "plain"
+        for kept in (
+            copy.deepcopy(text),
+            pickle.loads(pickle.dumps(told.phrase("missing", where=1))),
+        ):
+            assert said(kept).startswith("缺少")
+        both = joined([text, "x"], told.phrase("missing", where="+"))
+        assert said(both) == "缺少 zh缺少 +x"
         assert message(OSError(2, "No such file")) == "[Errno 2] No such file"
 
 

@@ -217,11 +217,13 @@ def advise(
     search = Search(chooser, trials, tolerance, say)
     reason = search.run(math.inf if max_error is None else max_error, once=max_error is not None)
     saved = chooser.saved(search.chosen)
-    proved = "proved" if search.proved else "unproved"
     whose = _told.phrase("given_rates")
     if isinstance(rates, str):
         whose = _told.phrase("peak_rates", device=rates)
-    verdict = _told.phrase(proved, saved=saved, whose=whose, reason=reason)
+    known = {"saved": saved, "whose": whose, "reason": reason}
+    verdict = _told.phrase("unproved", **known)
+    if search.proved:
+        verdict = _told.phrase("proved", **known)
     return Advice(
         formats=search.chosen,
         policy=policy_of(search.chosen, formats[0]),

@@ -80,8 +80,9 @@ class Replayed:
     def verdict(self) -> Phrase:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
-            name = "survives" if self.survives else "does_not_survive"
-            return _told.phrase(name, policy=self.precision)
+            if self.survives:
+                return _told.phrase("survives", policy=self.precision)
+            return _told.phrase("does_not_survive", policy=self.precision)
         if self.repeated:
             return _told.phrase("repeats")
         if self.differs:

@@ -145,7 +145,10 @@ class Cause:
             words.append(_told("micro_batch", number=self.micro_batch, count=self.micro_batches))
         if self.samples:
             listed = ", ".join(map(str, self.samples))
-            words.append(_told("samples" if len(self.samples) > 1 else "sample", listed=listed))
+            several = len(self.samples) > 1
+            words.append(
+                _told("samples", listed=listed) if several else _told("sample", listed=listed)
+            )
         return _told("comma").join(words)
 
     @property
