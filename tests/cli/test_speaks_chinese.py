@@ -14,7 +14,6 @@ from halfstep.diagnostics.nonfinite.cause import Cause, Operand
 from halfstep.diagnostics.nonfinite.remedies import CHANGES
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
-from halfstep.shown import columns as columns_of
 from halfstep.trainer.config.config import config_to_toml
 from halfstep.words import said, speaking
 from trainer.bench.test_report import losses, report, row
@@ -54,6 +53,11 @@ def told(capsys, *words: str, code: int = 0) -> tuple[str, str]:
     assert english(out + err) == [], words
     assert braces(out + err) == [], words
     return out, err
+
+
+def columns_of(text: str) -> int:
+    """Columns of a terminal: Chinese signs and their punctuation take two."""
+    return len(text) + len(re.findall("[\u3000-\u303f\u4e00-\u9fff\uff00-\uff60]", text))
 
 
 def columns(line: str, mark: str) -> int:
