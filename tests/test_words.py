@@ -18,6 +18,8 @@ from halfstep.words import (
     Told,
     chosen_language,
     joined,
+    message,
+    phrase_of,
     read_phrases,
     said,
     speaking,
@@ -138,6 +140,25 @@ def test_a_phrase_is_english_until_it_is_said():
         assert said(why, "en") == english
         assert said("as it is") == "as it is"
     assert said(why) == english
+
+
+def test_what_a_function_says_and_an_errors_message_are_told_in_each_language():
+    told = Told("halfstep.trainer.config")
+    text = phrase_of(lambda: told("missing", where=spoken()))
+    assert (text, f"{text}", json.dumps([text])) == ("en is missing",) * 2 + ('["en is missing"]',)
+    assert said(text, "zh") == "缺少 zh"
+    with speaking("zh"):
+        assert str(ConfigError(text)) == "en is missing"
+        assert message(ConfigError(text)) == "缺少 zh"
+        assert message(ConfigError("plain")) == "plain"
+        for kept in (
+            copy.deepcopy(text),
+            pickle.loads(pickle.dumps(told.phrase("missing", where=1))),
+        ):
+            assert said(kept).startswith("缺少")
+        both = joined([text, "x"], told.phrase("missing", where="+"))
+        assert said(both) == "缺少 zh缺少 +x"
+        assert message(OSError(2, "No such file")) == "[Errno 2] No such file"
 
 
 def test_there_are_tables():

@@ -119,6 +119,15 @@ def padded(text: str, width: int, *, right: bool = False) -> str:
     return blanks + text if right else text + blanks
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines of columns, of which the last one is flush right."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([*map(padded, row[:-1], widths[:-1]), padded(row[-1], widths[-1], right=True)])
+        for row in rows
+    )
+
+
 def is_wide(character: str) -> bool:
     """Whether a character takes two columns of a terminal.
 

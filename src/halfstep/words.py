@@ -74,6 +74,22 @@ def _join(parts: Sequence[str], separator: str, language: str) -> str:
     return said(separator, language).join(said(part, language) for part in parts)
 
 
+def phrase_of(make: Callable[[], str]) -> Phrase:
+    """What a function says in the language spoken, as one phrase."""
+    return Phrase.by(partial(_speak, make))
+
+
+def _speak(make: Callable[[], str], language: str) -> str:
+    with speaking(language):
+        return make()
+
+
+def message(error: BaseException) -> str:
+    """An error's message, in the language spoken if a phrase is the whole of it."""
+    only = error.args[0] if len(error.args) == 1 else ""
+    return said(only) if isinstance(only, Phrase) else str(error)
+
+
 class Told:
     """The phrases of one package, in the language spoken: ``told("resumed", step=100)``."""
 

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from halfstep.diagnostics.nonfinite.remedies import REMEDIES
+from halfstep.diagnostics.nonfinite.remedies import CHANGES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import RULES, findings, verdict
 from halfstep.report.record import read_run
 from halfstep.report.words import PHRASES
+from halfstep.words import read_phrases
 from report.conftest import line, tensor, watch
 
 
@@ -158,7 +159,8 @@ def test_every_rule_has_words_in_every_language():
     remedies = {key[:-1] for key in PHRASES if key.endswith("!")}
     assert remedies <= set(PHRASES)
     assert len(RULES) == 12
-    assert {f"cause {name}" for name in REMEDIES} <= set(PHRASES)
+    said = {f"{what} {name}" for name in CHANGES for what in ("class", "remedy")}
+    assert said <= set(read_phrases("halfstep.diagnostics.nonfinite"))
 
 
 # What a verdict must not say

@@ -14,6 +14,7 @@ import torch
 
 from halfstep.cli.commands import Advise
 from halfstep.cli.one_step import opened
+from halfstep.cli.words import told
 from halfstep.diagnostics.advise.advice import Advice, advise
 from halfstep.diagnostics.advise.layers import REFERENCES
 from halfstep.errors import ConfigError
@@ -30,7 +31,7 @@ def run(arguments: Advise) -> int:
     rates = _rates(arguments.rates)
     out = Path(arguments.out) if arguments.out else None
     if out is not None and (out.suffix != ".toml" or out.is_dir() or not _writable(out.parent)):
-        raise ConfigError(f"--out {out}; allowed: a file .toml in a folder that can be written")
+        raise ConfigError(told("out_is_no_policy_file", path=out))
     with opened(arguments, REFERENCES.get(formats[0] if formats else "", "fp32"), "advise") as made:
         made.precision.close()
         task, config = made.task, made.config
@@ -63,7 +64,7 @@ def run(arguments: Advise) -> int:
     if out is not None:
         found.write(out)
         if not arguments.json:
-            print(f"\nWritten: {out}")
+            print("\n" + told("written", path=out))
     return 0 if found.proved else UNPROVED
 
 
@@ -75,7 +76,7 @@ def _share(text: str) -> float:
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise ConfigError(f"--tolerance {text}; allowed: such as 0.3% or 0.003") from None
+        raise ConfigError(told("no_tolerance", text=text)) from None
 
 
 def _rates(text: str) -> str | dict[str, float]:
@@ -84,7 +85,7 @@ def _rates(text: str) -> str | dict[str, float]:
     try:
         return tomllib.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--rates {text}: {error}") from None
+        raise ConfigError(told("no_rates", path=text, error=error)) from None
 
 
 def _finite(gap: float) -> float | None:

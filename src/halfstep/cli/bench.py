@@ -15,6 +15,7 @@ from halfstep.cli.console import megabytes
 from halfstep.cli.formats import table
 from halfstep.cli.grammar import leaves, option_name, short_options
 from halfstep.cli.train import require_trust
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.bench.bench import bench
@@ -25,6 +26,7 @@ from halfstep.trainer.config.config import load_config, read_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device
+from halfstep.words import said
 
 
 def run(request: BenchRequest) -> int:
@@ -42,8 +44,9 @@ def run(request: BenchRequest) -> int:
     with _writable(folder):
         report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
         if not report.measured:
-            reasons = "; ".join(dict.fromkeys(row.why_not for row in report.rows))
-            raise PrecisionError(f"no policy could be measured: {reasons}")
+            reasons = dict.fromkeys(said(row.why_not) for row in report.rows)
+            why = told("separator").join(reasons)
+            raise PrecisionError(told("none_measured", why=why))
     try:
         path = report.write(folder)
         missing = draw(report, folder / "bench.png")
@@ -53,9 +56,9 @@ def run(request: BenchRequest) -> int:
         print(json.dumps(report.to_json(), indent=1, allow_nan=False))
     else:
         print(text_of(report))
-        print(f"\nWritten: {path}{'' if missing else ' and bench.png'}")
+        print("\n" + (told("written", path=path) if missing else told("bench_drawn", path=path)))
     if missing:
-        say(f"note: {missing}")
+        say(told("note", text=missing))
     return 0
 
 
@@ -76,7 +79,7 @@ def _writable(folder: Path) -> Iterator[None]:
 
 
 def _not_written(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--out {folder} cannot be written: {error}")
+    return ConfigError(told("out_not_written", path=folder, error=error))
 
 
 def split_policies(words: Sequence[str]) -> list[str]:
@@ -95,7 +98,7 @@ def split_policies(words: Sequence[str]) -> list[str]:
                 found.append(part)
             first = False
     if not found:
-        raise ConfigError("--precision names no policy; halfstep explain lists them")
+        raise ConfigError(told("names_no_policy"))
     return found
 
 
@@ -112,10 +115,7 @@ def _config(request: BenchRequest) -> BaseConfig:
     config = load_config(named or kind.shipped(given), list(given.items()))
     require_trust(given, config)
     if not config.COMMAND:
-        raise ConfigError(
-            f"configuration {named} is of the task {config.TASK}, whose model and data are in your "
-            "program: bench measures runs of halfstep train and finetune"
-        )
+        raise ConfigError(told("bench_other_task", config=named, task=config.TASK))
     return config
 
 
@@ -128,18 +128,22 @@ def _key_in(kind: type[BaseConfig], key: str) -> str:
 
 def text_of(report: BenchReport) -> str:
     """Format a report: a table, the rows that were not measured, and the recommendation."""
-    head = ("policy", f"{report.unit}/s", "quartiles", "times", "step", "peak memory", "loss",
-            "lost", "")  # fmt: skip
+    head = (told("policy"), told(f"rate {report.unit}"), told("quartiles"), told("times"),
+            told("one_step"), told("peak"), told("the_loss"), told("lost"), "")  # fmt: skip
     rows = [tuple(_cells(report, row)) for row in report.measured]
     reference = report.reference
     assert reference is not None
-    data = "synthetic data" if report.synthetic else "your data"
+    known = {"name": report.name, "summary": reference.opened["summary"], "where": report.where}
+    known["data"] = told("synthetic_data") if report.synthetic else told("your_data")
     parts = [
-        f"{report.name}: {reference.opened['summary']} ({data}), {report.where}; "
-        f"{report.timed} steps each, in {report.seconds:.0f} s\n",
+        told("bench_of", steps=report.timed, seconds=report.seconds, **known) + "\n",
         table([head, *rows], set(range(1, len(head) - 1))),
-        *(f"\n{row.policy}: {row.why_not}" for row in report.rows if row.why_not),
-        f"\n{report.recommendation()}",
+        *(
+            "\n" + told("not_measured", policy=str(row.policy), why=row.why_not)
+            for row in report.rows
+            if row.why_not
+        ),
+        "\n" + said(report.recommendation()),
     ]
     return "\n".join(parts)
 
@@ -156,4 +160,4 @@ def _cells(report: BenchReport, row: Row) -> Iterator[str]:
     yield f"{report.loss(row):.4f}"
     lost = report.lost(row)
     yield "-" if math.isnan(lost) else f"{lost:.1%}"
-    yield report.against(row)
+    yield said(report.against(row))

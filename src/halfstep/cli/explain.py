@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from halfstep.cli.commands import Explain
+from halfstep.cli.words import told
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain, explain_model
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import ALIASES, POLICIES, RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.shown import padded
 from halfstep.trainer.config.config import simulated
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import described_model
-
-_ANY_MODEL = "halfstep.explain_model(policy, model) answers for any model"
+from halfstep.words import said
 
 
 def run(arguments: Explain) -> int:
@@ -20,7 +23,7 @@ def run(arguments: Explain) -> int:
     device = choose_device(arguments.device)
     model, named = None, arguments.policies
     if arguments.config:
-        config, model = described_model(arguments.config, _ANY_MODEL)
+        config, model = described_model(arguments.config, told.phrase("any_model"))
         named = named or (str(config.precision),)
     if named:
         # every error before the first page
@@ -35,18 +38,29 @@ def run(arguments: Explain) -> int:
             texts = [f"{text}\n\n{table}" for text, table in zip(texts, placed, strict=True)]
         print("\n\n".join(texts))
         return 0
-    print(f"{'policy':<12} {'aliases':<36} {'bytes/param':>11}  {'scale':<8} on {device}")
-    for name, policy in {**POLICIES, **RECIPES}.items():
-        found = support(_simulated(policy) if arguments.simulate else policy, device)
-        aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
-        total = sum(bytes_per_parameter(policy).values())
-        print(
-            f"{name:<12} {aliases:<36} {total:>11g}  {policy.loss_scale.kind:<8} "
-            f"{found.status}: {found.reason}"
-        )
-    print(f"\nauto is {choose(device).policy} here: {choose(device).reason}.")
-    print("halfstep explain POLICY shows one in full. Bytes are with AdamW.")
+    print(_every(device, simulate=arguments.simulate))
+    taken = choose(device)
+    print("\n" + told("auto_is", policy=taken.policy, reason=taken.reason))
+    print(told("policy_in_full"))
     return 0
+
+
+def _every(device: torch.device, *, simulate: bool) -> str:
+    """Every policy, with its cost and how the device runs it, a line each."""
+    heads = told("policy"), told("aliases"), told("bytes_each"), told("scaling")
+    lines = [_line(*heads, told("on_device", device=device))]
+    for name, policy in {**POLICIES, **RECIPES}.items():
+        found = support(_simulated(policy) if simulate else policy, device)
+        aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
+        total = f"{sum(bytes_per_parameter(policy).values()):g}"
+        how = said(found.how)
+        lines.append(_line(name, aliases, total, policy.loss_scale.kind, how))
+    return "\n".join(lines)
+
+
+def _line(name: str, aliases: str, size: str, scale: str, how: str) -> str:
+    cells = padded(name, 12), padded(aliases, 36), padded(size, 11, right=True)
+    return f"{' '.join(cells)}  {padded(scale, 8)} {how}"
 
 
 def _simulated(policy: PrecisionPolicy) -> PrecisionPolicy:

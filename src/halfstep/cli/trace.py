@@ -7,9 +7,11 @@ import sys
 
 from halfstep.cli.commands import Trace
 from halfstep.cli.one_step import opened
+from halfstep.cli.words import told
 from halfstep.diagnostics.trace.record import trace
 from halfstep.errors import PrecisionError
 from halfstep.trainer.loop import attempt
+from halfstep.words import said
 
 
 def run(arguments: Trace) -> int:
@@ -24,15 +26,12 @@ def run(arguments: Trace) -> int:
         print(json.dumps(ran.to_json()))
     else:
         differences = ran.differences()
-        told = f"all operations ran as {policy} says"
+        verdict = told("all_as_said", policy=policy)
         if differences:
-            told = f"{len(differences)} operations ran otherwise than {policy} says:"
-        print("\n".join([ran.table(), "", told, *differences]))
+            verdict = told("otherwise", count=len(differences), policy=policy)
+        print("\n".join([ran.table(), "", verdict, *map(said, differences)]))
     changes = ran.changes(arguments.check) if arguments.check else []
     if changes:
         print("\n".join(changes), file=sys.stderr)
-        raise PrecisionError(
-            f"what ran differs from {arguments.check} in {len(changes)} lines, printed above; "
-            "where that is meant, write it anew by --save"
-        )
+        raise PrecisionError(told("trace_differs", path=arguments.check, count=len(changes)))
     return 0

@@ -22,6 +22,9 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike
+from halfstep.words import Phrase, Told, message, phrase_of, said
+
+_told = Told("halfstep.precision")
 
 Action = Literal["stop", "skip", "rollback"]
 _Choice = TypeVar("_Choice", "OnNonFinite", "OnSpike")
@@ -32,11 +35,9 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
 not applied, and whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = (
-    "; to see which operation and sample made it: "
-    "print(halfstep.first_cause(precision, lambda rows: your_loss(rows), batch))"
-)
+FIND_IT = _told.phrase("find_it")
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
+_UNCHANGED = _told.phrase("unchanged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +121,19 @@ def parse_choices(
     return both
 
 
+def without_hint(error: Exception) -> str:
+    """An error's message in the language spoken, without how to look for the first cause."""
+    return message(error).removesuffix(said(FIND_IT))
+
+
 def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
     """The error for a finite step far from the ones before it."""
-    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
-    return SpikeError(
-        f"the {what} spikes: loss {loss:.4g} and gradient norm {norm:.4g}, where the steps before "
-        f"lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
-        f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate; the "
-        "weights are unchanged",
-        cause=spike.reason,
-    )
+    found = {"loss": loss, "norm": norm, "excess": spike.excess}
+    found |= {"expected_loss": spike.expected_loss, "expected_norm": spike.expected_norm}
+    text = _told.phrase("gradient_spike", **found)
+    if spike.reason == "loss_spike":
+        text = _told.phrase("loss_spike", **found)
+    return SpikeError(text, cause=spike.reason)
 
 
 def failure(
@@ -157,37 +161,27 @@ def incurable(
     """
     found, loss = judged.found, judged.loss
     assert found is not None, "the loss is finite"
-    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
-    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
-    same = f"the weights are unchanged{FIND_IT}"
-    if judged.updated:
-        same = (
-            f"release_gradients=True had updated {judged.updated} parameters during backward "
-            "before it was found, and the others are as before the step: go on from a checkpoint, "
-            f"or train without release_gradients{FIND_IT}"
-        )
+    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
+    what = what or _told.phrase("nan_and_inf")
+    where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
+    same = _told.phrase("updated", count=judged.updated) if judged.updated else _UNCHANGED
+    known = {"where": where, "end": _with_hint(same)}
+    scale = loss_scale.value
     if policy.loss_scale.kind == "none":
-        return NonFiniteError(
-            f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
-            f"or values beyond {dtype_name(policy.compute_dtype)}; {same}",
-            cause="gradients",
-            parameters=found.names,
-        )
+        form = dtype_name(policy.compute_dtype)
+        text = _told.phrase("no_scale", policy=str(policy), form=form, **known)
+        return NonFiniteError(text, cause="gradients", parameters=found.names)
     if loss_scale.at_floor:
-        return NonFiniteError(
-            f"{where} at the smallest loss scale {loss_scale.value:g}: no smaller scale can help, "
-            f"so this is not an overflow by scaling but a bug or values beyond the format; {same}",
-            cause="loss_scale_floor",
-            parameters=found.names,
-        )
+        text = _told.phrase("scale_floor", scale=scale, **known)
+        return NonFiniteError(text, cause="loss_scale_floor", parameters=found.names)
     if in_a_row >= policy.loss_scale.max_consecutive_skips:
-        return NonFiniteError(
-            f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at "
-            f"loss scale {loss_scale.value:g}; {same}",
-            cause="skip_limit",
-            parameters=found.names,
-        )
+        text = _told.phrase("skip_limit", count=in_a_row, scale=scale, **known)
+        return NonFiniteError(text, cause="skip_limit", parameters=found.names)
     return None
+
+
+def _with_hint(text: Phrase) -> Phrase:
+    return phrase_of(lambda: said(text) + said(FIND_IT))
 
 
 def broken_loss(
@@ -197,16 +191,11 @@ def broken_loss(
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    source = "the forward pass or the data made it"
-    end = f"; the weights are unchanged{FIND_IT}"
+    known = {"loss": loss, "policy": str(policy)}
+    text = _told.phrase("broken_loss", end=_with_hint(_UNCHANGED), **known)
     if broken:
-        source, end = f"the weights {some(broken)} are not finite", ""
-    return NonFiniteError(
-        f"the loss is {loss} before any gradient: {source}, no loss scale can help (policy "
-        f"{policy}){end}",
-        cause="forward",
-        parameters=broken,
-    )
+        text = _told.phrase("broken_weights", names=some(broken), **known)
+    return NonFiniteError(text, cause="forward", parameters=broken)
 
 
 class _Copy(NamedTuple):
@@ -282,7 +271,7 @@ class Guard:
         if isinstance(error, SpikeError):
             choice, option = self._on_spike, "on_spike"
         self._in_a_row[option] = self._in_a_row.get(option, 0) + 1
-        what = str(error).removesuffix(FIND_IT).removesuffix("; the weights are unchanged")
+        what = str(error).removesuffix(FIND_IT).removesuffix(_UNCHANGED)
         if choice.action == "skip" and self._in_a_row[option] <= choice.count:
             self._require_finite_buffers(error, what)
             self._say(option, f"the step is left out, as {option}={choice} allows: {what}")

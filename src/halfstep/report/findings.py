@@ -14,9 +14,9 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from halfstep.diagnostics.statistics.what_if import what_if
-from halfstep.report.events import events
+from halfstep.report.events import cause_words, events, remedy_words
 from halfstep.report.record import RunRecord, number, scale_text
-from halfstep.report.words import PHRASES, phrase
+from halfstep.report.words import phrase
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -56,18 +56,8 @@ class RunFinding:
     def _in(self, language: str) -> Mapping[str, Any]:
         if "cause_class" not in self.values:
             return self.values
-        name = self.values["cause_class"]
-        remedy = phrase(f"{_cause(name)}!", language, self.values)
+        name, remedy = self.values["cause_class"], remedy_words(self.values, language)
         return {**self.values, "cause_class": cause_words(name, language), "remedy": remedy}
-
-
-def cause_words(name: str, language: str) -> str:
-    """The class of a first cause in a language; one that has no words there as it is."""
-    return phrase(_cause(name), language, {"cause_class": name})
-
-
-def _cause(name: str) -> str:
-    return f"cause {name}" if f"cause {name}" in PHRASES else "cause other"
 
 
 def findings(run: RunRecord) -> list[RunFinding]:

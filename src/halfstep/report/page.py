@@ -21,9 +21,16 @@ from markupsafe import Markup
 from halfstep.diagnostics.statistics.exponent_map import SHOWN, WORDS, ExponentMap, exponent_maps
 from halfstep.errors import ConfigError
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
-from halfstep.report.events import Event, events, told
+from halfstep.report.events import (
+    Event,
+    cause_summary,
+    cause_text,
+    cause_words,
+    events,
+    told,
+)
 from halfstep.report.figures import figures, largest
-from halfstep.report.findings import FEW, RunFinding, cause_words, findings, verdict
+from halfstep.report.findings import FEW, RunFinding, findings, verdict
 from halfstep.report.memory import memory_json, memory_view
 from halfstep.report.numbers import (
     FORMATS,
@@ -35,7 +42,7 @@ from halfstep.report.numbers import (
     what_is_stored,
     what_ran,
 )
-from halfstep.report.record import TRACE, RunRecord, scale_text
+from halfstep.report.record import TRACE, Line, RunRecord, scale_text
 from halfstep.report.words import phrase
 from halfstep.shown import bars
 from halfstep.words import chosen_language
@@ -161,12 +168,19 @@ class Report:
             lstrip_blocks=True,
         )
         environment.filters |= {**_FILTERS, "cause": self._cause, "svg": self._svg}
+        environment.filters |= {"cause_text": self._cause_text, "cause_of": self._cause_of}
         environment.filters["stored_bars"] = self._stored_bars
         made = environment.get_template(template)
         return made.render(report=self, say=say, language=self.language, **more)
 
     def _cause(self, name: Any) -> str:
         return cause_words(str(name), self.language)
+
+    def _cause_text(self, line: Line) -> str:
+        return cause_text(line, self.language)
+
+    def _cause_of(self, event: Event, record: RunRecord) -> str:
+        return cause_summary(record, event.step, event.cause, self.language)
 
     def _stored_bars(self, trace: Mapping[str, Any]) -> Markup:
         products, stored = product_bars(trace), stored_bars(trace)

@@ -25,7 +25,7 @@ from halfstep.diagnostics.statistics.numerics import NUMERICS
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
-from halfstep.precision.recovery import FIND_IT
+from halfstep.precision.recovery import without_hint
 from halfstep.precision.result import StepResult
 from halfstep.trainer.checkpoint.saver import Saver
 from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkpoints
@@ -38,6 +38,9 @@ from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
+from halfstep.words import Told, message, said
+
+_told = Told("halfstep.trainer")
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
@@ -275,22 +278,24 @@ class _Books:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += f"; {failed}"
+                also += _told("semicolon") + message(failed)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
-            also += f"; take the step again: halfstep replay {capture}"
+            also += _told("semicolon") + _told("take_again", path=capture)
         world.wait_for_save()
         kept = list_checkpoints(self._folder)
-        last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
+        last = _told("last_checkpoint", path=kept[-1]) if kept else _told("no_checkpoint")
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-        told = [f"step {step}: {str(error).removesuffix(FIND_IT)}"]
+        told = [_told("stopped_at", step=step, error=without_hint(error))]
+        between = _told("semicolon")
         if isinstance(error, SpikeError):
-            return SpikeError("; ".join([*told, last]), cause=error.cause)
+            return SpikeError(between.join([*told, last]), cause=error.cause)
         if cause is not None:
-            told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
-        told += [causes.failed, last, causes.next_command()]
+            told.append(_told("first_cause", cause=cause.summary))
+            told.append(_told("to_do", remedy=cause.remedy))
+        told += [said(causes.failed), last, causes.next_command()]
         stopped = NonFiniteError(
-            "; ".join(filter(None, told)), cause=error.cause, parameters=error.parameters
+            between.join(filter(None, told)), cause=error.cause, parameters=error.parameters
         )
         stopped.first_cause = cause
         return stopped

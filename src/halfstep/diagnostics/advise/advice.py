@@ -30,6 +30,9 @@ from halfstep.diagnostics.advise.sensitivity import Sensitivity, sensitivities
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
 from halfstep.shown import Text
+from halfstep.words import Told, said, speaking
+
+_told = Told("halfstep.diagnostics.advise")
 
 _FP16 = "fp16-mixed"
 _FLUSHED = 0.01
@@ -53,7 +56,7 @@ class Advice:
             where it was tried and did not hold.
         tolerance: What was asked for.
         proved: Whether the bound lies within the tolerance.
-        verdict: All this in a sentence.
+        verdict: All this in a sentence, in English; a command tells it in its own language.
     """
 
     formats: Formats
@@ -95,26 +98,26 @@ class Advice:
             if form == self.base:
                 continue
             if row is None:
-                parts.append(f"{product}: its features fill no whole blocks of {self.base}")
+                parts.append(_told("no_whole_blocks", product=product, form=self.base))
                 continue
             shown = max(row, rows[layer, product, form], key=lambda row: row.error)
             kind = (product, shown.format)
             every = [s.error for s in rows.values() if (s.product, s.format) == kind]
-            text = f"{product}: gradient error {shown.error:.2g} in {shown.format}"
-            text += f", median layer {sorted(every)[len(every) // 2]:.2g}"
+            known = {"product": product, "form": shown.format, "error": shown.error}
+            text = _told("gradient_error", median=sorted(every)[len(every) // 2], **known)
             if row.overflowed:
-                text += f", {row.overflowed:.2g} of its results overflow"
+                text = _told("overflow", text=text, share=row.overflowed)
             if row.flushed > _FLUSHED:
-                text += f", {row.flushed:.2g} of its gradients flushed to 0"
+                text = _told("flushed", text=text, share=row.flushed)
             parts.append(text)
         if layer in self.needed:
-            parts.insert(0, f"in the cheapest formats {self._shown(self.needed[layer])}")
-        return "; ".join(parts)
+            parts.insert(0, _told("cheapest", what=self._shown(self.needed[layer])))
+        return _told("semicolon").join(parts)
 
     def _shown(self, gap: float) -> str:
         if gap == math.inf:
-            return "a run breaks"
-        return f"loss {gap:+.2%}" if gap > self.tolerance else "not proved"
+            return _told("breaks")
+        return _told("loss_by", gap=gap) if gap > self.tolerance else _told("not_proved")
 
     def toml(self) -> str:
         """The policy file, with a line of evidence for each exception."""
@@ -125,7 +128,8 @@ class Advice:
         if self.exceptions:
             lines.append("\n[rules]")
             for layer, forms in self.exceptions.items():
-                lines.append(f"# {self.evidence(layer)}")
+                with speaking("en"):
+                    lines.append(f"# {self.evidence(layer)}")
                 same = len(set(forms)) == 1
                 table = ", ".join(f'{p} = "{f}"' for p, f in zip(PRODUCTS, forms, strict=True))
                 lines.append(f'"{layer}" = ' + (f'"{forms[0]}"' if same else f"{{{table}}}"))
@@ -136,9 +140,10 @@ class Advice:
         Path(path).write_text(self.toml(), encoding="utf-8")
 
     def __str__(self) -> str:
-        lines = [self.verdict]
+        lines = [said(self.verdict)]
         for layer, forms in self.exceptions.items():
-            lines.append(f"  {layer}: {'/'.join(dict.fromkeys(forms))} ({self.evidence(layer)})")
+            known = {"layer": layer, "formats": "/".join(dict.fromkeys(forms))}
+            lines.append("  " + _told("exception", evidence=self.evidence(layer), **known))
         return Text("\n".join(lines))
 
 
@@ -203,7 +208,7 @@ def advise(
     until = time.monotonic() + seconds
     rate = rates_of(rates, formats)
     linear_layers(model)  # refused here where there is none
-    say(f"measuring {len(formats) - 1} formats")
+    say(_told("measuring", count=len(formats) - 1))
     found = sensitivities(model, batches[:measured_on], loss_fn, formats)
     chooser = Chooser(found, rate)
     trials = Trials(
@@ -212,9 +217,13 @@ def advise(
     search = Search(chooser, trials, tolerance, say)
     reason = search.run(math.inf if max_error is None else max_error, once=max_error is not None)
     saved = chooser.saved(search.chosen)
-    proved = "proved" if search.proved else "unproved"
-    whose = f"on {rates} (peak rates)" if isinstance(rates, str) else "by the given rates"
-    verdict = f"{proved}: {saved:.0%} less time in linear layers {whose}, {reason}"
+    whose = _told.phrase("given_rates")
+    if isinstance(rates, str):
+        whose = _told.phrase("peak_rates", device=rates)
+    known = {"saved": saved, "whose": whose, "reason": reason}
+    verdict = _told.phrase("unproved", **known)
+    if search.proved:
+        verdict = _told.phrase("proved", **known)
     return Advice(
         formats=search.chosen,
         policy=policy_of(search.chosen, formats[0]),

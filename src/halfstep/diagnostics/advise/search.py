@@ -31,6 +31,9 @@ from halfstep.diagnostics.advise.choice import Choice, Chooser
 from halfstep.diagnostics.advise.layers import policy_of
 from halfstep.diagnostics.advise.proof import Gap, OutOfTime, Trials
 from halfstep.errors import PrecisionError
+from halfstep.words import Phrase, Told
+
+_told = Told("halfstep.diagnostics.advise")
 
 _LESS = 0.5
 """By what a gradient error that did not hold is multiplied."""
@@ -69,7 +72,7 @@ class Search:
         """Whether another run's gap stays within the tolerance, at 95 % over the whole search."""
         return self.gap is not None and self.gap.bound <= self.tolerance
 
-    def run(self, limit: float, *, once: bool) -> str:
+    def run(self, limit: float, *, once: bool) -> Phrase:
         """Search, and say in a clause what was found.
 
         Args:
@@ -81,25 +84,21 @@ class Search:
         """
         self.chosen = self.chooser.choose(limit)
         if not self.trials.steps:
-            return "for no run was made"
-        runs = f"{len(self.trials.seeds)} seeds of {self.trials.steps} steps"
+            return _told.phrase("no_run")
+        runs = {"seeds": len(self.trials.seeds), "steps": self.trials.steps}
         try:
             self.floor = self.trials.floor()
             if self.tolerance < self.floor:
-                raise PrecisionError(
-                    f"tolerance {self.tolerance:.3%} lies under the noise floor of {runs}, "
-                    f"{self.floor:.3%}: nothing could be proved. Take more steps or seeds, or a "
-                    "higher tolerance"
-                )
+                known = {"tolerance": self.tolerance, "floor": self.floor}
+                raise PrecisionError(_told.phrase("below_floor", **known, **runs))
             limit = math.inf if once else self.tolerance
             self.gap = self._gap_of(self.chosen, self.trials.seeds, limit)
             if not (self.proved or once):
                 self._prove_the_cheapest_that_holds()
         except OutOfTime:
             self.gap = None
-            return f"for the time ended before {runs} of it were over"
-        shown = f"loss {self.gap.mean:+.3%}, another run's at most {self.gap.bound:+.3%} at 95 %"
-        return f"{shown}, over {runs}"
+            return _told.phrase("out_of_time", **runs)
+        return _told.phrase("gap", mean=self.gap.mean, bound=self.gap.bound, **runs)
 
     def _prove_the_cheapest_that_holds(self) -> None:
         seeds = self.trials.seeds
@@ -138,7 +137,7 @@ class Search:
         return self.proved
 
     def _gap_of(self, choice: Choice, seeds: Sequence[int], limit: float) -> Gap:
-        self.say(f"trying {self.chooser.saved(choice):.0%} less time")
+        self.say(_told("trying", saved=self.chooser.saved(choice)))
         return self.trials.gap(policy_of(choice, self.chooser.reference), seeds, limit)
 
     def _halve(self) -> bool:

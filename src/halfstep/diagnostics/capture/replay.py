@@ -28,7 +28,9 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.step import Precision
+from halfstep.words import Phrase, Told
 
+_told = Told("halfstep.diagnostics.capture")
 _KEYS = {
     "policy": str,
     "found": dict,
@@ -75,18 +77,17 @@ class Replayed:
         return self.found.reason == "applied"
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Phrase:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
-            what = "would have survived" if self.survives else "would not have survived"
-            return f"{self.precision} {what}"
+            if self.survives:
+                return _told.phrase("survives", policy=self.precision)
+            return _told.phrase("does_not_survive", policy=self.precision)
         if self.repeated:
-            return "the step repeats bit for bit: the batch, the weights or the model make it"
-        other = f" ({self.differs})" if self.differs else ""
-        return (
-            f"the step does not repeat: another machine, another torch{other}, or a fault that is "
-            "gone"
-        )
+            return _told.phrase("repeats")
+        if self.differs:
+            return _told.phrase("other_torch", differs=self.differs)
+        return _told.phrase("does_not_repeat")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from halfstep.diagnostics.nonfinite.remedies import REMEDIES, Change, Kind, Role
-from halfstep.precision.policy.policy import dtype_name
+from halfstep.diagnostics.nonfinite.remedies import (
+    CHANGES,
+    Change,
+    Kind,
+    Role,
+    class_in_words,
+    remedy,
+)
+from halfstep.precision.policy.policy import DTYPES, dtype_name
 from halfstep.shown import as_html
+from halfstep.words import Phrase, Told, phrase_of
+
+_told = Told("halfstep.diagnostics.nonfinite")
 
 _SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
 
@@ -98,54 +109,73 @@ class Cause:
     ranks: int = 1
 
     @property
-    def remedy(self) -> str:
+    def remedy(self) -> Phrase:
         """What to do about it: the line to change, or the setting."""
-        text, change = REMEDIES[self.cause_class]
-        if change == "range" and self.dtype == torch.float16:
-            text += "; or train in bf16-mixed, whose range is that of fp32"
-        return text
+        return remedy(self.cause_class, dtype_name(self.dtype))
 
     @property
     def change(self) -> Change:
         """What a run can change without a change of code: ``"range"``, ``"rate"``, ``"data"``."""
-        change = REMEDIES[self.cause_class].change
+        change = CHANGES[self.cause_class]
         return "" if change == "range" and self.dtype != torch.float16 else change
 
     @property
-    def place(self) -> str:
+    def place(self) -> Phrase:
         """Direction, module, block and node, as words."""
-        where = f"{self.module or 'the model'} ({self.class_name})"
-        where = f"{self.direction} of {where}" if self.class_name else "outside the model's modules"
+        return phrase_of(self._place)
+
+    def _place(self) -> str:
+        module = self.module or _told("the_model")
+        where = _told(f"in {self.direction}", module=module, kind=self.class_name)
+        where = where if self.class_name else _told("outside")
         if self.block not in ("", self.module):
-            where += f" in block {self.block}"
-        return f"{where}, {self.node}" if self.node else where
+            where = _told("in_block", place=where, block=self.block)
+        return _told("at_node", place=where, node=self.node) if self.node else where
 
     @property
-    def coordinates(self) -> str:
+    def coordinates(self) -> Phrase:
         """Rank, micro-batch and sample, as far as known; empty if none of them is."""
+        return phrase_of(self._coordinates)
+
+    def _coordinates(self) -> str:
         words = []
         if self.ranks > 1:
-            words.append(f"rank {self.rank}")
+            words.append(_told("rank", rank=self.rank))
         if self.micro_batches:
-            words.append(f"micro-batch {self.micro_batch} of {self.micro_batches}")
+            words.append(_told("micro_batch", number=self.micro_batch, count=self.micro_batches))
         if self.samples:
             listed = ", ".join(map(str, self.samples))
-            words.append(f"sample{'s' if len(self.samples) > 1 else ''} {listed}")
-        return ", ".join(words)
+            several = len(self.samples) > 1
+            words.append(
+                _told("samples", listed=listed) if several else _told("sample", listed=listed)
+            )
+        return _told("comma").join(words)
 
     @property
-    def summary(self) -> str:
+    def summary(self) -> Phrase:
         """The cause in one line: class, operation, place, largest input and source line."""
-        form = dtype_name(self.dtype)
-        line = f"{self.cause_class}: {self.op} in {form}, {self.place}"
+        return phrase_of(self._summary)
+
+    def _summary(self) -> str:
+        line = self._operation(class_in_words(self.cause_class))
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
-            maximum = torch.finfo(self.dtype).max
-            part = f"{100 * largest / maximum:.3g} % of {short(maximum)}"
-            line += f", inputs up to {short(largest)} ({part})"
-        line += "".join(f", {o.name}" for o in self.inputs if o.role == "parameter" and o.nan)
-        line += f", at {self.source}" if self.source else ""
-        return f"{line}; {self.coordinates}" if self.coordinates else line
+            line += _told("inputs_up_to", largest=short(largest), share=self._share_of(largest))
+        for operand in self.inputs:
+            if operand.role == "parameter" and operand.nan:
+                line += _told("also", name=operand.name)
+        line += _told("called_at", source=self.source) if self.source else ""
+        where = self._coordinates()
+        return line + _told("and_where", coordinates=where) if where else line
+
+    def _operation(self, what: str) -> str:
+        form = dtype_name(self.dtype)
+        return _told("operation", what=what, op=self.op, form=form, place=self.place)
+
+    def _share_of(self, value: float) -> str:
+        """How much of the format's range a value takes."""
+        most = torch.finfo(self.dtype).max
+        return _told("share", percent=100 * value / most, most=short(most))
 
     def to_json(self) -> dict[str, Any]:
         """The cause as values that ``json.dumps`` writes: dtypes by name."""
@@ -158,6 +188,25 @@ class Cause:
         }
         return {**table, "remedy": self.remedy}
 
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> Self | None:
+        """The cause that :meth:`to_json` wrote; None for a table that it did not write."""
+        try:
+            known = {name: table[name] for name in cls.__dataclass_fields__}
+            known["dtype"] = DTYPES[known["dtype"]]
+            inputs = [
+                {**operand, "dtype": operand["dtype"] and DTYPES[operand["dtype"]]}
+                for operand in known["inputs"]
+            ]
+            known["inputs"] = tuple(Operand(**operand) for operand in inputs)
+            for name in ("shape", "rows", "samples"):
+                known[name] = tuple(known[name])
+            found = cls(**known)
+            _ = str(found), found.summary  # fails where a value is of another type
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+            return None
+        return found
+
     @property
     def share(self) -> float:
         """The share of the output's elements that are not finite."""
@@ -167,24 +216,35 @@ class Cause:
         return as_html(str(self))
 
     def __str__(self) -> str:
-        maximum = torch.finfo(self.dtype).max
+        return phrase_of(self._in_full)
+
+    def _in_full(self) -> str:
+        counts = {"inf": self.inf, "nan": self.nan, "elements": self.elements}
         lines = [
-            f"{self.kind}: {self.op} in {dtype_name(self.dtype)}, {self.place}",
-            f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
-            f"({100 * self.share:.3g} %)",
+            self._operation(_told(f"kind {self.kind}")),
+            _told("output", percent=100 * self.share, **counts),
+            *map(self._input, self.inputs),
         ]
-        for operand in self.inputs:
-            form = f"{dtype_name(operand.dtype)} up to " if operand.dtype else ""
-            part = f"{100 * operand.largest / maximum:.3g} % of {short(maximum)}"
-            line = f"input {operand.name}: {form}{short(operand.largest)} ({part})"
-            if operand.inf or operand.nan:
-                line += f", and {operand.inf:,} inf, {operand.nan:,} NaN"
-            lines.append(line)
-        lines += self._bound(maximum)
-        lines += [self.coordinates] if self.coordinates else []
-        lines += [f"at {self.source}"] if self.source else []
-        named = "" if self.cause_class == self.kind else f"{self.cause_class}: "
-        return "\n  ".join([*lines, f"to do: {named}{self.remedy}"])
+        lines += self._bound(torch.finfo(self.dtype).max)
+        where = self._coordinates()
+        lines += [where] if where else []
+        lines += [_told("source", source=self.source)] if self.source else []
+        to_do = _told("to_do", remedy=self.remedy)
+        if self.cause_class != self.kind:
+            what = class_in_words(self.cause_class)
+            to_do = _told("to_do_of_class", what=what, remedy=self.remedy)
+        return "\n  ".join([*lines, to_do])
+
+    def _input(self, operand: Operand) -> str:
+        """An input's range, and what in it is not finite."""
+        share = self._share_of(operand.largest)
+        known = {"name": operand.name, "largest": short(operand.largest), "share": share}
+        line = _told("input_number", **known)
+        if operand.dtype:
+            line = _told("input", form=dtype_name(operand.dtype), **known)
+        if operand.inf or operand.nan:
+            line = _told("input_broken", line=line, inf=operand.inf, nan=operand.nan)
+        return line
 
     def _bound(self, maximum: float) -> list[str]:
         """The sum or product that overflows, as text, if the operation is that simple."""

@@ -1,7 +1,7 @@
 """The classes of causes of a NaN or an infinity, and what to do about each.
 
-:data:`REMEDIES` is the only table: a class is one of its keys, and :func:`cause_class` chooses the
-key from the facts that the trace has about the operation.
+:data:`CHANGES` has all classes, and words.toml their names and remedies; :func:`cause_class`
+chooses the class from the facts that the trace has about the operation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from halfstep.words import Phrase, Told
+
+_told = Told("halfstep.diagnostics.nonfinite")
 
 Kind = Literal[
     "overflow",
@@ -23,98 +27,42 @@ Role = Literal["", "parameter", "buffer", "unwritten", "number"]
 Change = Literal["", "range", "rate", "data"]
 
 
-class Remedy(NamedTuple):
-    """What to do about one class of causes."""
-
-    text: str
-    """The line to change."""
-    change: Change = ""
-    """What a run can change without a change of code: a policy with more range, the learning rate,
-    or leaving out the batch."""
-
-
-REMEDIES: Mapping[str, Remedy] = {
-    "weights diverged": Remedy(
-        "lower the learning rate, lengthen the warm-up, or clip: precision.step(max_norm=1.0)",
-        "rate",
-    ),
-    "weight not finite": Remedy(
-        "go back to a checkpoint whose weights are finite; what wrote it (an update at too high a "
-        "learning rate, an initialisation, a cast) ran before this step",
-        "rate",
-    ),
-    "buffer not finite": Remedy(
-        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint; an "
-        "earlier forward wrote it"
-    ),
-    "data not finite": Remedy(
-        "clean the data: x = torch.nan_to_num(x), or leave out rows where not "
-        "torch.isfinite(x).all()",
-        "data",
-    ),
-    "literal not finite": Remedy(
-        "replace the literal by a finite one, such as torch.finfo(x.dtype).max"
-    ),
-    "unwritten memory": Remedy(
-        "write the tensor before it is read: torch.zeros(...) in place of torch.empty(...)"
-    ),
-    "overflow in attention scores": Remedy(
-        "scale before the product, q = q * head_dim ** -0.5, or normalise q and k; or call "
-        "F.scaled_dot_product_attention, which keeps the scores in fp32",
-        "range",
-    ),
-    "overflow in a residual sum": Remedy(
-        "keep the residual stream in fp32, x = x.float() + branch(x).float(), or scale the branch "
-        "down at its initialisation",
-        "range",
-    ),
-    "overflow in a product": Remedy(
-        "scale the layer's input or weight down, or compute this layer in fp32: with "
-        "torch.autocast(x.device.type, enabled=False): y = layer(x.float())",
-        "range",
-    ),
-    "overflow in the loss": Remedy(
-        "compute the loss in fp32, loss_fn(logits.float(), targets), and sum before dividing by "
-        "counts only where the sum fits",
-        "range",
-    ),
-    "overflow in a cast": Remedy(
-        "clamp before the cast, x.clamp(-m, m).to(dtype) with m = torch.finfo(dtype).max, or keep "
-        "the tensor in fp32",
-        "range",
-    ),
-    "overflow of a mask": Remedy(
-        "add the mask once, and make it boolean or use halfstep.mask_value(dtype): two times "
-        "torch.finfo(dtype).min is -inf, and a row of -inf alone has no softmax"
-    ),
-    "overflow in the backward": Remedy(
-        "a lower loss scale cures it where a scale made it; otherwise scale the loss down or clamp "
-        "what this operation divides by, and check its inputs' range",
-        "range",
-    ),
-    "overflow": Remedy("clamp the operand, or compute this operation in fp32: x.float()", "range"),
-    "own autograd.Function": Remedy(
-        "check its backward by torch.autograd.gradcheck in fp64, and decorate forward and backward "
-        "with torch.amp.custom_fwd(cast_inputs=torch.float32) and torch.amp.custom_bwd"
-    ),
-    "fully masked row": Remedy(
-        "let every row see one key at least, or clear such rows: "
-        "scores.masked_fill(mask.all(-1, keepdim=True), 0)"
-    ),
-    "log or division of zero": Remedy(
-        "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward "
-        "(x + eps).sqrt() and x.norm() of a row that is not 0"
-    ),
-    "invalid operation": Remedy(
-        "keep the operand in the function's domain: x.clamp_min(0).sqrt(), and no mean of nothing "
-        "or 0 / 0"
-    ),
-    "inf - inf": Remedy(
-        "the infinity was allowed when it was made: use a large finite number there, such as "
-        "halfstep.mask_value(dtype), or x.masked_fill(...) after this operation"
-    ),
+CHANGES: Mapping[str, Change] = {
+    "weights diverged": "rate",
+    "weight not finite": "rate",
+    "buffer not finite": "",
+    "data not finite": "data",
+    "literal not finite": "",
+    "unwritten memory": "",
+    "overflow in attention scores": "range",
+    "overflow in a residual sum": "range",
+    "overflow in a product": "range",
+    "overflow in the loss": "range",
+    "overflow in a cast": "range",
+    "overflow of a mask": "",
+    "overflow in the backward": "range",
+    "overflow": "range",
+    "own autograd.Function": "",
+    "fully masked row": "",
+    "log or division of zero": "",
+    "invalid operation": "",
+    "inf - inf": "",
 }
-"""Class of a cause to its remedy."""
+"""Class of a cause to what a run can change without a change of code: a policy with more range, the
+learning rate, or leaving out the batch. words.toml has the line of code to change."""
+
+
+def class_in_words(name: str) -> Phrase:
+    """The name of a class of causes, in each language."""
+    return _told.phrase(f"class {name}")
+
+
+def remedy(name: str, form: str) -> Phrase:
+    """What to do about a class of causes in a format: the line to change, or the setting."""
+    text = _told.phrase(f"remedy {name}")
+    wider = CHANGES[name] == "range" and form == "fp16"
+    return _told.phrase("or_bf16", remedy=text) if wider else text
+
 
 _BIG_GAIN = 10.0
 """The median gain (rms * sqrt(fan in)) of matrices above which a model's weights have diverged: at
@@ -158,7 +106,7 @@ class Facts:
 
 
 def cause_class(facts: Facts) -> str:
-    """The class of a cause, a key of :data:`REMEDIES`."""
+    """The class of a cause, a key of :data:`CHANGES`."""
     if facts.kind == "not finite in the input data":
         return _of_input(facts)
     if facts.mask:

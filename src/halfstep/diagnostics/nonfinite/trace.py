@@ -55,6 +55,9 @@ from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
 from halfstep.precision.ownership import is_ours
 from halfstep.precision.scaling import calibrate, gradients
+from halfstep.words import Told
+
+_told = Told("halfstep.diagnostics.nonfinite")
 
 _TORCH = str(Path(torch.__file__).parent)
 _HALFSTEP = str(Path(__file__).parents[2])
@@ -299,7 +302,7 @@ class NonFiniteTrace(TorchDispatchMode):
                 known, is_parameter = self._names[key]
                 name, role = f"{name} = {known}", "parameter" if is_parameter else "buffer"
             if counts.nan and self._unwritten(key):
-                name += " (of torch.empty, written by nothing that torch sees)"
+                name = _told.phrase("unwritten", name=name)
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 

@@ -19,9 +19,13 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SAME, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.shown import as_html, bars
+from halfstep.shown import aligned, as_html, bars
+from halfstep.words import Told, phrase_of, said
+
+_told = Told("halfstep.diagnostics.trace")
 
 _LOW = ("bf16", "fp16")
+_KINDS = ("weights", "frozen weights", "buffers", "gradients", "masters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,17 @@ class Operation:
     calls: int
 
     def __str__(self) -> str:
-        where = f"{self.module or 'the model'} ({self.class_name})" if self.class_name else ""
-        where = f"{self.direction} of {where}" if where else f"{self.direction} outside of modules"
-        times = f"{self.calls} call" + "s" * (self.calls > 1)
+        return phrase_of(self._in_words)
+
+    def _in_words(self) -> str:
+        direction = _told(f"direction {self.direction}")
+        where = _told("outside", direction=direction)
+        if self.class_name:
+            module = self.module or _told("the_model")
+            where = _told("inside", direction=direction, module=module, kind=self.class_name)
         forms = f"{_short(self.inputs)} -> {_short(self.outputs)}"
-        return f"{self.op} in {where}: {forms}, {times}"
+        known = {"op": self.op, "where": where, "forms": forms, "calls": self.calls}
+        return _told("ran", **known) if self.calls > 1 else _told("ran_once", **known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +103,21 @@ class Ran:
 
     def table(self) -> str:
         """Operations by module, and what is stored, as aligned text."""
-        head = ("module", "class", "direction", "operation", "inputs", "outputs", "calls")
+        head = (
+            *(_told("module"), _told("class"), _told("direction"), _told("operation")),
+            *(_told("inputs"), _told("outputs"), _told("calls")),
+        )
         rows = [
             (
                 *(row.module or ("." if row.class_name else "-"), row.class_name or "-"),
-                *(row.direction, row.op, _short(row.inputs)),
+                *(_told(f"direction {row.direction}"), row.op, _short(row.inputs)),
                 *(_short(row.outputs), str(row.calls)),
             )
             for row in self.operations
         ]
-        stored = [(h.kind, h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
-        return f"{_aligned([head, *rows])}\n\n" + _aligned(
-            [("stored", "dtype", "tensors", "bytes"), *stored]
-        )
+        stored = [(_kind(h), h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
+        kept = _told("stored"), _told("dtype"), _told("tensors"), _told("bytes")
+        return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
 
     def _repr_html_(self) -> str:
         stored: dict[str, dict[str, float]] = {}
@@ -156,7 +168,7 @@ class Ran:
         kept = {p.name for p in placed.modules if p.fp32}
         recipes = {p.name: self.switched.over(p.recipe) for p in placed.low}
         compute = dtype_name(value.compute_dtype)
-        found = []
+        found: list[str] = []
         for row in self.operations:
             if row.direction == "update" or not row.inputs:
                 continue
@@ -164,14 +176,14 @@ class Ran:
             if row.op in PRODUCTS or (recipe and is_product(row.op)):
                 want = getattr(recipe, row.op) if row.op in PRODUCTS else str(recipe)
                 if row.inputs[0].split()[0] != want:
-                    found.append(f"{row}; {value} says {want}")
+                    found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
                 continue
             want = _wanted(row, value, "fp32" if row.module in kept else compute)
             inputs = row.inputs
             if row.op == "attention_backward":  # the log-sum-exp that it reads is fp32
                 inputs = inputs[:4]
             if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
-                found.append(f"{row}; {value} says {want}")
+                found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
         return found
 
     def save(self, path: str | Path) -> None:
@@ -242,9 +254,12 @@ def _lines(table: dict[str, Any]) -> list[str]:
             for row in table["operations"]]  # fmt: skip
     stored = [Holding(**holding) for holding in table["stored"]]
     return [
-        f"policy {table['policy']}",
-        *map(str, rows),
-        *(f"{h.kind} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
+        _told("line_policy", policy=table["policy"]),
+        *map(said, map(str, rows)),
+        *(
+            _told("line_stored", kind=_kind(h), form=h.dtype, tensors=h.tensors, bytes=h.bytes)
+            for h in stored
+        ),
     ]
 
 
@@ -254,8 +269,9 @@ def _short(forms: Sequence[str]) -> str:
     return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*map(str.ljust, row[:-1], widths), row[-1].rjust(widths[-1])]) for row in rows
-    )
+def _kind(holding: Holding) -> str:
+    """What kind of tensors is stored, in words; a state of an optimizer keeps its name."""
+    kind = holding.kind
+    if kind.startswith("optimizer "):
+        return _told("kind optimizer", state=kind.removeprefix("optimizer "))
+    return _told(f"kind {kind}") if kind in _KINDS else kind

@@ -23,12 +23,12 @@ from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, setting_
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.low_bit.native import why_not_native
-from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
+from halfstep.precision.policy.devices import cpu_has_bf16, first_capability, status_text
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.words import Told, joined
+from halfstep.words import Phrase, Told, joined
 
 _phrase = Told("halfstep.precision").phrase
 
@@ -53,6 +53,11 @@ class Support:
     status: Status
     reason: str
     nearest: str = ""
+
+    @property
+    def how(self) -> Phrase:
+        """Status and reason in a line."""
+        return _phrase("how", status=status_text(self.status), reason=self.reason)
 
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
@@ -144,10 +149,8 @@ def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How the device runs the policy; if it cannot, an error names the nearest policy that can."""
     found = support(policy, device)
     if found.status == "refused":
-        raise PrecisionError(
-            f"precision {policy} cannot be honoured on {device}: {found.reason}; the nearest that "
-            f"can is {found.nearest}"
-        )
+        known = {"reason": found.reason, "nearest": found.nearest}
+        raise PrecisionError(_phrase("cannot", policy=str(policy), device=str(device), **known))
     return found
 
 

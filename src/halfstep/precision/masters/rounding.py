@@ -251,8 +251,6 @@ class RoundingMode:
     # maps an fp32 value, and int32 random bits if ``random``, to weight and remainder
     split: Callable[[Tensor, Any], tuple[Tensor, Tensor | None]]
     join: Callable[[Tensor, Tensor], Tensor] | None = None  # the inverse of ``split``
-    weight_text: str  # what ``explain`` says about the weights
-    master_text: str = "what the optimizer updates"  # what ``explain`` says about the master
     # the policies to recommend for the updates that this mode loses; empty if it loses none
     advice: str = ""
 
@@ -280,7 +278,6 @@ _MODES = (
     RoundingMode(
         name="nearest",
         split=lambda value, _: (value, None),  # copying into the weight rounds
-        weight_text="16 bit, rounded to nearest: small updates are lost",
         advice="bf16-split, bf16-kahan, bf16-sr or bf16-master",
     ),
     RoundingMode(
@@ -289,8 +286,6 @@ _MODES = (
         remainder_dtype=torch.int16,
         split=lambda value, _: split(value),
         join=join,
-        weight_text="the upper 16 bits of the master, rounded to nearest",
-        master_text="what the optimizer updates: weight and 16-bit remainder together, exact",
     ),
     RoundingMode(
         name="split24",
@@ -299,8 +294,6 @@ _MODES = (
         random=True,
         split=split24,
         join=join24,
-        weight_text="the upper 16 bits of the master, rounded to nearest",
-        master_text="its upper 24 bits: weight and 8-bit remainder, the last bit right on average",
     ),
     RoundingMode(
         name="kahan",
@@ -309,7 +302,6 @@ _MODES = (
         remainder_dtype=torch.bfloat16,
         split=lambda value, _: kahan_split(value),
         join=kahan_join,
-        weight_text="16 bit, rounded to nearest; what is lost is carried along in bf16",
         advice="bf16-split or bf16-master",
     ),
     RoundingMode(
@@ -318,7 +310,6 @@ _MODES = (
         master_dtype=torch.bfloat16,
         random=True,
         split=lambda value, bits: (round_stochastic(value, bits), None),
-        weight_text="16 bit, rounded stochastically: updates are right on average",
     ),
 )
 ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}

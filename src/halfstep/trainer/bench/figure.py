@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.trainer.bench.report import BenchReport
+from halfstep.words import Told
 
-MISSING = "no figure was drawn: pip install 'halfstep[plot]' installs matplotlib, which draws it"
+_told = Told("halfstep.trainer.bench")
+MISSING = _told.phrase("no_figure")
 
 
 def draw(report: BenchReport, path: Path) -> str:

@@ -18,6 +18,11 @@ from halfstep.diagnostics.lost_updates.report import LOUD
 from halfstep.files import write_whole
 from halfstep.trainer.bench.turns import LEAST, Row
 from halfstep.trainer.cores import remark
+from halfstep.words import Phrase, Told, phrase_of, spoken
+
+_told = Told("halfstep.trainer.bench")
+_BETWEEN = {"en": " ", "zh": ""}
+"""What stands between two sentences."""
 
 
 class Quartiles(NamedTuple):
@@ -134,9 +139,11 @@ class BenchReport:
         return int(self.reference.opened["threads"]) if self.reference else 0
 
     @property
-    def where(self) -> str:
+    def where(self) -> Phrase:
         """Name the device and the number of threads."""
-        return f"on {self.device} with {self.threads} thread{'s' * (self.threads != 1)}"
+        known = {"device": self.device, "threads": self.threads}
+        one = self.threads == 1
+        return _told.phrase("where_one", **known) if one else _told.phrase("where", **known)
 
     def against(self, row: Row) -> str:
         """Say what speaks against a row, compared with the reference; empty for nothing."""
@@ -144,17 +151,15 @@ class BenchReport:
         assert reference is not None
         loss, best = self.loss(row), self.loss(reference)
         if not math.isfinite(loss):
-            return "its loss is not finite"
+            return _told.phrase("loss_not_finite")
         if loss - best > self.noise:
-            return f"its loss is {loss - best:.4f} higher"
+            return _told.phrase("loss_higher", more=loss - best)
         if self.lost(row) > max(LOUD, self.lost(reference)):
-            return f"{self.lost(row):.0%} of its updates are lost to rounding"
+            return _told.phrase("lost", share=self.lost(row))
         if math.isnan(self.lost(row)) and row.policy.master_dtype != torch.float32:
-            return "too few steps tell how many of its updates are lost"
+            return _told.phrase("lost_unknown")
         peak = row.steps[-1].peak_memory_bytes
-        if peak > self.memory_bytes:
-            return f"it takes {peak / 1e9:.1f} GB, more than there is"
-        return ""
+        return _told.phrase("too_large", size=peak / 1e9) if peak > self.memory_bytes else ""
 
     @property
     def best(self) -> Row | None:
@@ -162,34 +167,40 @@ class BenchReport:
         fit = [row for row in self.measured if not self.against(row)]
         return max(fit, key=lambda row: self.rate(row).median, default=None)
 
-    def recommendation(self) -> str:
+    def recommendation(self) -> Phrase:
         """Say in a sentence which policy to take and why, and in others what limits that."""
+        return phrase_of(lambda: _BETWEEN[spoken()].join(self._recommended()))
+
+    def _recommended(self) -> list[str]:
         best, reference = self.best, self.reference
         if reference is None:
-            return "No policy could be measured."
+            return [_told("none_measured")]
         if best is None or self.against(reference):
             why = self.against(reference)
-            return f"No recommendation: {reference.policy} is the measure, and {why}."
+            return [_told("no_measure", policy=str(reference.policy), why=why)]
         if math.isnan(self.noise):
-            few = f"No recommendation: {self.steps} steps are too few to compare losses."
-            return " ".join([few, *self.doubts()])
-        rate, base = self.rate(best).median, self.rate(reference).median
-        memory = f"{best.steps[-1].peak_memory_bytes / 1e6:,.0f} MB"
-        if best is reference:
-            text = [f"Take {best.policy}: nothing as good as it is faster here."]
-        else:
-            text = [
-                f"Take {best.policy}: {rate / base:.2f} times the {self.unit} per second of "
-                f"{reference.policy}, at a loss within noise of its "
-                f"({self.loss(best):.4f} and {self.loss(reference):.4f}, noise {self.noise:.4f}), "
-                f"in {memory} of {self.memory_bytes / 1e9:.0f} GB."
-            ]
-        text += self._faster(best) + self._leaner(best) + self.doubts()
-        return " ".join(text)
+            return [_told("few_steps", steps=self.steps), *self.doubts()]
+        text = _told("take_reference", policy=str(best.policy))
+        if best is not reference:
+            text = _told(
+                "take",
+                policy=str(best.policy),
+                reference=str(reference.policy),
+                times=self.rate(best).median / self.rate(reference).median,
+                unit=_told(f"unit {self.unit}"),
+                loss=self.loss(best),
+                base=self.loss(reference),
+                noise=self.noise,
+                memory=best.steps[-1].peak_memory_bytes / 1e6,
+                whole=self.memory_bytes / 1e9,
+            )
+        return [text, *self._faster(best), *self._leaner(best), *self.doubts()]
 
     def _faster(self, best: Row) -> list[str]:
         faster = [r for r in self.measured if self.rate(r).median > self.rate(best).median]
-        return [f"{row.policy} is faster, but {self.against(row)}." for row in faster]
+        return [
+            _told("faster_but", policy=str(row.policy), why=self.against(row)) for row in faster
+        ]
 
     def _leaner(self, best: Row) -> list[str]:
         """Name the row that takes least memory, if it is as good and about as fast."""
@@ -205,26 +216,21 @@ class BenchReport:
         if row is None:
             return []
         less = (peak - row.steps[-1].peak_memory_bytes) / 1e6
-        return [f"{row.policy} is as fast within the spread, in {less:,.0f} MB less."]
+        return [_told("leaner", policy=str(row.policy), less=less)]
 
     def doubts(self) -> list[str]:
         """Say what makes the figures doubtful, and what to do about it."""
         found = []
         if self.reference is not self.rows[0]:
-            found.append(
-                f"{self.rows[0].policy} was not measured, so that nothing is compared with it."
-            )
+            found.append(_told("reference_missing", policy=str(self.rows[0].policy)))
         if self.timed < LEAST:
-            found.append(f"Steps counted: only {self.timed}; raise --seconds.")
+            found.append(_told("few_counted", steps=self.timed))
         if self.learned <= 3 * self.noise:
-            found.append(
-                f"The loss fell by {self.learned:.4f} only, with a noise of {self.noise:.4f}: it "
-                "cannot tell policies apart; raise --seconds or the learning rate."
-            )
+            found.append(_told("flat", fell=self.learned, noise=self.noise))
         if not self.together:
-            found.append("Memory did not hold all policies at once: not all took turns.")
+            found.append(_told("not_together"))
         if busy := remark(self.waiting, self.threads):
-            found.append(f"{busy[0].upper()}{busy[1:]}.")
+            found.append(_told("remark", text=f"{busy[0].upper()}{busy[1:]}"))
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.loop import train
 from halfstep.trainer.session import Session, open_session
+from halfstep.words import LANGUAGES, Told, message, phrase_of, said
+
+_told = Told("halfstep.trainer.bench")
 
 REFUSED = "refused"
-"""Key of the line in place of any answer, with which a row ends: an error's message."""
+"""Key of the line in place of any answer, with which a row ends: an error's message by language."""
 _ENDLESS = 10**6
 _METER_EVERY = 8
 """Steps between two measurements of lost updates, whose times do not count."""
@@ -94,17 +98,24 @@ def main() -> None:
         say(_opened(session))
         _take_turns(session, Path(order["folder"]), say)
     except (HalfstepError, torch.OutOfMemoryError, MemoryError) as error:
-        said_by = "" if isinstance(error, HalfstepError) else "out of memory: "
-        say({REFUSED: f"{said_by}{error}"})
+        why = phrase_of(partial(message, error))
+        if not isinstance(error, HalfstepError):
+            why = _told.phrase("out_of_memory", error=error)
+        say({REFUSED: _texts(why)})
     said.flush()
     os._exit(0)  # a save at the end, or the interpreter's own end, would only take time
+
+
+def _texts(text: str) -> dict[str, str]:
+    """A text in each language, as the other process speaks one of them."""
+    return {language: said(text, language) for language in LANGUAGES}
 
 
 def _opened(session: Session) -> dict[str, Any]:
     support = session.precision.support
     return {
-        "summary": session.task.summary(),
-        "support": f"{support.status}: {support.reason}",
+        "summary": _texts(phrase_of(session.task.summary)),
+        "support": _texts(support.how),
         "threads": torch.get_num_threads(),
     }
 

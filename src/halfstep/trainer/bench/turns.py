@@ -35,6 +35,9 @@ from halfstep.trainer.bench.row import REFUSED, StepLine, config_of_row
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.memory import free_bytes
+from halfstep.words import Phrase, Told, message, phrase_of
+
+_told = Told("halfstep.trainer.bench")
 
 Say = Callable[[str], None]
 
@@ -86,19 +89,20 @@ class _Process:
 
     def load(self, until: float) -> None:
         """Wait until Python and torch are loaded, which every process begins at once."""
-        self._answer(until, "Python and torch were not loaded")
+        self._answer(until, _told.phrase("not_loaded"))
 
     def open(self, until: float) -> None:
         """Open the run, and take two steps."""
         self._tell(json.dumps(self._order))
-        self.row.opened = self._answer(until, "model and data were not ready")
+        found = self._answer(until, _told.phrase("not_ready"))
+        self.row.opened = {key: _text(value) for key, value in found.items()}
         for _ in range(2):
             self.step(until)
 
     def step(self, until: float) -> None:
         """Take one step."""
         self._tell("go")
-        found = self._answer(until, f"step {len(self.row.steps) + 1} was not done")
+        found = self._answer(until, _told.phrase("not_done", step=len(self.row.steps) + 1))
         self.row.steps.append(StepLine(**found))
 
     def close(self) -> None:
@@ -122,7 +126,7 @@ class _Process:
         while b"\n" not in self._read:
             if not wait([descriptor], max(0.0, until - time.monotonic())):
                 seconds = time.monotonic() - asked
-                raise Ended(f"{late} after {seconds:.0f} s: raise --seconds, or measure less")
+                raise Ended(_told.phrase("late", what=late, seconds=seconds))
             more = os.read(descriptor, 1 << 16)
             if not more:
                 raise Ended(self._end())
@@ -130,16 +134,18 @@ class _Process:
         line, _, self._read = self._read.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         if REFUSED in found:
-            raise Ended(found[REFUSED])
+            raise Ended(_text(found[REFUSED]))
         return found
 
     def _end(self) -> str:
         code = self._child.wait()
         if code == -signal.SIGKILL:
-            return "its process was killed, as Linux does where memory runs out"
+            return _told.phrase("killed")
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()
-        return f"its process ended with code {code}: {lines[-1] if lines else 'it said nothing'}"
+        if not lines:
+            return _told.phrase("ended_silently", code=code)
+        return _told.phrase("ended", code=code, last=lines[-1])
 
 
 def take_turns(
@@ -173,7 +179,7 @@ def take_turns(
             try:
                 require_support(row.policy, device)
             except PrecisionError as error:
-                row.why_not = str(error)
+                row.why_not = _message(error)
                 continue
             here = str(folder / f"row{len(processes)}")
             table = config_to_table(config_of_row(config, row.policy))
@@ -194,6 +200,15 @@ def take_turns(
             process.close()
 
 
+def _text(value: Any) -> Any:
+    """What a process told: a text in each language, or something else, as it is."""
+    return Phrase.by(value.__getitem__) if isinstance(value, dict) else value
+
+
+def _message(error: Exception) -> Phrase:
+    return phrase_of(lambda: message(error))
+
+
 def _share(until: float, part: int, whole: int) -> float:
     """Return when ``part`` of ``whole`` rows end, of which each has as much time."""
     now = time.monotonic()
@@ -207,12 +222,13 @@ def _opened(
     for number, process in enumerate(left):
         row = process.row
         if _open(process, len(left) - number, until):
-            say(f"{row.policy}: {row.opened['support']}; a step took {_pace(process):.2f} s")
+            known = {"policy": str(row.policy), "support": row.opened["support"]}
+            say(_told("opened", seconds=_pace(process), **known))
             yield process
             if free_bytes(device) < row.steps[-1].peak_memory_bytes * _ROOM:
                 return
         else:
-            say(f"{row.policy}: {row.why_not}")
+            say(_told("not_opened", policy=str(row.policy), why=row.why_not))
 
 
 def _pace(process: _Process) -> float:
@@ -227,7 +243,7 @@ def _open(process: _Process, left: int, until: float) -> bool:
         # twice its share at most, as what is left is needed for the turns
         process.open(min(until, _share(until, 2, left + 1)))
     except Ended as end:
-        process.row.why_not = str(end)
+        process.row.why_not = _message(end)
         process.close()
     return not process.row.why_not
 
@@ -247,10 +263,8 @@ def _quick(group: list[_Process], until: float) -> list[_Process]:
         slowest = max(slow, key=lambda p: times[id(p)])
         kept.remove(slowest)
         seconds = needed * sum(times.values())
-        slowest.row.why_not = (
-            f"too slow to be measured here: a step took {times[id(slowest)]:.1f} s, and {LEAST} "
-            f"steps of every policy would take {seconds:.0f} s: raise --seconds"
-        )
+        took = times[id(slowest)]
+        slowest.row.why_not = _told.phrase("too_slow", took=took, least=LEAST, seconds=seconds)
         slowest.close()
     return kept
 
@@ -270,9 +284,9 @@ def _measure(group: list[_Process], steps: int, until: float, say: Say) -> None:
             except Ended as end:
                 if time.monotonic() >= until:
                     return
-                process.row.why_not = str(end)
+                process.row.why_not = _message(end)
                 process.close()
                 group.remove(process)
         if now - told > _SAY_SECONDS:
             told = now
-            say(f"{len(group[0].row.steps) if group else 0} steps each")
+            say(_told("steps_each", steps=len(group[0].row.steps) if group else 0))

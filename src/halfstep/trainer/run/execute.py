@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from halfstep.errors import NonFiniteError, SpikeError
-from halfstep.precision.policy.devices import choose, name_of, status_text
+from halfstep.precision.policy.devices import choose, name_of
 from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -30,7 +30,7 @@ from halfstep.trainer.run.folder import (
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
-from halfstep.words import Told, spoken
+from halfstep.words import Told, message, spoken
 
 _told = Told("halfstep.trainer")
 
@@ -113,10 +113,10 @@ def execute(
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
-        message = _told("best_before", error=error, best=best)
+        text = _told("best_before", error=message(error), best=best)
         if isinstance(error, SpikeError):
-            raise SpikeError(message, cause=error.cause) from error
-        told = NonFiniteError(message, cause=error.cause, parameters=error.parameters)
+            raise SpikeError(text, cause=error.cause) from error
+        told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
         told.first_cause = error.first_cause
         raise told from error
     finally:
@@ -151,8 +151,7 @@ def _introduce(session: Session, say: Say) -> None:
             summary=session.task.summary(),
             device=session.device,
             layout=layout,
-            status=status_text(support.status),
-            reason=support.reason,
+            how=support.how,
         )
     )
     notes = []

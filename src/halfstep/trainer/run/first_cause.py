@@ -24,6 +24,9 @@ from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer")
 
 _SKIPS = 3
 """Skips in a row after which a search begins: a scale that has found its level halves once in a
@@ -90,9 +93,8 @@ class CauseSearch:
         except (RuntimeError, ValueError, TypeError, LookupError) as failed:
             if self._session.world.size > 1:
                 raise
-            self.failed = (
-                f"looking for the first cause failed ({type(failed).__name__}: {failed!s:.80})"
-            )
+            known = {"kind": type(failed).__name__, "error": str(failed)[:80]}
+            self.failed = _told.phrase("no_cause", **known)
             return
         expected = calibrating and error is None
         if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
@@ -141,12 +143,13 @@ class CauseSearch:
         ranks = f" --nproc {size}" if size > 1 else ""
         resumed = f"halfstep {command}{ranks} --resume --output-dir {quote(path)}"
         if cause.change == "range":
-            return f"try: {resumed} --precision bf16-mixed"
+            return _told("try", command=f"{resumed} --precision bf16-mixed")
         if cause.change == "data":
-            return f"try: {resumed} --on-nonfinite skip:1"
+            return _told("try", command=f"{resumed} --on-nonfinite skip:1")
         if cause.change == "rate":
             fresh = f"halfstep {command}{ranks} --config {quote(str(self._path / 'config.toml'))}"
             lower = config.optimizer.learning_rate / 10
             other = quote(f"{path}-lower-rate")
-            return f"try: {fresh} --output-dir {other} --learning-rate {lower:g}"
+            changed = f"{fresh} --output-dir {other} --learning-rate {lower:g}"
+            return _told("try", command=changed)
         return ""

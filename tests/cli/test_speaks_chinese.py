@@ -1,0 +1,197 @@
+"""Commands in Chinese: no sentence of what they print is English, and tables stay aligned."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from halfstep.cli.bench import text_of
+from halfstep.cli.main import main
+from halfstep.diagnostics.nonfinite.cause import Cause, Operand
+from halfstep.diagnostics.nonfinite.remedies import CHANGES
+from halfstep.precision.policy.devices import choose
+from halfstep.precision.policy.policy import POLICIES, RECIPES
+from halfstep.trainer.config.config import config_to_toml
+from halfstep.words import said, speaking
+from trainer.bench.test_report import losses, report, row
+from trainer.runs import small_config
+
+SENTENCE = re.compile(r"(?<![\w./-])[A-Za-z']{2,}(?: [A-Za-z']{2,}){2,}(?![\w(])")
+"""Three words or more with blanks between them, none of which has a digit or a dot."""
+ALLOWED = ("halfstep explain POLICY",)
+
+
+def english(text: str) -> list[str]:
+    """The English sentences in a text; the reason of ``auto`` has a test of its own."""
+    text = text.replace(str(choose(torch.device("cpu")).reason), "")
+    for allowed in ALLOWED:
+        text = text.replace(allowed, "")
+    return SENTENCE.findall(text)
+
+
+def braces(text: str) -> list[str]:
+    return re.findall(r"\{\w*\}", text)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = tmp_path / "tiny.toml"
+    config.write_text(config_to_toml(small_config("elsewhere.txt")))
+    return ["--config", str(config), "--data", str(text), "--device", "cpu"]
+
+
+def told(capsys, *words: str, code: int = 0) -> tuple[str, str]:
+    """What a command prints in Chinese; checks that it is no English."""
+    capsys.readouterr()
+    assert main([*words, "--lang", "zh"]) == code
+    out, err = capsys.readouterr()
+    assert english(out + err) == [], words
+    assert braces(out + err) == [], words
+    return out, err
+
+
+def columns_of(text: str) -> int:
+    """Columns of a terminal: Chinese signs and their punctuation take two."""
+    return len(text) + len(re.findall("[\u3000-\u303f\u4e00-\u9fff\uff00-\uff60]", text))
+
+
+def columns(line: str, mark: str) -> int:
+    """In which column of a terminal a word begins."""
+    return columns_of(line[: line.index(mark)])
+
+
+def test_sentences_are_recognised():
+    assert english("cpu      模拟     bf16 products run through fp32 kernels") == [
+        "products run through"
+    ]
+    assert english("layers.0.attn.qkv   Linear   前向  fp32, bf16，halfstep train --config") == []
+
+
+def test_explain(capsys):
+    out, _ = told(capsys, "explain", "--device", "cpu")
+    lines = out.splitlines()
+    assert lines[1].startswith("fp32         32, 32-true")
+    assert columns(lines[0], "损失缩放") == columns(lines[1], "none")
+    assert "拒绝：CPU 没有 fp8 矩阵乘" in out
+    names = [*POLICIES, *RECIPES, "bf16-split,moments=8bit", "bf16-master,moments=bf16"]
+    names += ["fp16-mixed,scale=static", "bf16-mixed,keep_fp32=*.norm"]
+    names.append("bf16-mixed,recipe=mxfp8-e5m2/bf16/nvfp4-nearest,simulate=yes,schedule=85%:bf16")
+    out, _ = told(capsys, "explain", *names, "--device", "cpu", "--simulate")
+    assert "params   fp32     优化器直接更新的那一份" in out
+    for line in out.splitlines():
+        if line.startswith(("字节", "scale")):
+            assert columns(line, line.split()[1]) == 9
+
+
+def test_explain_a_model(capsys):
+    out, _ = told(capsys, "explain", "--config", "gpt-tiny", "--device", "cpu")
+    head, first = out.partition("\n\n")[2].splitlines()[:2]
+    assert columns(head, "权重格式") == columns(first, "fp32")
+    assert columns_of(head) == columns_of(first)
+
+
+def test_a_policy_that_is_refused(capsys, settings):
+    _, err = told(capsys, "trace", *settings, "--precision", "fp8", code=2)
+    assert "精度策略 fp8 无法在 cpu 上执行：CPU 没有 fp8 矩阵乘" in err
+
+
+def test_trace(capsys, settings, tmp_path):
+    golden = str(tmp_path / "golden.json")
+    out, _ = told(capsys, "trace", *settings, "--save", golden)
+    assert out.splitlines()[-1] == "所有算子都按 bf16-mixed 的规定执行"
+    head, first = out.splitlines()[:2]
+    assert columns(head, "方向") == columns(first, "前向")
+    assert columns_of(head) == columns_of(first)
+    words = ["--precision", "fp32", "--check", golden]
+    _, err = told(capsys, "trace", *settings, *words, code=2)
+    assert "-策略 bf16-mixed\n+策略 fp32\n" in err
+    main(["trace", *settings, "--json", "--lang", "zh"])
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "golden.json").read_text())
+
+
+def test_a_stopped_run_its_report_and_its_replay(capsys, settings, tmp_path):
+    path = tmp_path / "run"
+    rates = ["--learning-rate", "1000", "--max-steps", "20", "--precision", "fp16-mixed"]
+    words = ["train", *settings, *rates, "--output-dir", str(path), "--capture", "1"]
+    _, err = told(capsys, *words, code=3)
+    assert "最初的原因：" in err
+    assert "可以试试：halfstep train" in err
+    (line,) = [json.loads(text) for text in (path / "causes.jsonl").read_text().splitlines()]
+    cause = Cause.from_json(line)
+    assert line["text"] == str(cause)
+    assert line["remedy"] == cause.remedy
+    assert english(line["text"])
+    last = json.loads((path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["first_cause"] == cause.summary
+    told(capsys, "report", str(path), "--out", str(tmp_path / "report.md"))
+    text = (tmp_path / "report.md").read_text()
+    assert english(text.replace("\\", "")) == []
+    with speaking("zh"):
+        assert said(cause.remedy) in text.replace("\\", "")
+    (capture,) = (path / "captures").iterdir()
+    out, _ = told(capsys, "replay", str(capture))
+    assert "这一步逐位重现" in out
+    _, err = told(capsys, "replay", str(capture), "--model", "a:b", code=2)
+    assert "请去掉 --model" in err
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_class_of_causes(name):
+    broken = Operand("mat1 = weight", torch.float16, 60000.0, 1, 2, "parameter")
+    number = Operand("other", None, 2.0, 0, 0, "number")
+    cause = Cause(
+        kind="overflow", op="aten.mul.Tensor", module="a", class_name="Linear", block="b",
+        direction="backward", dtype=torch.float16, nan=1, inf=2, elements=4,
+        inputs=(broken, number), node="MulBackward0", source="x.py:3", cause_class=name,
+        micro_batch=1, micro_batches=2, samples=(1, 3), rank=1, ranks=2,
+    )  # fmt: skip
+    with speaking("zh"):
+        texts = [said(text) for text in (str(cause), cause.summary, cause.remedy)]
+    assert [english(text) for text in texts] == [[], [], []]
+    assert [braces(text) for text in texts] == [[], [], []]
+    assert all(re.search("[\u4e00-\u9fff]", text) for text in texts)
+    read = Cause.from_json(json.loads(json.dumps({**cause.to_json(), "more": 1})))
+    assert read == cause
+    assert Cause.from_json({**cause.to_json(), "elements": 0}) is None
+    assert Cause.from_json({}) is None
+
+
+def test_bench():
+    rows = [
+        row("fp32"), row("bf16-mixed", 0.5), row("bf16-pure", 0.4, lost=0.3),
+        row("fp16-mixed", 0.3, loss=losses(above=0.5)), row("bf16-split", peak=8e9),
+        row("bf16-master", 0.5, peak=5e8), row("bf16-kahan", loss=[float("nan")] * 24),
+    ]  # fmt: skip
+    for found in (
+        report(*rows),
+        report(row("fp32", loss=[7.0, 7.1] * 12, waiting=0.5), unit="examples", together=False),
+        report(row("fp32", loss=[7.0] * 4)),
+        report(row("fp32", loss=[float("nan")] * 24)),
+    ):
+        english_text = text_of(found)
+        with speaking("zh"):
+            text = text_of(found)
+            assert found.to_json()["recommendation"] == found.recommendation()
+        assert english_text == text_of(found)
+        assert english(text.replace("a model", "")) == []
+        assert braces(text) == []
+    with speaking("zh"):
+        assert said(report(*rows).recommendation()).startswith("建议用 bf16-mixed：每秒")
+
+
+def test_advise(capsys, settings, tmp_path):
+    path = tmp_path / "policy.toml"
+    words = ["advise", *settings, "--batches", "4", "--steps", "8", "--tolerance", "50%"]
+    out, err = told(capsys, *words, "--out", str(path))
+    assert out.startswith("已证实：线性层的时间减少")
+    assert "测量 2 种格式" in err
+    assert path.read_text().startswith("# proved: ")
+    words = ["advise", *settings, "--batches", "4", "--steps", "8", "--tolerance", "0.0000001%"]
+    _, err = told(capsys, *words, code=2)
+    assert "什么都证实不了" in err
+    told(capsys, "advise", *settings, "--tolerance", "much", code=2)
