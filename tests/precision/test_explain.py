@@ -126,7 +126,7 @@ def test_the_rows_name_every_part_with_its_format(name):
     assert ("the optimizer's own copy" in rows["params"][1]) == (
         policy.param_dtype == torch.float32
     )
-    assert ("a single one stays in 16 bit" in rows["grad"][1]) == (name in OWN)
+    assert ("those of a single one stay in 16 bits" in rows["grad"][1]) == (name in OWN)
     form = FORMATS[rows["compute"][0]]
     assert rows["range"][0] == f"{form.max:.6g} / {form.min_subnormal:.3g}"
 
