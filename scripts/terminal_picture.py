@@ -9,6 +9,7 @@ Long lines are wrapped between words, and paths in this repository are told from
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import subprocess
@@ -21,10 +22,14 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from halfstep.cli.help import wrapped
+from halfstep.shown import columns
+
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
 LOUD = (("halfstep: error:", "bold red"), ("first cause:", "bold yellow"), ("to do:", "bold green"),
-        ("try:", "bold cyan"))  # fmt: skip
+        ("try:", "bold cyan"), ("halfstep\uff1a错误", "bold red"), ("最初的原因", "bold yellow"),
+        ("建议", "bold green"), ("可以试试", "bold cyan"))  # fmt: skip
 """What the reader is to see first."""
 
 
@@ -33,14 +38,24 @@ def picture(words: list[str], printed: str, code: int) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(fill(f"$ {join(words)}", COLUMNS, subsequent_indent="    "), "bold"))
     for line in printed.splitlines():
-        text = Text(fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False))
+        text = Text("\n".join(wrapped(line, COLUMNS)))
         for loud, style in LOUD:
-            text.highlight_regex(re.escape(loud).replace(r"\ ", r"\s"), style)
-        console.print(text)
+            broken = r"\n?".join(map(re.escape, loud)).replace(r"\ ", r"\s")
+            text.highlight_regex(broken, style)
+        console.print(text, no_wrap=True)
     console.print(Text(f"$ echo $?\n{code}", "bold"))
     svg = console.export_svg(title=" ".join(words[:2]), theme=MONOKAI, unique_id="terminal")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'textLength="([\d.]+)"([^>]*)>([^<]*)<', _in_columns, svg)
     return svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
+
+
+def _in_columns(found: re.Match[str]) -> str:
+    """A run of text as wide as its columns; rich counts a wide character as one."""
+    length, rest, text = found.groups()
+    plain = html.unescape(text)
+    wide = float(length) * columns(plain) / max(1, len(plain))
+    return f'textLength="{wide:g}"{rest}>{text}<'
 
 
 def main() -> int:
