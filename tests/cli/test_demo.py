@@ -15,6 +15,7 @@ from halfstep.cli import demo
 from halfstep.cli.grammar import read_words
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
+from halfstep.shown import columns
 from halfstep.words import LANGUAGES
 
 
@@ -99,6 +100,30 @@ def test_it_ends_with_table_verdict_figure_and_two_commands(config, halfstep, fa
     assert shown.count("halfstep ") == 2  # and not more
     for line in commands:  # they can be typed as they stand
         assert read_words(shlex.split(line)[1:])[0] in line
+
+
+def test_it_speaks_chinese(config, halfstep, fakes, cpu):
+    cpu("avx512_bf16")
+    fakes(Here)
+    done = halfstep(
+        "demo", "--config", config, "--max-steps", 1, "--output-dir", "d", "--lang", "zh"
+    )
+    header, *rows = done.stdout[done.stdout.index("精度 ") :].splitlines()[:4]
+    assert header.split() == [
+        "精度",
+        "矩阵乘",
+        "验证损失",
+        "token/秒",
+        "内存峰值",
+        "跳过的步",
+        "秒数",
+    ]
+    assert [row.split()[1] for row in rows] == ["原生", "原生", "模拟"]
+    assert [columns(row) for row in rows] == [columns(header)] * 3
+    figure, first, _ = last_lines(done.stdout, 3)
+    assert (figure, first.partition("：")[0]) == ("图：d/demo.png", "接下来")
+    assert "训练" in done.stderr
+    assert "precision auto took" not in done.stderr
 
 
 def test_it_prints_no_noise(config, halfstep, fakes):

@@ -19,13 +19,14 @@ import torch
 from halfstep.cli.commands import Demo
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.formats import table
+from halfstep.cli.words import told
 from halfstep.diagnostics.recording.metrics import METRICS
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.files import write_whole
 from halfstep.precision.casting.autocast import Support, require_support, support
-from halfstep.precision.policy.devices import choose, kind_of, name_of
+from halfstep.precision.policy.devices import choose, kind_of, name_of, status_text
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.report.record import read_run
@@ -35,9 +36,8 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.session import open_session
-from halfstep.words import spoken
+from halfstep.words import Told, said, spoken
 
-_COLUMNS = ("precision", "products", "val loss", "tokens/s", "peak memory", "skipped", "seconds")
 _LOOK_SECONDS = 0.5
 _WARMUP = 20
 
@@ -56,7 +56,7 @@ def run(arguments: Demo) -> int:
     with RunDisplay("demo") as display:
         trial = _checked(display, arguments.config, keys, policies)
         names = ", ".join(map(str, policies))
-        display.say(f"Training {trial.text()}, in {names}, one after the other")
+        display.say(told("demo_begins", trial=trial.text(language), policies=names))
         for policy in policies:
             folder, begin = root / str(policy), time.perf_counter()
             command = [sys.executable, "-m", "halfstep", "train", "--config", arguments.config]
@@ -73,14 +73,19 @@ def run(arguments: Demo) -> int:
     values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
     write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
     figures = draw(sides, trial, root, language)
-    print(table([_COLUMNS, *map(_cells, sides)], right=set(range(2, len(_COLUMNS)))))
+    titles = (
+        told("precision"), told("products"), told("val_loss"), told("rate tokens"), told("peak"),
+        told("skipped"), told("seconds"),
+    )  # fmt: skip
+    print(table([titles, *map(_cells, sides)], right=set(range(2, len(titles)))))
     if len(sides) > 1:
         print(f"\n{verdict(sides, language)}")
-    print(f"\nFigure: {figures[0]}" if figures else f"\n{MISSING}")
+    print("\n" + (told("figure", path=figures[0]) if figures else said(MISSING)))
     folders = [str(root / str(policy)) for policy in policies]
     fastest = root / max(sides, key=lambda side: side.rate).precision
-    print(f"Next:   {join(['halfstep', 'report', *folders, '--out', str(root / 'report.html')])}")
-    print(f"        {join(['halfstep', 'generate', '--run', str(fastest), '--prompt', 'def '])}")
+    report = join(["halfstep", "report", *folders, "--out", str(root / "report.html")])
+    generate = join(["halfstep", "generate", "--run", str(fastest), "--prompt", "def "])
+    print(told("next_commands", report=report, generate=generate))
     return 0
 
 
@@ -96,7 +101,8 @@ def _policies(asked: Sequence[str], device: torch.device) -> list[PrecisionPolic
         choose_strategy(Layout(), policy, device)
     if AUTO in texts:
         taken = choose(device)
-        print(f"precision auto took {taken.policy}: {taken.reason}", file=sys.stderr)
+        auto = Told("halfstep.trainer")("auto_took", precision=taken.policy, reason=taken.reason)
+        print(auto, file=sys.stderr)
     return parsed
 
 
@@ -134,10 +140,11 @@ def _follower(display: RunDisplay, folder: Path, name: str, steps: int) -> Calla
         records = read_run(folder).steps
         if records:
             last = records[-1]
-            text = f"step {last['step']}/{steps}  loss {last['loss']:.3f}"
-            display.shown(
-                name, last["step"], steps, f"{text}  {last['tokens_per_second']:,.0f} tok/s"
-            )
+            text = told(
+                "demo_step", step=last["step"], steps=steps, loss=last["loss"],
+                rate=last["tokens_per_second"],
+            )  # fmt: skip
+            display.shown(name, last["step"], steps, text)
 
     return look
 
@@ -182,7 +189,7 @@ def _side(folder: Path, precision: str, how: Support, seconds: float) -> Side:
 def _cells(side: Side) -> tuple[str, ...]:
     return (
         side.precision,
-        "simulated" if side.simulated else "native",
+        said(status_text("simulated" if side.simulated else "native")),
         f"{side.val_loss:.4f}",
         f"{side.rate:,.0f}",
         megabytes(side.peak_bytes),
