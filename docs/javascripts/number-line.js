@@ -60,7 +60,7 @@
     const form = now();
     const finite = Number.isFinite(state.value);
     const centre = Number.isFinite(form.value) ? form.value : Math.sign(state.value) * form.element.max * form.by;
-    const around = Math.max(Math.abs(state.value) > Math.abs(centre) ? Math.abs(state.value - centre) : 0,
+    const around = Math.max(finite && Math.abs(state.value) > Math.abs(centre) ? Math.abs(state.value - centre) : 0,
       Formats.gap(form.element, Math.min(Math.abs(centre / form.by), form.element.max)) * form.by);
     if (!line.dragging) window_ = { from: centre - 3.6 * around, to: centre + 3.6 * around };
     const at = (x) => 20 + ((x - window_.from) / (window_.to - window_.from)) * (WIDTH - 40);

@@ -1,10 +1,11 @@
-"""What mkdocs does beyond its plugins: pages made from the code, links that leave docs/, typesetting.
+"""What mkdocs does beyond its plugins: pages made from the code, links that leave docs/, search.
 
 A page of the nav that is not written yet is left out; tests/docs/test_site.py lists those.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -67,16 +68,25 @@ def on_template_context(context: Any, *, template_name: str, config: MkDocsConfi
     return context
 
 
+def on_post_template(output: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Leave out the Chinese page for what is not found, which would replace the English one."""
+    return "" if template_name == "404.html" and config.theme["language"] != "en" else output
+
+
 @event_priority(-200)
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the index of the search also as a script: a page in a folder cannot fetch it.
+    """Finish the index of the search, also as a script: a page in a folder cannot fetch it.
 
-    Last, since the plugin for languages adds the other language when it ends.
+    No word is left out, since each Chinese character is one: of an overflow, 上溢, the list of the
+    search has the first. Last, since the plugin for languages adds the other language when it ends.
     """
-    index = Path(config.site_dir) / "search" / "search_index.json"
-    if index.exists():
-        text = index.read_text(encoding="utf-8")
-        index.with_suffix(".js").write_text(f"var __index = {text}", encoding="utf-8")
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    if path.exists():
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["config"]["pipeline"] = []
+        text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
+        path.write_text(text, encoding="utf-8")
+        path.with_suffix(".js").write_text(f"var __index = {text}", encoding="utf-8")
 
 
 def _language(page: Page) -> str:

@@ -26,6 +26,7 @@ def typeset(html: str, language: str) -> str:
     html = re.sub(_PLACES, _breakable, html)
     if language == "en":
         return html
+    html = html.replace('title="Permanent link"', 'title="\u672c\u8282\u94fe\u63a5"')
     parts = re.split(r"(<pre\b.*?</pre>)", html, flags=re.S)
     return "".join(p if p.startswith("<pre") else re.sub(_JOINED, _together, p) for p in parts)
 

@@ -1,8 +1,18 @@
-// The search is a worker, which browsers refuse to start from a file. In the site's folder, opened without a
-// server, a hidden frame takes its place: it runs the same script, and the messages become events.
+// Two things that the theme's search, a worker, does not do by itself.
 "use strict";
 
-if (location.protocol === "file:") {
+const Search = {
+  // The index holds each Chinese character as a word: mkdocs.yml says so. The worker would take only some of
+  // those of a query, so each is asked for, and must be there.
+  query: (text) => text.replace(/[\u3400-\u9fff]/g, " +$& ").replace(/"/g, (quote) => (/[\u3400-\u9fff]/.test(text) ? " " : quote)),
+
+  // What is sent to the worker, whose messages of type 2 are queries.
+  message: (data) => (data?.type === 2 && typeof data.data === "string" ? { ...data, data: Search.query(data.data) } : data),
+};
+
+// Browsers start no worker from a file. In the site's folder, opened without a server, a hidden frame takes its
+// place: it runs the same script, and messages become events. The theme's worker looks for this name.
+if (typeof location !== "undefined" && location.protocol === "file:") {
   window.IFrameWorker = class extends EventTarget {
     constructor(url) {
       super();
@@ -33,4 +43,12 @@ if (location.protocol === "file:") {
     }
   };
   window.Worker = window.IFrameWorker;
+}
+
+if (typeof Worker !== "undefined") {
+  window.Worker = class extends Worker {
+    postMessage(data, ...more) {
+      super.postMessage(Search.message(data), ...more);
+    }
+  };
 }
