@@ -8,8 +8,8 @@ _HAN = "\u3000-\u303f\u3400-\u9fff\uff00-\uffef\u201c\u201d\u2014\u2026"
 _STOP = "\u3001\u3002\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f\u201d"
 _OPEN, _CLOSE = r"<(?:a|code|em|strong)\b[^>]*>", r"</(?:a|code|em|strong)>"
 _JOINED = re.compile(
-    rf"(?<=[{_HAN}])((?:{_CLOSE})*)\n((?:{_OPEN})*)(?=[{_HAN}])"
-    rf"|(?<=[{_STOP}])((?:{_CLOSE})*)\n((?:{_OPEN})+|(?=[^\s<]))"
+    rf"(?<=[{_HAN}])((?:{_CLOSE})*)\n *((?:{_OPEN})*)(?=[{_HAN}])"
+    rf"|(?<=[{_STOP}])((?:{_CLOSE})*)\n *((?:{_OPEN})+|(?=[^\s<]))"
 )
 _PLACES = re.compile(
     r"(?P<pre><pre\b.*?</pre>)"
