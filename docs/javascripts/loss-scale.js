@@ -9,7 +9,7 @@
   const batches = Object.keys(histogram);
   const state = { batch: batches[batches.length - 1], format: "fp16", scale: 0 };
 
-  const LOW = -64, HIGH = 24, WIDTH = 640, HEIGHT = 220, BASE = 180;
+  const LOW = -64, HIGH = 24, WIDTH = 640, HEIGHT = 234, BASE = 180;
   const picture = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "explorer-histogram", role: "img" });
   const table = make("table", {});
   const verdict = make("p", { class: "explorer-result", role: "status" });
@@ -52,8 +52,8 @@
       ...limits.filter((e) => e > LOW && e < HIGH).map((e) =>
         make("line", { x1: at(e), x2: at(e), y1: 10, y2: BASE, class: "explorer-limit" })),
       ...[-60, -48, -36, -24, -12, 0, 12].map((e) =>
-        make("text", { x: at(e), y: BASE + 16, "text-anchor": "middle" }, `2^${e}`)),
-      make("text", { x: WIDTH / 2, y: HEIGHT - 6, "text-anchor": "middle" }, say("axis")));
+        make("text", { x: at(e), y: BASE + 20, "text-anchor": "middle", ...(e % 24 ? { class: "explorer-minor" } : {}) }, `2^${e}`)),
+      make("text", { x: WIDTH / 2, y: HEIGHT - 8, "text-anchor": "middle" }, say("axis")));
     picture.setAttribute("aria-label", label);
     output.textContent = `2^${state.scale} = ${2 ** state.scale}`;
     slider.setAttribute("aria-valuetext", `2^${state.scale}`);

@@ -41,7 +41,7 @@
   // ---- the line: the numbers of the format around the value
 
   const WIDTH = 640;
-  const line = make("svg", { viewBox: `0 0 ${WIDTH} 96`, class: "explorer-line", role: "slider", tabindex: "0", "aria-valuemin": "-1", "aria-valuemax": "1" });
+  const line = make("svg", { viewBox: `0 -12 ${WIDTH} 108`, class: "explorer-line", role: "slider", tabindex: "0", "aria-valuemin": "-1", "aria-valuemax": "1" });
   let window_ = { from: 0, to: 1 };
 
   function numbersIn(name, from, to) {
@@ -60,7 +60,7 @@
     const form = now();
     const finite = Number.isFinite(state.value);
     const centre = Number.isFinite(form.value) ? form.value : Math.sign(state.value) * form.element.max * form.by;
-    const around = Math.max(Math.abs(state.value) > Math.abs(centre) ? Math.abs(state.value - centre) : 0,
+    const around = Math.max(finite && Math.abs(state.value) > Math.abs(centre) ? Math.abs(state.value - centre) : 0,
       Formats.gap(form.element, Math.min(Math.abs(centre / form.by), form.element.max)) * form.by);
     if (!line.dragging) window_ = { from: centre - 3.6 * around, to: centre + 3.6 * around };
     const at = (x) => 20 + ((x - window_.from) / (window_.to - window_.from)) * (WIDTH - 40);
@@ -226,6 +226,6 @@
         make("button", { type: "button", class: "md-button", onclick: () => add(100) }, say("addMany")), " ",
         make("button", { type: "button", class: "md-button", onclick: restart }, say("reset"))),
       result),
-    make("div", { class: "md-typeset__scrollwrap explorer-all" }, all));
+    make("div", { class: "md-typeset__scrollwrap" }, make("div", { class: "md-typeset__table" }, all)));
   set(state.value);
 })();

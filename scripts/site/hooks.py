@@ -1,10 +1,11 @@
-"""What mkdocs does beyond its plugins: pages made from the code, and links that leave docs/.
+"""What mkdocs does beyond its plugins: pages made from the code, links that leave docs/, search.
 
 A page of the nav that is not written yet is left out; tests/docs/test_site.py lists those.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -14,7 +15,9 @@ from typing import Any
 from generated import LANGUAGES, SECTIONS, generated_pages
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
+from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
+from typesetting import typeset
 
 ROOT = Path(__file__).parents[2]
 FILES = "repository"
@@ -42,6 +45,52 @@ def on_pre_build(config: MkDocsConfig) -> None:
     places = config.plugins["autorefs"]
     for kind in ("_primary_url_map", "_secondary_url_map", "_abs_url_map", "_backlinks"):
         getattr(places, kind).clear()
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: Any) -> None:
+    """Make what is read from docstrings in the language of the page, as in "Parameters:"."""
+    config.plugins["mkdocstrings"].handlers._locale = _language(page)
+
+
+def on_page_content(html: str, *, page: Page, **_: Any) -> str:
+    """Typeset a page."""
+    return typeset(html, _language(page))
+
+
+def on_template_context(context: Any, *, template_name: str, config: MkDocsConfig) -> Any:
+    """Let the page that no other is found for lead to the first page of each language."""
+    if template_name == "404.html":
+        links = {"en": "index.html"}
+        config.extra.alternate = [  # the theme reads the attribute, which is that of the last page
+            one | {"link": links.get(one["lang"], f"{one['lang']}/index.html")}
+            for one in config.extra["alternate"]
+        ]
+    return context
+
+
+def on_post_template(output: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Leave out the Chinese page for what is not found, which would replace the English one."""
+    return "" if template_name == "404.html" and config.theme["language"] != "en" else output
+
+
+@event_priority(-200)
+def on_post_build(config: MkDocsConfig) -> None:
+    """Finish the index of the search, also as a script: a page in a folder cannot fetch it.
+
+    No word is left out, since each Chinese character is one: of an overflow, 上溢, the list of the
+    search has the first. Last, since the plugin for languages adds the other language when it ends.
+    """
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    if path.exists():
+        index = json.loads(path.read_text(encoding="utf-8"))
+        index["config"]["pipeline"] = []
+        text = json.dumps(index, ensure_ascii=False, separators=(",", ":"))
+        path.write_text(text, encoding="utf-8")
+        path.with_suffix(".js").write_text(f"var __index = {text}", encoding="utf-8")
+
+
+def _language(page: Page) -> str:
+    return next((lang for lang in LANGUAGES if page.url.startswith(f"{lang}/")), "en")
 
 
 def _written(entry: Any, folder: Path) -> Any:

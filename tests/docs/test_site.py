@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import quickjs
 import yaml
 from tests.docs.blocks import DOCS, ROOT, pages
 
@@ -177,10 +178,15 @@ def test_every_public_name_is_on_a_page_of_the_api(site):
     assert names <= shown, sorted(names - shown)
 
 
+def shown(text):
+    """What a reader sees of HTML without blocks."""
+    return re.sub("<[^>]*>", "", text)
+
+
 @pytest.mark.parametrize("language", ["", "zh/"])
 def test_every_option_and_key_is_in_the_reference(site, language):
     commands, keys = (
-        {html.unescape(code) for code in re.findall(r"<code>(.*?)</code>", page.text)}
+        {html.unescape(shown(code)) for code in re.findall(r"<code[^>]*>(.*?)</code>", page.text)}
         for page in (site[f"{language}commands.html"], site[f"{language}configuration.html"])
     )
     assert "--lang zh" in commands
@@ -207,3 +213,116 @@ def test_the_search_has_the_pages_of_both_languages(folder):
     texts = [entry["text"] for entry in json.loads(index)["docs"]]
     for phrase in ("loss scale", "损失缩放", "混合精度"):
         assert any(phrase in text for text in texts), phrase
+
+
+# ---- what a browser showed ------------------------------------------------------------------
+
+
+WORKER = """
+const self = globalThis, handlers = [], sent = [], performance = {now: () => 0};
+const console = {warn() {}};  // says that a query is wrong, and finds nothing
+const addEventListener = (_, handler) => handlers.push(handler);
+const postMessage = (message) => sent.push(message);
+const importScripts = (...paths) => paths.forEach((path) => (0, eval)(script(path)));
+const tell = (data) => handlers.forEach((handler) => handler({data}));
+function start(index) { tell({type: 0, data: {...JSON.parse(index), options: {suggest: false}}}); }
+function answer() {
+  const said = sent.find((message) => message.type === 3);
+  return JSON.stringify(said ? said.data.items.map((pages) => pages[0].location) : null);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def search(folder):
+    """The pages that the theme's own search finds, as the site's scripts ask it."""
+    context = quickjs.Context()
+    scripts = folder / "assets" / "javascripts"
+    (worker,) = (scripts / "workers").glob("search.*.js")
+
+    def finish():
+        while context.execute_pending_job():
+            pass
+
+    context.add_callable("script", lambda path: (worker.parent / path).read_text("utf-8"))
+    context.eval(WORKER)
+    context.eval((folder / "javascripts" / "search.js").read_text("utf-8"))
+    context.eval(worker.read_text("utf-8"))
+    context.get("start")((folder / "search" / "search_index.json").read_text("utf-8"))
+    finish()
+
+    def find(query):
+        context.eval(
+            f"sent.length = 0; tell(Search.message({{type: 2, data: {json.dumps(query)}}}))"
+        )
+        finish()
+        return json.loads(context.eval("answer()"))
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("loss scale", "loss-scaling.html"),
+        ("stochastic rounding", "optimizers.html"),
+        ("损失缩放", "zh/loss-scaling.html"),
+        ("损失", "zh/loss-scaling.html"),
+        ("混合精度", "zh/concepts.html"),
+        ("次正规数", "zh/glossary.html"),
+        ("fp16 上溢", "zh/concepts.html"),  # the first character is a word that a search leaves out
+    ],
+)
+def test_the_search_finds_a_page_in_either_language(search, query, page):
+    found = [place.partition("#")[0] for place in search(query)]
+    assert page in found[:12], found[:12]
+
+
+def test_the_search_has_its_index_without_a_server(folder):
+    index = (folder / "search" / "search_index.json").read_text(encoding="utf-8")
+    script = (folder / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert script == f"var __index = {index}"
+
+
+def test_no_line_of_chinese_ends_in_a_blank(site):
+    han = "[\u3400-\u9fff\u3001\u3002\uff0c\uff1a\uff1b]"
+    for name, page in site.items():
+        text = shown(
+            re.sub(
+                r"<(pre|script|style)\b.*?</\1>|</?(p|li|td|th|dt|dd)\b[^>]*>",
+                "|",
+                page.text,
+                flags=re.S,
+            )
+        )
+        broken = re.findall(rf".{{8}}{han}\n *{han}.{{8}}", text)
+        assert not broken, (name, broken[:5])
+
+
+def test_code_in_tables_breaks_at_its_joints(site):
+    cells = re.findall(r"<td>.*?</td>", site["claims.html"].text, re.S)
+    assert any("<wbr>" in cell for cell in cells)
+    assert '<span class="whole">--data</span> book.txt' in site["index.html"].text
+    assert (
+        '<code class="words">precision X cannot be honoured on D</code>'
+        in site["troubleshooting.html"].text
+    )
+
+
+def test_words_of_the_theme_are_in_chinese(site):
+    for name, page in site.items():
+        if name.startswith("zh/"):
+            text = re.sub(r"<pre\b.*?</pre>", "", page.text, flags=re.S)
+            assert not re.search(r"Permanent link|>(Parameters|Returns|Examples|Raises):<", text), (
+                name
+            )
+
+
+def test_the_page_not_found_leads_to_both_languages(site):
+    page = site["404.html"]
+    assert '<html lang="en"' in page.text
+    assert {"/index.html", "/zh/index.html"} <= set(page.links)
+    assert not any(
+        link.startswith(("/api/", "/zh/api/"))
+        for link in re.findall(r'hreflang="\w+" href="([^"]*)"', page.text)
+    )
