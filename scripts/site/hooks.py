@@ -57,17 +57,6 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
     return typeset(html, _language(page))
 
 
-def on_template_context(context: Any, *, template_name: str, config: MkDocsConfig) -> Any:
-    """Let the page that no other is found for lead to the first page of each language."""
-    if template_name == "404.html":
-        links = {"en": "index.html"}
-        config.extra.alternate = [  # the theme reads the attribute, which is that of the last page
-            one | {"link": links.get(one["lang"], f"{one['lang']}/index.html")}
-            for one in config.extra["alternate"]
-        ]
-    return context
-
-
 def on_post_template(output: str, *, template_name: str, config: MkDocsConfig) -> str:
     """Leave out the Chinese page for what is not found, which would replace the English one."""
     return "" if template_name == "404.html" and config.theme["language"] != "en" else output
