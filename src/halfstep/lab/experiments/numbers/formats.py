@@ -105,7 +105,7 @@ def _draw_range(axes: Any, row: int, form: Data, colour: str) -> None:
     least, normal, largest = (math.log2(form[key]) for key in ("least", "normal", "largest"))
     axes.barh(row, largest - normal, left=normal, color=colour, height=0.6)
     axes.barh(row, normal - least, left=least, color=colour, height=0.6, alpha=0.35)
-    smallest = {"va": "center", "ha": "right", "colour": INK}
+    smallest: dict[str, Any] = {"va": "center", "ha": "right", "colour": INK}
     note(axes, power(least), (least - 4, row), **smallest)
     note(axes, _shown(form["largest"]), (largest + 4, row), va="center", colour=INK)
 

@@ -129,13 +129,13 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     if ceiling <= SCALES[-1]:
         scales.axvspan(ceiling, 24, color="#8a8f98", alpha=0.25, lw=0)
         first = min(data["overflow"], key=data["overflow"].__getitem__)
-        to = (ceiling + 24) / 2, 0.12 * top
-        note(scales, say("overflow", sequences=first), (0.4, 0.19), to, **place)
-    for (sequences, lost), colour, at in zip(
+        inside = (ceiling + 24) / 2, 0.12 * top
+        note(scales, say("overflow", sequences=first), (0.31, 0.19), inside, **place)
+    for (sequences, lost), colour, spot in zip(
         data["lost"].items(), (FEW, MANY), ((0.3, 0.43), (0.22, 0.6)), strict=True
     ):
         text = say("sequences", sequences=sequences)
-        note(scales, text, at, (2, 100 * lost[2]), colour=colour, **place)
+        note(scales, text, spot, (2, 100 * lost[2]), colour=colour, **place)
     scales.text(0.22, 0.94, say("rescued"), va="top", fontsize=LETTERS, transform=scales.transAxes)
     finish(scales, say("scale"), say("left"))
 
