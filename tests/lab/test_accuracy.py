@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from halfstep.errors import DataError
+from halfstep.lab.figure import draw
 from lab.drawn import assert_drawn, made
 
 
@@ -101,6 +102,13 @@ def test_the_sentence_on_recipes_follows_the_numbers(low_bit):
 
 def test_low_bit_is_drawn_in_both_languages(low_bit, tmp_path, monkeypatch):
     assert_drawn(low_bit, tmp_path, monkeypatch)
+
+
+def test_bars_share_a_label_where_nothing_is_random(low_bit, tmp_path):
+    path = tmp_path / "low-bit.svg"
+    for draws, shared in ((4, 3), (1, 0)):  # bf16, fp8 and mxfp8; of one draw nothing can be said
+        assert draw(replace(low_bit, data={**low_bit.data, "draws": draws}), path, "en")
+        assert path.read_text().count("both times: always rounds to nearest<") == shared
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.lab.course import EXPERIMENTS
 from halfstep.lab.experiments.costs import speed as speed_experiment
+from halfstep.lab.figure import draw
 from lab.drawn import assert_drawn, made
 
 WIDTH, VOCABULARY, SEQUENCES, LENGTH, LAYERS = 32, 500, 4, 64, 4
@@ -137,6 +138,20 @@ def test_the_ratio_is_that_of_the_times(monkeypatch):
 
 def test_speed_is_drawn_in_both_languages(speed, tmp_path, monkeypatch):
     assert_drawn(speed, tmp_path, monkeypatch)
+
+
+def test_the_figure_of_speed_names_its_machine_and_what_was_measured_twice(speed, tmp_path):
+    known = {**speed.data, "processor": "A Chip 9", "threads": 3, "rounds": 5, "width": 256}
+    path = tmp_path / "speed.svg"
+    for instructions, said in ((True, "has bf16"), (False, "has no bf16")):
+        assert draw(replace(speed, data={**known, "instructions": instructions}), path, "en")
+        svg = path.read_text()
+        assert ">Measured on: A Chip 9<" in svg
+        assert f">({said} instructions; threads: 3)<" in svg
+        assert ">dots: median; bars: quartiles (rounds: 5)<" in svg
+        assert ">ringed: one setting, measured twice" in svg
+    assert draw(replace(speed, data={**known, "width": 32}), path, "en")
+    assert "ringed" not in path.read_text()
 
 
 def test_a_policy_that_cannot_be_compared_is_refused():

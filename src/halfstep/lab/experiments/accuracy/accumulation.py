@@ -14,6 +14,7 @@ from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.figure import COLOURS, finish
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
+from halfstep.report.figures import PAPER
 from halfstep.trainer.config.read import AtLeast1, Positive
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -136,28 +137,31 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     for label, errors in data["products"].items():
         operands, accumulator = label.split()
         style = "--o" if accumulator == "fp32" else "-s"
-        products.plot(data["lengths"], errors, style, color=COLOURS[operands], ms=4, lw=2)
-        shown = say("sums_in", operands=operands, accumulator=accumulator, error=errors[-1])
-        _name(products, data["lengths"], errors, shown, COLOURS[operands])
+        per_cent = [100 * error for error in errors]
+        products.plot(data["lengths"], per_cent, style, color=COLOURS[operands], ms=4, lw=2)
+        shown = say("sums_in", operands=operands, accumulator=accumulator, error=per_cent[-1])
+        _name(products, data["lengths"], per_cent, shown, COLOURS[operands])
     for name, errors in data["gradients"].items():
         per_cent = [100 * error for error in errors]
         gradients.plot(data["micro_batches"], per_cent, "-o", color=COLOURS[name], ms=4, lw=2)
         told = say("added_in", format=name, error=errors[-1])
         _name(gradients, data["micro_batches"], per_cent, told, COLOURS[name])
     products.set_yscale("log")
+    products.margins(y=0.12)
+    gradients.margins(y=0.15)
+    products.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     for axes, what in ((products, "lengths"), (gradients, "micro_batches")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(data[what], [str(k) for k in data[what]])
         axes.minorticks_off()
         axes.set_xlim(data[what][0] * 0.9, data[what][-1] ** 1.55)
-        unit = say("error" if axes is products else "per_cent")
-        finish(axes, say(f"{what}_axis"), unit, say(f"{what}_title"))
+        finish(axes, say(f"{what}_axis"), say(f"{what}_error"), say(f"{what}_title"))
 
 
 def _name(axes: Any, at: list[int], values: list[float], text: str, colour: str) -> None:
-    axes.annotate(
-        text, (at[-1], values[-1]), (6, 0), textcoords="offset points", va="center", color=colour
-    )
+    how = {"textcoords": "offset points", "va": "center", "color": colour, "zorder": 9}
+    box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
+    axes.annotate(text, (at[-1], values[-1]), (7, 0), bbox=box, **how)
 
 
 def _draw_sums(axes: Any, data: Data, say: Say) -> None:
@@ -174,13 +178,15 @@ def _draw_sums(axes: Any, data: Data, say: Say) -> None:
         )
     for part in data["gains"][-2:]:
         middle = int(part["first"] + part["last"]) // 2
+        steeper = part["gain"] > term  # then above its line, where no other line is
         axes.annotate(
             say("counts_as", term=term, gain=part["gain"]),
             (middle, data["sums"]["bf16"][middle]),
-            (14, -26),
+            (-6, 46) if steeper else (0, -30),
             textcoords="offset points",
+            ha="center",
             color=COLOURS["bf16"],
-            arrowprops={"arrowstyle": "-", "color": COLOURS["bf16"]},
+            arrowprops={"arrowstyle": "->", "color": COLOURS["bf16"]},
         )
     axes.set_xlim(0, TERMS * 1.25)
     axes.set_xticks(range(0, TERMS + 1, TERMS // 4))

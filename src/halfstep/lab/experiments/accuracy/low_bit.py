@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from halfstep.lab import material
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, at_end, finish
+from halfstep.lab.figure import COLOURS, LETTERS, at_end, finish
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
+from halfstep.report.figures import INK
 from halfstep.trainer.config.read import AtLeast1, Count
 
 LAYERS, WIDTH, LENGTH = 3, 64, 64
@@ -96,31 +98,44 @@ def _trained(policy: str, steps: int) -> float:
 
 def draw(figure: Any, data: Data, say: Say) -> None:
     """Bars by recipe, of one draw and of the mean of many; then the error that each block makes."""
-    recipes, blocks = figure.subplots(2, height_ratios=(2.2, 1))
-    names = [*data["errors"]]
-    for row, name in enumerate(names):
-        one, mean = (100 * data["errors"][name][kind] for kind in ("one", "mean"))
-        recipes.barh(row - 0.2, one, 0.38, color=COLOURS["fp16"])
-        recipes.barh(row + 0.2, mean, 0.38, color=COLOURS["bf16"])
-        at_end(recipes, one, row - 0.2, f"{one:.1f}", COLOURS["fp16"])
-        at_end(recipes, mean, row + 0.2, f"{mean:.1f}", COLOURS["bf16"])
-    labels = [say(f"recipe_{name}", block=data["kept_block"]) for name in names]
-    recipes.set_yticks(range(len(names)), labels)
-    recipes.invert_yaxis()
-    right = {"ha": "right", "transform": recipes.transAxes}
-    recipes.text(0.99, 0.93, say("one_draw"), color=COLOURS["fp16"], **right)
-    recipes.text(0.99, 0.86, say("mean", draws=data["draws"]), color=COLOURS["bf16"], **right)
-    finish(recipes, say("error"))
+    recipes, blocks = figure.subplots(2, height_ratios=(2.2, 1), sharex=True)
+    _draw_recipes(recipes, data, say)
     errors = [100 * error for error in data["blocks"]]
     blocks.barh(range(len(errors)), errors, 0.6, color=COLOURS["e2m1"])
     for row, error in enumerate(errors):
         at_end(blocks, error, row, f"{error:.1f}")
     blocks.set_yticks(range(len(errors)), [say("block", number=b) for b in range(len(errors))])
     blocks.invert_yaxis()
-    finish(blocks, say("error"), title=say("blocks"))
+    finish(blocks, "", say("error"), say("blocks"))
+    blocks.set_xlim(0, blocks.get_xlim()[1] * 1.1)
+    blocks.locator_params(axis="x", nbins=5, integer=True)
+    recipes.tick_params(labelbottom=True)
     for axes in (recipes, blocks):
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.1)
         axes.set_axisbelow(True)
+        axes.yaxis.grid(visible=False)
+
+
+def _draw_recipes(axes: Any, data: Data, say: Say) -> None:
+    """Two bars for each recipe, with one label where nothing is random and they are the same."""
+    names, kinds = [*data["errors"]], {"one": COLOURS["fp16"], "mean": COLOURS["bf16"]}
+    for row, name in enumerate(names):
+        errors = {kind: 100 * data["errors"][name][kind] for kind in kinds}
+        same = data["draws"] > 1 and math.isclose(errors["one"], errors["mean"], rel_tol=1e-6)
+        for (kind, colour), place in zip(kinds.items(), (row - 0.2, row + 0.2), strict=True):
+            axes.barh(place, errors[kind], 0.38, color=colour)
+            if not same:
+                at_end(axes, errors[kind], place, f"{errors[kind]:.1f}", colour)
+        if same:
+            at_end(axes, errors["one"], row, say("same", error=errors["one"]))
+    labels = [say(f"recipe_{name}", block=data["kept_block"]) for name in names]
+    axes.set_yticks(range(len(names)), labels)
+    axes.invert_yaxis()
+    finish(axes, "", say("error"), say("recipes"))
+    shown = say("one_draw"), say("mean", draws=data["draws"])
+    bars = axes.containers[0], axes.containers[1]
+    how = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2, "frameon": False}
+    axes.legend(bars, shown, fontsize=LETTERS, borderaxespad=0.1, handlelength=1, **how)
+    axes.set_title(axes.get_title("left"), loc="left", fontsize=LETTERS, color=INK, pad=28)
 
 
 def verdict(data: Data, say: Say) -> str:
@@ -143,4 +158,4 @@ def verdict(data: Data, say: Say) -> str:
     )
 
 
-EXPERIMENT = Experiment("low-bit", Options, measure, draw, verdict, size=(6.2, 6.6))
+EXPERIMENT = Experiment("low-bit", Options, measure, draw, verdict, size=(6.2, 7.2))

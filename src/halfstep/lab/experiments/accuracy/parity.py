@@ -119,15 +119,15 @@ def draw(figure: Any, data: Data, say: Say) -> None:
 
 def _draw_curves(axes: Any, kind: str, data: Data, say: Say) -> None:
     losses = data["losses"][kind]
-    for row, (name, style) in enumerate(zip(losses, ("-", "--", ":"), strict=True)):
-        how = {"color": COLOURS[name], "lw": 2.4, "ls": style}
-        band(axes, data["steps"], losses[name], pale=0.15, **how)
+    for name, style in zip(losses, ("-", "--", ":"), strict=True):
         text = data["policies"][name]
         if kind == "bert":
             text = say("accurate", policy=text, share=fmean(data["accuracy"][name]))
-        place = {"ha": "right", "va": "top", "transform": axes.transAxes}
-        axes.text(0.99, 0.99 - 0.16 * row, text, color=COLOURS[name], fontsize=LETTERS, **place)
+        how = {"color": COLOURS[name], "lw": 2.4, "ls": style, "label": text}
+        band(axes, data["steps"], losses[name], pale=0.15, **how)
     finish(axes, say("steps_axis"), say("loss", seeds=len(losses["fp32"])), say(kind))
+    how = {"frameon": False, "borderaxespad": 0, "labelspacing": 0.3, "handlelength": 1.6}
+    axes.legend(loc="upper right", fontsize=LETTERS - 0.5, **how)
 
 
 def _draw_ends(axes: Any, found: dict[str, Any], policies: dict[str, str], say: Say) -> None:
@@ -142,7 +142,7 @@ def _draw_ends(axes: Any, found: dict[str, Any], policies: dict[str, str], say: 
     reach = 1.3 * max([noise, *(abs(d) for ds in differences.values() for d in ds)])
     axes.set_xlim(-(reach or 1), reach or 1)
     axes.locator_params(axis="x", nbins=5)
-    finish(axes, "", say("noise", noise=noise), say("ends"))
+    finish(axes, say("difference"), say("noise", noise=noise), say("ends"))
 
 
 def _compared(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
@@ -176,4 +176,4 @@ def verdict(data: Data, say: Say) -> str:
     return say("verdict", **values)
 
 
-EXPERIMENT = Experiment("parity", Options, measure, draw, verdict, size=(6.4, 10.0))
+EXPERIMENT = Experiment("parity", Options, measure, draw, verdict, size=(6.4, 10.6))

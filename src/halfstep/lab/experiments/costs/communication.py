@@ -14,13 +14,16 @@ from typing import Annotated, Any
 from halfstep.errors import PeerError
 from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.experiments.costs import rank
-from halfstep.lab.figure import COLOURS, at_end, finish
+from halfstep.lab.figure import COLOURS, LETTERS, at_end, finish
+from halfstep.report.figures import INK
 from halfstep.trainer.config.read import AtLeast1, Range
 
 Ranks = Annotated[int, Range("integers from 2 to 8", lambda x: 2 <= x <= 8)]
 LIMIT_SECONDS = 300
 SMALL = 0.1
 """An error below this share of what another batch changes is small."""
+LEAST = 0.001
+"""Per cent of error at the left end of the figure."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +76,30 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         at_end(above, size, row, f"{size:.2f} MB")
     above.set_yticks(range(len(wires)), [f"reduce={wire}" for wire in wires])
     finish(above, say("sent"), title=say("sent_title", ranks=data["ranks"]))
-    errors = {f"reduce={wire}": (data["error"][wire], COLOURS[wire]) for wire in wires[1:]}
-    errors[say("noise")] = (data["noise"], "#999999")
-    for row, (error, colour) in enumerate(errors.values()):
-        below.barh(row, 100 * error, 0.6, color=colour)
-        at_end(below, 100 * error, row, f"{100 * error:.3g}%")
-    below.set_yticks(range(len(errors)), [*errors])
+    for row, wire in enumerate(wires):
+        error = 100 * data["error"][wire]
+        if wire == wires[0]:
+            at_end(below, LEAST, row, say("exact"))
+            continue
+        below.plot(error, row, "o", color=COLOURS[wire], ms=11)
+        at_end(below, 1.2 * error, row, f"{error:.2g}%")
+    noise = 100 * data["noise"]
+    below.axvline(noise, color=INK, lw=2, ls="--")
+    right = {"ha": "right", "va": "center", "fontsize": LETTERS - 1.5}
+    below.text(noise / 1.2, len(wires) - 1.5, say("noise", noise=data["noise"]), **right)
+    below.set_yticks(range(len(wires)), [f"reduce={wire}" for wire in wires])
+    below.set_ylim(-0.6, len(wires) - 0.4)
     below.set_xscale("log")
     finish(below, say("error"), title=say("error_title"))
     for axes in (above, below):
         axes.invert_yaxis()
         axes.set_axisbelow(True)
     above.set_xlim(0, 1.2 * max(data["sent"].values()) / 1e6)
-    below.set_xlim(0.001, 1000)
+    below.set_xlim(LEAST, 1000)
+    shown = (0.01, 0.1, 1, 10, 100)
+    below.set_xticks(shown, [f"{each:g}" for each in shown])
+    below.minorticks_off()
+    below.yaxis.grid(visible=False)
 
 
 def verdict(data: Data, say: Say) -> str:

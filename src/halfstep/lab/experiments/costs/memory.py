@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ MIXED = "bf16-mixed"
 LAYERS, LENGTH = 4, 64
 SHOWN = {
     "weights": "#0072b2",
-    "masters": "#56b4e9",
+    "masters": "#8a8f98",
     "gradients": "#d55e00",
     "moments": "#b57c00",
     "cast copies": "#f0e442",
@@ -78,7 +78,7 @@ def measure(options: Options) -> Data:
                 loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             precision.step(loss)
         found[policy] = {part: dict(meter.memory.bytes.get(part, {})) for part in PARTS}
-    return {"bytes": found}
+    return {**asdict(options), "bytes": found}
 
 
 def _total(parts: dict[str, dict[str, int]]) -> int:
@@ -101,6 +101,9 @@ def draw(figure: Any, data: Data, say: Say) -> None:
                 bottom += size
             if bottom - here > 0.035 * whole:
                 shown = say(part.replace(" ", "_"), size=f"{(bottom - here) / 1e6:.3g}")
+                wide = parts[part].get("fp32", 0)
+                if policy != "fp32" and 0 < wide < 0.99 * (bottom - here):
+                    shown += "\n" + say("of_it", size=f"{wide / 1e6:.3g}")
                 box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6}
                 middle = (here + bottom) / 2
                 axes.text(
@@ -115,7 +118,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     axes.set_xticks(range(len(names)), names)
     axes.set_yticks([])
     axes.set_ylim(0, 1.16 * max(map(_total, data["bytes"].values())))
-    finish(axes, say("hatched"), say("axis"))
+    finish(axes, "", say("hatched"), say("axis", layers=LAYERS, length=LENGTH, **data))
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
 

@@ -15,7 +15,7 @@ from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.figure import COLOURS, finish
 from halfstep.optim import AdamW
 from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.policy.devices import cpu_has_bf16
+from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.report.figures import INK
@@ -51,8 +51,10 @@ def measure(options: Options) -> Data:
     rounds = options.rounds
     return {
         "policy": policy,
+        "processor": cpu_name(),
         "instructions": cpu_has_bf16(),
         "threads": torch.get_num_threads(),
+        "rounds": rounds,
         "width": options.width,
         "of_widths": OF_WIDTHS,
         "widths": [{"at": w, **_pairs(policy, w, OF_WIDTHS, rounds)} for w in WIDTHS],
@@ -87,6 +89,8 @@ def _pairs(policy: str, width: int, sequences: int, rounds: int) -> dict[str, fl
 def draw(figure: Any, data: Data, say: Say) -> None:
     """The ratio over widths, and over batches; below 1 is slower."""
     panels = figure.subplots(2, sharey=True)
+    where = say("on" if data["instructions"] else "on_without", **data)
+    spread_of = {"widths": say("spread", rounds=data["rounds"]), "sequences": _twice(data, say)}
     colour = COLOURS.get(data["policy"].partition("-")[0], INK)
     for axes, what in zip(panels, ("widths", "sequences"), strict=True):
         rows = data[what]
@@ -98,10 +102,12 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         axes.axhspan(0, 1, color="#d55e00", alpha=0.08, lw=0)
         axes.axhline(1, color=INK, lw=1.2)
         axes.errorbar(at, ratios, spread, fmt="-o", color=colour, lw=2.2, capsize=3)
-        for x, ratio in zip(at, ratios, strict=True):
-            axes.annotate(
-                f"{ratio:.2f}", (x, ratio), (4, 5), textcoords="offset points", color=colour
-            )
+        for x, ratio, after in zip(at, ratios, [*ratios[1:], ratios[-1]], strict=True):
+            place = {"textcoords": "offset points", "color": colour}
+            axes.annotate(f"{ratio:.2f}", (x, ratio), (6, 6 if after <= ratio else -15), **place)
+        if _twice(data, say):
+            here = data["width"] if what == "widths" else data["of_widths"]
+            axes.plot(here, ratios[at.index(here)], "o", color=INK, ms=14, mfc="none", mew=1.6)
         axes.set_xscale("log", base=2)
         axes.set_xticks(at, [str(x) for x in at])
         axes.minorticks_off()
@@ -109,10 +115,18 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         axes.text(at[0] / 1.2, 0.94, say("slower"), color="#a04000", va="top")
         axes.text(at[-1] * 1.3, 1.06, say("faster"), ha="right", va="bottom")
         told = {"sequences": data["of_widths"], "width": data["width"], "length": LENGTH}
-        ratio, title = say("ratio", policy=data["policy"]), say(f"{what}_title", **told)
-        finish(axes, say(f"{what}_axis"), ratio, title)
+        parts = [where] if what == "widths" else []
+        parts += [say(f"{what}_title", **told), say("ratio", policy=data["policy"])]
+        finish(axes, say(f"{what}_axis"), spread_of[what], "\n".join(parts))
     highest = max(row["high"] for what in ("widths", "sequences") for row in data[what])
     panels[0].set_ylim(0, max(1.3, 1.15 * highest))
+
+
+def _twice(data: Data, say: Say) -> str:
+    """What to say of the setting that both panels have; empty where there is none."""
+    widths, sequences = ([row["at"] for row in data[what]] for what in ("widths", "sequences"))
+    there = data["width"] in widths and data["of_widths"] in sequences
+    return say("twice") if there else ""
 
 
 def verdict(data: Data, say: Say) -> str:
@@ -141,4 +155,4 @@ def verdict(data: Data, say: Say) -> str:
     return say("verdict", pays=rows[first]["at"], **values)
 
 
-EXPERIMENT = Experiment("speed", Options, measure, draw, verdict, size=(6.2, 6.8))
+EXPERIMENT = Experiment("speed", Options, measure, draw, verdict, size=(6.4, 8.0))

@@ -14,9 +14,11 @@ from halfstep.lab.figure import COLOURS, finish, note, power
 from halfstep.report.figures import GRID, INK
 from halfstep.trainer.config.read import Positive
 
-SIGN, EXPONENT, MANTISSA = "#8a8f98", "#0072b2", "#d55e00"
+SIGN, EXPONENT, MANTISSA = "#8a8f98", "#6a3d9a", "#e0a000"
+"""None of them is the colour of a format."""
 SPAN = 1.0625
 """The number line ends at this many times its beginning."""
+PALE = {"0": 0.18, "1": 1.0}
 MOST_TICKS = 400
 RANGE_TICKS = (-149, -75, -24, 16, 64, 128)
 
@@ -78,7 +80,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     finish(bits, "", title=say("bits", value=f"{data['value']:g}"))
     bits.grid(visible=False)
     bits.spines["bottom"].set_visible(False)
-    ranges.set_xlim(-152, 200)
+    ranges.set_xlim(-192, 205)
     ranges.set_xticks(RANGE_TICKS, map(power, RANGE_TICKS))
     finish(ranges, "", title=say("range"))
     line.set_xlim(data["at"] * 0.995, data["at"] * (1 + (data["span"] - 1) * 1.35))
@@ -94,8 +96,8 @@ def _draw_bits(axes: Any, row: int, form: Data) -> None:
     starts = 1, 1 + form["exponent_bits"]
     for place, bit in enumerate(form["bits"]):
         colour = SIGN if place < starts[0] else EXPONENT if place < starts[1] else MANTISSA
-        how = {"edgecolor": "white", "linewidth": 0.8, "color": colour}
-        axes.barh(row, 1, left=place, height=0.78, alpha=1.0 if bit == "1" else 0.3, **how)
+        axes.barh(row, 0.84, left=place + 0.08, height=0.74, color=colour, alpha=PALE[bit], lw=0)
+        axes.barh(row, 0.84, left=place + 0.08, height=0.74, fc="none", ec=colour, lw=0.9)
     note(axes, f"= {_shown(form['nearest'], 10)}", (len(form["bits"]) + 0.5, row), va="center")
 
 
@@ -103,6 +105,8 @@ def _draw_range(axes: Any, row: int, form: Data, colour: str) -> None:
     least, normal, largest = (math.log2(form[key]) for key in ("least", "normal", "largest"))
     axes.barh(row, largest - normal, left=normal, color=colour, height=0.6)
     axes.barh(row, normal - least, left=least, color=colour, height=0.6, alpha=0.35)
+    smallest: dict[str, Any] = {"va": "center", "ha": "right", "colour": INK}
+    note(axes, power(least), (least - 4, row), **smallest)
     note(axes, _shown(form["largest"]), (largest + 4, row), va="center", colour=INK)
 
 

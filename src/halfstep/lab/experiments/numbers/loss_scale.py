@@ -16,18 +16,23 @@ import torch
 
 from halfstep.lab.experiment import Data, Experiment, Say
 from halfstep.lab.experiments.numbers.underflow import LEAST, gradients, share_below
-from halfstep.lab.figure import COLOURS, band, finish, note, power
+from halfstep.lab.figure import COLOURS, LETTERS, band, finish, note, power
 from halfstep.lab.material import batches, gpt, loss_of
 from halfstep.optim import AdamW
 from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.precision.step import Precision
+from halfstep.report.figures import INK
 from halfstep.trainer.config.read import AtLeast1
 from halfstep.trainer.models.gpt.gpt import GPT
 
 SEQUENCES, LENGTH, STEPS, LEARNING_RATE = 16, 64, 60, 3e-3
 LAST = 10
 """The loss at the end is the mean of so many steps."""
-LOOKS = {"none": COLOURS["fp16"], "static": "#56b4e9", "dynamic": COLOURS["bf16"]}
+LOOKS = {"none": COLOURS["fp16"], "static": "#009e73", "dynamic": COLOURS["bf16"]}
+WIDTHS = {"none": 2.4, "static": 4.5, "dynamic": 2.0}
+"""A wide line is still seen where a narrow one lies on it."""
+STATIC = 65536
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def measure(options: Options) -> Data:
     """The losses of every run, the scale of the dynamic ones, and how much fp16 loses of each."""
     policies = {
         "none": "compute=fp16,scale=static,init_scale=1",
-        "static": "compute=fp16,scale=static,init_scale=65536",
+        "static": f"compute=fp16,scale=static,init_scale={STATIC}",
         "dynamic": f"compute=fp16,scale=dynamic,growth_interval={options.growth}",
     }
     model = gpt(2, 64, LENGTH)
@@ -92,29 +97,37 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     count = len(data["batches"])
     *panels, trace = figure.subplots(count + 1, 1, height_ratios=[1.15] * count + [1.0])
     last = len(data["fp32"][0])
-    steps = range(1, last + 1)
     everything = [loss for run in data["fp32"] for loss in _smooth(run)]
     bottom = min(everything)
     for axes, (tokens, batch) in zip(panels, data["batches"].items(), strict=True):
         for name, runs in batch["losses"].items():
-            _draw_runs(axes, runs, color=LOOKS[name], lw=2.4)
-        _draw_runs(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)))
+            shown = say(name, end=end(runs), scale=power(math.log2(STATIC)))
+            _draw_runs(axes, runs, color=LOOKS[name], lw=WIDTHS[name], label=shown)
+        shown = say("exact", end=end(data["fp32"]))
+        _draw_runs(axes, data["fp32"], color=COLOURS["fp32"], lw=1.4, ls=(0, (4, 4)), label=shown)
         axes.set(xlim=(1, last * 1.01), ylim=(bottom - 0.15, max(everything) + 0.1))
         title = say("batch", tokens=f"{int(tokens):,}", zeros=f"{batch['zeros']:.0%}")
         finish(axes, "", say("loss", seeds=len(data["fp32"])), title)
-        ends = {name: end(runs) for name, runs in batch["losses"].items()}
-        _point(axes, (0.33, 0.88), batch["losses"]["none"], "none", say("none", end=ends["none"]))
-        text = say("scaled", fp32=end(data["fp32"]), **ends)
-        _point(axes, (0.56, 0.56), batch["losses"]["dynamic"], "dynamic", text)
-    for (tokens, batch), colour in zip(
-        data["batches"].items(), ("#b57c00", "#0072b2"), strict=False
-    ):
+        how = {"title": say("ends", last=LAST), "alignment": "left", "title_fontsize": LETTERS - 1}
+        axes.legend(loc="upper right", fontsize=LETTERS - 1, frameon=False, labelspacing=0.3, **how)
+    _draw_scales(trace, data, say)
+
+
+def _draw_scales(trace: Any, data: Data, say: Say) -> None:
+    """The dynamic scale at each batch size, in the colour of its losses."""
+    last = len(data["fp32"][0])
+    for (tokens, batch), style in zip(data["batches"].items(), ((0, (2, 1)), "-"), strict=False):
         scales = batch["scales"]
-        trace.step(steps, scales, where="mid", color=colour, lw=2.2)
+        how = {"where": "mid", "color": LOOKS["dynamic"], "lw": 2.2, "ls": style}
+        trace.step(range(1, last + 1), scales, **how)
         at = [scales[step - 1] for step in batch["skipped"]]
-        trace.plot(batch["skipped"], at, "x", color=COLOURS["fp16"], ms=9, mew=2.4)
-        text = say("tokens", tokens=f"{int(tokens):,}")
-        note(trace, text, (last, scales[-1] / 1.4), colour=colour, ha="right", va="top")
+        trace.plot(batch["skipped"], at, "x", color=INK, ms=9, mew=2.4)
+        said = "tokens_most" if max(scales) >= LossScaleConfig().max_scale else "tokens"
+        text = say(said, tokens=f"{int(tokens):,}", most=power(math.log2(max(scales))))
+        above = said == "tokens_most"
+        spot = (last, scales[-1] * (1.6 if above else 1 / 1.6))
+        va = "bottom" if above else "top"
+        note(trace, text, spot, colour=LOOKS["dynamic"], ha="right", va=va)
     trace.set_yscale("log", base=2)
     shown = [scale for batch in data["batches"].values() for scale in batch["scales"]]
     low, high = math.log2(min(shown)), math.log2(max(shown))
@@ -134,14 +147,6 @@ def _smooth(losses: list[float], over: int = 5) -> list[float]:
     """The mean of each loss and those before it, at most ``over``."""
     parts = [losses[max(0, i + 1 - over) : i + 1] for i in range(len(losses))]
     return [sum(part) / len(part) for part in parts]
-
-
-def _point(
-    axes: Any, at: tuple[float, float], runs: list[list[float]], name: str, text: str
-) -> None:
-    here = round((0.45 if name == "none" else 0.92) * len(runs[0]))
-    height = sum(_smooth(run)[here - 1] for run in runs) / len(runs)
-    note(axes, text, at, (here, height), colour=LOOKS[name], textcoords="axes fraction")
 
 
 def end(runs: list[list[float]]) -> str:

@@ -71,22 +71,25 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     most = {policy: max(_mean(data, policy, "lost")) for policy in POLICIES}
     kept = max(most[policy] for policy in POLICIES if policy != "bf16-pure")
     lost.set(ylim=(-4, 104), xlim=(0, steps[-1] * 1.02))
-    middle = len(steps) // 2
+    last = steps[-1]
     ends = {policy: _mean(data, policy, "loss")[-1] for policy in POLICIES}
 
     def beside(axes: Any, text: str, at: tuple[float, float], policy: str, key: str) -> None:
         curve = _mean(data, policy, key)
-        to = steps[middle], curve[middle] * (100 if axes is lost else 1)
+        at_mean = len(steps) // 2
+        to = (steps[at_mean], 100 * curve[at_mean]) if axes is lost else (last, curve[-1])
         note(axes, text, at, to, colour=LOOKS[policy], textcoords="axes fraction")
 
     text = say("pure_lost", lost=f"{fmean(_mean(data, 'bf16-pure', 'lost')):.0%}")
     beside(lost, text, (0.05, 0.4), "bf16-pure", "lost")
     text = say("others_lost", most=f"{kept:.1%}")
-    beside(lost, text, (0.33, 0.17), "fp32", "lost")
+    beside(lost, text, (0.05, 0.13), "fp32", "lost")
     finish(lost, "", say("lost"))
-    beside(loss, f"bf16-pure: {ends['bf16-pure']:.3f}", (0.6, 0.8), "bf16-pure", "loss")
+    at_end = say("ends", step=last)
+    text = f"{at_end}\nbf16-pure: {ends['bf16-pure']:.3f}"
+    beside(loss, text, (0.6, 0.8), "bf16-pure", "loss")
     names = [name for name in POLICIES if name != "bf16-pure"]
-    text = "\n".join(f"{name}: {ends[name]:.3f}" for name in names)
+    text = "\n".join([at_end, *(f"{name}: {ends[name]:.3f}" for name in names)])
     beside(loss, text, (0.04, 0.06), "fp32", "loss")
     rate = f"{data['learning_rate']:g}"
     finish(loss, say("step", rate=rate), say("loss", seeds=len(data["policies"]["fp32"])))

@@ -23,6 +23,7 @@ from halfstep.lab.figure import COLOURS, finish, note, power
 from halfstep.lab.material import Batch, batches, gpt, loss_of, train
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
+from halfstep.report.figures import INK
 from halfstep.trainer.config.read import AtLeast1
 from halfstep.trainer.models.gpt.gpt import GPT
 
@@ -110,9 +111,9 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     axes.axvspan(limit, axes.get_xlim()[1], color=COLOURS["fp16"], alpha=0.13, lw=0)
     axes.axvline(limit, color=COLOURS["fp16"], lw=2)
     place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
-    note(axes, say("limit"), (limit - 0.2, 0.35), colour=COLOURS["fp16"], **place)
-    axes.plot(sizes, losses["bf16"], "o-", color=COLOURS["bf16"], lw=2.4, ms=7)
-    axes.plot(sizes, losses["fp32"], "--", color=COLOURS["fp32"], lw=1.6)
+    note(axes, say("limit"), (limit - 0.2, 0.38), colour=COLOURS["fp16"], **place)
+    axes.plot(sizes, losses["fp32"], color=COLOURS["fp32"], lw=2)
+    axes.plot(sizes, losses["bf16"], "o", color=COLOURS["bf16"], ms=7)
     fp16 = losses[f"fp16 {LOSS_SCALES[0]}"]
     kept = [(size, loss) for size, loss in zip(sizes, fp16, strict=True) if loss is not None]
     if kept:
@@ -120,10 +121,16 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     gone = [size for size, loss in zip(sizes, fp16, strict=True) if loss is None]
     axes.plot(gone, [top] * len(gone), "X", color=COLOURS["fp16"], ms=10)
     how: dict[str, Any] = {"textcoords": "axes fraction"}
-    if gone:
-        note(axes, say("nan"), (0.35, 0.84), (gone[0], top), colour=COLOURS["fp16"], **how)
+    numbers = range(math.ceil(1.3 * max(losses["fp32"])))
+    axes.set_yticks([*numbers, *[top] * bool(gone)], [*map(str, numbers), *["NaN"] * bool(gone)])
+    if gone:  # above the numbers, since NaN is none
+        axes.axhline(0.86 * top, color=INK, lw=1, ls=(0, (4, 4)))
+        note(axes, say("nan"), (0.27, 0.88), (gone[0], top), colour=COLOURS["fp16"], **how)
     to = sizes[-1], losses["bf16"][-1]
-    note(axes, say("bf16"), (0.75, 0.13), to, colour=COLOURS["bf16"], **how)
+    note(axes, say("bf16"), (0.74, 0.13), to, colour=COLOURS["bf16"], **how)
+    middle = len(sizes) // 2
+    to = (sizes[middle - 1] + sizes[middle]) / 2, losses["fp32"][middle]
+    note(axes, say("fp32"), (0.36, 0.15), to, colour=COLOURS["fp32"], **how)
     note(axes, say("fp16"), (0.05, 0.15), (sizes[2], fp16[2] or top), colour=COLOURS["fp16"], **how)
     ticks = range(math.ceil(sizes[0] / 4) * 4, int(axes.get_xlim()[1]) + 1, 4)
     axes.set_xticks(ticks, map(power, ticks))

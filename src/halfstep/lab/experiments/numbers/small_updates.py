@@ -66,15 +66,15 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     top = max(float(high.max()), truth, *(max(curve) for curve in curves.values()))
     gap, room = data["gaps"]["bf16"], 0.03 * (top - 1)
     for number in range(min(round((top - 1) / gap) + 2, 60)):
-        axes.axhline(1 + number * gap, color="#c1c2c3", lw=0.8, zorder=1)
+        axes.axhline(1 + number * gap, color="#9a9c9f", lw=0.8, zorder=1)
     axes.fill_between(range(last + 1), low, high, color=COLOURS["bf16-sr"], alpha=0.22, lw=0)
     axes.plot(mean, color=COLOURS["bf16-sr"], lw=1.5)
     for name in ("fp32", "bf16-split", "bf16-kahan", "fp16", "bf16"):
         style = {"bf16-split": (0, (4, 4)), "bf16-kahan": (4, (1, 7))}.get(name, "-")
         axes.plot(curves[name], color=COLOURS[name], lw=2.6, ls=style)
-    axes.set(xlim=(0, last * 1.02), ylim=(1 - 2 * room, top + 4 * room))
+    axes.set(xlim=(0, last * 1.02), ylim=(1 - 8 * room, top + 6 * room))
     finish(axes, say("updates", update=f"{data['update']:g}"), say("weight", gap=f"{gap:.2g}"))
-    axes.yaxis.grid(visible=False)
+    axes.grid(visible=False)  # the only lines are numbers of bf16
     axes.ticklabel_format(useOffset=False)
 
     def beside(text: str, at: tuple[float, float], to: tuple[int, float], name: str) -> None:
@@ -85,7 +85,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     beside(say("kept"), (0.03, 0.75), (last // 2, curves["fp32"][last // 2]), "fp32")
     here = round(0.75 * last)
     beside(say("mean", seeds=len(seeds)), (0.03, 0.93), (here, float(high[here])), "bf16-sr")
-    for name, at, here in (("fp16", (0.47, 0.36), last), ("bf16", (0.3, 0.16), last // 2)):
+    for name, at, here in (("fp16", (0.57, 0.3), last), ("bf16", (0.3, 0.075), last // 2)):
         becomes = curves[name][1] - 1
         values = {"gap": f"{data['gaps'][name]:.3g}", "becomes": f"{becomes:.3g}"}
         text = say("rounded", form=name, update=f"{data['update']:g}", **values)

@@ -17,7 +17,7 @@ from halfstep.diagnostics.statistics.values import Kind
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.formats import FP16
 from halfstep.lab.experiment import Data, Experiment, Say
-from halfstep.lab.figure import COLOURS, finish, note, power
+from halfstep.lab.figure import COLOURS, LETTERS, finish, note, power
 from halfstep.lab.material import Batch, batches, gpt, loss_of, train
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
@@ -128,10 +128,15 @@ def draw(figure: Any, data: Data, say: Say) -> None:
     scales.set_xticks(range(0, 25, 4), map(power, range(0, 25, 4)))
     if ceiling <= SCALES[-1]:
         scales.axvspan(ceiling, 24, color="#8a8f98", alpha=0.25, lw=0)
-        note(scales, say("overflow"), (ceiling - 0.3, 0.35 * top), ha="right", va="center")
-    half = data["lost"][max(data["lost"], key=int)]
-    spot = next((s for s in SCALES if half[s] < half[0] / 3), 0)
-    note(scales, say("rescued"), (0.22, 0.74), (spot, 100 * half[spot]), **place)
+        first = min(data["overflow"], key=data["overflow"].__getitem__)
+        inside = (ceiling + 24) / 2, 0.12 * top
+        note(scales, say("overflow", sequences=first), (0.31, 0.19), inside, **place)
+    for (sequences, lost), colour, spot in zip(
+        data["lost"].items(), (FEW, MANY), ((0.3, 0.43), (0.22, 0.6)), strict=True
+    ):
+        text = say("sequences", sequences=sequences)
+        note(scales, text, spot, (2, 100 * lost[2]), colour=colour, **place)
+    scales.text(0.22, 0.94, say("rescued"), va="top", fontsize=LETTERS, transform=scales.transAxes)
     finish(scales, say("scale"), say("left"))
 
 
