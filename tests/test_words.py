@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import halfstep
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, NonFiniteError, SpikeError
 from halfstep.words import (
     LANGUAGES,
     Told,
@@ -149,11 +149,14 @@ def test_what_a_function_says_and_an_errors_message_are_told_in_each_language():
     assert said(text, "zh") == "缺少 zh"
     with speaking("zh"):
         assert str(ConfigError(text)) == "en is missing"
-        assert message(ConfigError(text)) == "缺少 zh"
+        assert said(message(ConfigError(text))) == "缺少 zh"
         assert message(ConfigError("plain")) == "plain"
         for kept in (
             copy.deepcopy(text),
+            pickle.loads(pickle.dumps(text)),
             pickle.loads(pickle.dumps(told.phrase("missing", where=1))),
+            message(pickle.loads(pickle.dumps(NonFiniteError(text, cause="forward")))),
+            message(pickle.loads(pickle.dumps(SpikeError(text, cause="loss_spike")))),
         ):
             assert said(kept).startswith("缺少")
         both = joined([text, "x"], told.phrase("missing", where="+"))

@@ -63,7 +63,7 @@ class NonFiniteError(HalfstepError, ArithmeticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
-        return _nonfinite, (str(self), self.cause, self.parameters)
+        return _nonfinite, (*self.args, self.cause, self.parameters)
 
 
 class SpikeError(HalfstepError, ArithmeticError):
@@ -81,7 +81,7 @@ class SpikeError(HalfstepError, ArithmeticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword argument, as :class:`NonFiniteError` does."""
-        return _spike, (str(self), self.cause)
+        return _spike, (*self.args, self.cause)
 
 
 class PeerError(HalfstepError, RuntimeError):

@@ -59,10 +59,24 @@ class Phrase(str):
         made._tell = tell
         return made
 
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> Self:
+        """The phrase that is this text in each language."""
+        return cls.by(texts.__getitem__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy it as what it says, without what it is made of."""
+        return type(self).of, (texts_of(self),)
+
 
 def said(text: str, language: str = "") -> str:
     """Text in a language, empty for the one spoken, if it is a phrase; other text as it is."""
     return text._tell(language or spoken()) if isinstance(text, Phrase) else text
+
+
+def texts_of(text: str) -> dict[str, str]:
+    """Text in each language, as another process or time may speak one of them."""
+    return {language: said(text, language) for language in LANGUAGES}
 
 
 def joined(parts: Sequence[str], separator: str) -> Phrase:
@@ -85,9 +99,9 @@ def _speak(make: Callable[[], str], language: str) -> str:
 
 
 def message(error: BaseException) -> str:
-    """An error's message, in the language spoken if a phrase is the whole of it."""
+    """An error's message: the phrase that is the whole of it, to be :func:`said`; else text."""
     only = error.args[0] if len(error.args) == 1 else ""
-    return said(only) if isinstance(only, Phrase) else str(error)
+    return only if isinstance(only, Phrase) else str(error)
 
 
 class Told:

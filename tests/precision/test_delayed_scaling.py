@@ -294,3 +294,15 @@ def test_a_closure_takes_one_step_of_the_history():
     assert precision.step(closure).applied
     assert history(precision)["steps"] == 1
     assert len(history(precision)["amaxes"]["0 gradients"]) == 1
+
+
+def test_a_copy_on_another_device_leaves_the_run_its_limits():
+    """A model that trains on a GPU may be copied to a CPU to be evaluated there."""
+    model, precision = made()
+    take(model, precision, 0, 1.0)
+    history = precision.clock.history
+    of_copy, elsewhere = history.for_copy(), torch.device("meta")
+    here = torch.device("cpu")
+    for found in (of_copy, history):
+        assert found.limit("0 inputs", elsewhere).device == elsewhere
+        assert found.limit("0 inputs", here).device == here

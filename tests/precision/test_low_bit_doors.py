@@ -1,7 +1,9 @@
 """Every door and every companion of a training loop, with layers below 16 bits."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -336,6 +338,31 @@ def test_a_copy_may_get_a_precision_of_its_own():
     other.close()
     precision.close()
     assert low_bit_of(model[0].up) is None
+
+
+@pytest.mark.parametrize("policy", ["mxfp8,simulate=yes", STORED])
+def test_a_copy_is_plain_in_the_context_of_a_policy_without_a_recipe(policy):
+    model, _precision = made(policy)
+    copied, plain = copy.deepcopy(model), nn.Sequential(Block(), Block())
+    plain.load_state_dict(copied.state_dict())
+    for other in ("bf16-mixed", "fp16-mixed", "fp32"):
+        expected = evaluated(plain, halfstep.autocast(other, "cpu"))
+        assert torch.equal(evaluated(copied, halfstep.autocast(other, "cpu")), expected), other
+    copied, plain, x = copied.bfloat16(), plain.bfloat16(), batch().bfloat16()
+    assert torch.equal(copied(x), plain(x))  # no context at all
+
+
+def test_a_copy_is_freed_as_soon_as_it_is_dropped():
+    """Not when Python looks for cycles: a loop that copies would hold many models at a time."""
+    model, _precision = made("fp8-delayed,simulate=yes")
+    gc.disable()
+    try:
+        copied = copy.deepcopy(model)
+        weight = weakref.ref(copied[0].up.weight)
+        del copied
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from halfstep.cli.words import told
 from halfstep.errors import HalfstepError, lost_contact
-from halfstep.words import message
+from halfstep.words import message, said
 
 FOLDER = "HALFSTEP_OUTCOME"
 """Environment variable that names the folder where the launcher looks for outcomes."""
@@ -50,7 +50,7 @@ def rank_of_many() -> int | None:
 def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     if isinstance(error, HalfstepError):
-        return message(error), error.exit_code
+        return said(message(error)), error.exit_code
     if rank_of_many() is not None and lost_contact(error):
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         reason = re.sub(r"^\[[^]]*\] ", "", reason)

@@ -22,7 +22,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike
-from halfstep.words import Phrase, Told, message, phrase_of, said
+from halfstep.words import Told, joined, message, said
 
 _told = Told("halfstep.precision")
 
@@ -123,7 +123,7 @@ def parse_choices(
 
 def without_hint(error: Exception) -> str:
     """An error's message in the language spoken, without how to look for the first cause."""
-    return message(error).removesuffix(said(FIND_IT))
+    return said(message(error)).removesuffix(said(FIND_IT))
 
 
 def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
@@ -165,7 +165,7 @@ def incurable(
     what = what or _told.phrase("nan_and_inf")
     where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
     same = _told.phrase("updated", count=judged.updated) if judged.updated else _UNCHANGED
-    known = {"where": where, "end": _with_hint(same)}
+    known = {"where": where, "end": joined([same, FIND_IT], "")}
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)
@@ -180,10 +180,6 @@ def incurable(
     return None
 
 
-def _with_hint(text: Phrase) -> Phrase:
-    return phrase_of(lambda: said(text) + said(FIND_IT))
-
-
 def broken_loss(
     policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
@@ -192,7 +188,7 @@ def broken_loss(
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
     known = {"loss": loss, "policy": str(policy)}
-    text = _told.phrase("broken_loss", end=_with_hint(_UNCHANGED), **known)
+    text = _told.phrase("broken_loss", end=joined([_UNCHANGED, FIND_IT], ""), **known)
     if broken:
         text = _told.phrase("broken_weights", names=some(broken), **known)
     return NonFiniteError(text, cause="forward", parameters=broken)

@@ -278,7 +278,7 @@ class _Books:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += _told("semicolon") + message(failed)
+                also += _told("semicolon") + said(message(failed))
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
             also += _told("semicolon") + _told("take_again", path=capture)

@@ -59,7 +59,7 @@ class AmaxHistory:
         self.saturated: dict[str, int] = {}
         self._steps = 0
         self._kept: dict[str, deque[tuple[int, float]]] = {}  # falling amaxes, and their steps
-        self._limits: dict[str, Tensor] = {}
+        self._limits: dict[tuple[str, torch.device], Tensor] = {}  # a copy may be elsewhere
         self._seen: list[tuple[str, _Seen]] = []  # in this step's backward passes
 
     def for_copy(self) -> AmaxHistory:
@@ -75,9 +75,9 @@ class AmaxHistory:
         kept = self._kept.get(operand)
         if not kept or not kept[0][1]:
             return None
-        if operand not in self._limits:
-            self._limits[operand] = torch.tensor(kept[0][1], device=device)
-        return self._limits[operand]
+        if (operand, device) not in self._limits:
+            self._limits[operand, device] = torch.tensor(kept[0][1], device=device)
+        return self._limits[operand, device]
 
     def saw(self, operand: str, seen: _Seen) -> None:
         """Note an operand of a backward pass, until the step is applied or dropped."""

@@ -15,7 +15,7 @@ Shapes: N tokens, K input features, O output features.
 
 from __future__ import annotations
 
-import dataclasses
+import weakref
 import zlib
 from typing import Any
 
@@ -52,27 +52,23 @@ class LowBitLinear(Region):
 
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
-        self.placement, self.recipe, self.clock = placement, placement.recipe, clock
+        self.recipe, self.clock = placement.recipe, clock
         self.name, self.key = placement.name, plain_name(placement.name)
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
-        self.copied = isinstance(clock, CopiedClock)
-        if clock.history and not self.copied:
+        if clock.history:
             clock.history.track(self.key)
 
     def of_copy(self, module: nn.Module) -> LowBitLinear:
         """The same recipe for a copy of the layer, at the step that the run is at then."""
-        placement = dataclasses.replace(self.placement, module=module)
-        return LowBitLinear(placement, CopiedClock(self.clock))
+        return CopiedLinear(self, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
         recipe = self.clock.recipe(self.recipe)
-        wide = self.copied and _is_inside_stored_recipe()
-        low = wide or weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
-        if not (low and recipe):
+        if not (self.is_low(weight) and recipe):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
             raise PrecisionError(
@@ -88,8 +84,15 @@ class LowBitLinear(Region):
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
-        y = y_NO.view(*x.shape[:-1], y_NO.shape[-1])
-        return y.to(x.dtype) if wide else y
+        return self.output(y_NO.view(*x.shape[:-1], y_NO.shape[-1]), x)
+
+    def is_low(self, weight: Tensor) -> bool:
+        """Whether the layer multiplies below 16 bits here, where the recipe does."""
+        return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """The result, in the format that what follows takes."""
+        return y
 
     def _check(self, x: Tensor, recipe: Recipe) -> None:
         """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
@@ -101,14 +104,40 @@ class LowBitLinear(Region):
             )
 
 
-def _is_inside_stored_recipe() -> bool:
-    """Whether this is the context of a policy with a recipe and 16-bit weights.
+class CopiedLinear(LowBitLinear):
+    """The forward of a copy of such a layer, whose weights are fp32 whatever the model's are.
 
-    A copy of its model has fp32 weights, and neither they nor torch's autocast tell of the recipe.
+    It multiplies below 16 bits in contexts of policies with a recipe and of torch's autocast; in
+    that of another policy, and outside, it is plain. It does not keep the copy alive, which would
+    else live on, with its weights, until Python looks for cycles.
     """
-    active = active_autocast()
-    policy = None if active is None else active.policy
-    return policy is not None and policy.param_dtype == _LOW and bool(policy.recipes())
+
+    def __init__(self, original: LowBitLinear, module: nn.Module) -> None:
+        self._copy = weakref.ref(module)
+        self.replaced = module.__dict__.get("forward")
+        self.recipe, self.clock = original.recipe, CopiedClock(original.clock)
+        self.name, self.key = original.name, original.key
+        self.stream, self.by_rows = original.stream, original.by_rows
+
+    @property
+    def module(self) -> nn.Module:
+        """The copy."""
+        module = self._copy()
+        if module is None:
+            raise ReferenceError(f"the copy of layer {self.name or 'of the model'} is gone")
+        return module
+
+    def is_low(self, weight: Tensor) -> bool:
+        """Whether the context is such a one: fp32 weights do not tell of a policy that stores."""
+        active, autocast = active_autocast(), torch.is_autocast_enabled(weight.device.type)
+        if active is None:
+            return autocast
+        policy = active.policy
+        return bool(policy.recipes()) and (autocast or policy.param_dtype == _LOW)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """The result, in fp32 for fp32 layers where only the model's own weights are 16 bits."""
+        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

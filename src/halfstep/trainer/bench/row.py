@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.loop import train
 from halfstep.trainer.session import Session, open_session
-from halfstep.words import LANGUAGES, Told, message, phrase_of, said
+from halfstep.words import Told, message, phrase_of, texts_of
 
 _told = Told("halfstep.trainer.bench")
 
@@ -98,24 +97,19 @@ def main() -> None:
         say(_opened(session))
         _take_turns(session, Path(order["folder"]), say)
     except (HalfstepError, torch.OutOfMemoryError, MemoryError) as error:
-        why = phrase_of(partial(message, error))
+        why = message(error)
         if not isinstance(error, HalfstepError):
             why = _told.phrase("out_of_memory", error=error)
-        say({REFUSED: _texts(why)})
+        say({REFUSED: texts_of(why)})
     said.flush()
     os._exit(0)  # a save at the end, or the interpreter's own end, would only take time
-
-
-def _texts(text: str) -> dict[str, str]:
-    """A text in each language, as the other process speaks one of them."""
-    return {language: said(text, language) for language in LANGUAGES}
 
 
 def _opened(session: Session) -> dict[str, Any]:
     support = session.precision.support
     return {
-        "summary": _texts(phrase_of(session.task.summary)),
-        "support": _texts(support.how),
+        "summary": texts_of(phrase_of(session.task.summary)),
+        "support": texts_of(support.how),
         "threads": torch.get_num_threads(),
     }
 

@@ -35,7 +35,7 @@ from halfstep.trainer.bench.row import REFUSED, StepLine, config_of_row
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.memory import free_bytes
-from halfstep.words import Phrase, Told, message, phrase_of
+from halfstep.words import Phrase, Told, message
 
 _told = Told("halfstep.trainer.bench")
 
@@ -179,7 +179,7 @@ def take_turns(
             try:
                 require_support(row.policy, device)
             except PrecisionError as error:
-                row.why_not = _message(error)
+                row.why_not = message(error)
                 continue
             here = str(folder / f"row{len(processes)}")
             table = config_to_table(config_of_row(config, row.policy))
@@ -202,11 +202,7 @@ def take_turns(
 
 def _text(value: Any) -> Any:
     """What a process told: a text in each language, or something else, as it is."""
-    return Phrase.by(value.__getitem__) if isinstance(value, dict) else value
-
-
-def _message(error: Exception) -> Phrase:
-    return phrase_of(lambda: message(error))
+    return Phrase.of(value) if isinstance(value, dict) else value
 
 
 def _share(until: float, part: int, whole: int) -> float:
@@ -243,7 +239,7 @@ def _open(process: _Process, left: int, until: float) -> bool:
         # twice its share at most, as what is left is needed for the turns
         process.open(min(until, _share(until, 2, left + 1)))
     except Ended as end:
-        process.row.why_not = _message(end)
+        process.row.why_not = message(end)
         process.close()
     return not process.row.why_not
 
@@ -284,7 +280,7 @@ def _measure(group: list[_Process], steps: int, until: float, say: Say) -> None:
             except Ended as end:
                 if time.monotonic() >= until:
                     return
-                process.row.why_not = _message(end)
+                process.row.why_not = message(end)
                 process.close()
                 group.remove(process)
         if now - told > _SAY_SECONDS:
