@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from halfstep.cli import train
 from halfstep.cli.main import main
+from halfstep.trainer.config.config import config_to_toml
+from trainer.runs import small_config
 
 
 class Done(NamedTuple):
@@ -38,3 +41,13 @@ def halfstep(
 
     yield call
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    """Options of a command that takes a step: a small model, a text and the CPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    config = tmp_path / "tiny.toml"
+    config.write_text(config_to_toml(small_config("elsewhere.txt")))
+    return ["--config", str(config), "--data", str(text), "--device", "cpu"]

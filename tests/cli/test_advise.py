@@ -8,17 +8,11 @@ import pytest
 
 from halfstep.cli.main import main
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.config.config import config_to_toml
-from trainer.runs import small_config
 
 
 @pytest.fixture
-def settings(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    config = tmp_path / "tiny.toml"
-    config.write_text(config_to_toml(small_config("elsewhere.txt")))
-    return ["--config", str(config), "--data", str(text), "--device", "cpu", "--batches", "4"]
+def settings(settings):
+    return [*settings, "--batches", "4"]
 
 
 def test_advice_is_proved_and_written_and_read_again(settings, tmp_path, capsys):

@@ -13,10 +13,8 @@ from halfstep.cli.main import main
 from halfstep.diagnostics.nonfinite.cause import Cause, Operand
 from halfstep.diagnostics.nonfinite.remedies import CHANGES
 from halfstep.precision.policy.policy import POLICIES, RECIPES
-from halfstep.trainer.config.config import config_to_toml
 from halfstep.words import said, speaking
 from trainer.bench.test_report import losses, report, row
-from trainer.runs import small_config
 
 SENTENCE = re.compile(r"(?<![\w./-])[A-Za-z']{2,}(?: [A-Za-z']{2,}){2,}(?![\w(])")
 """Three words or more with blanks between them, none of which has a digit or a dot."""
@@ -32,15 +30,6 @@ def english(text: str) -> list[str]:
 
 def braces(text: str) -> list[str]:
     return re.findall(r"\{\w*\}", text)
-
-
-@pytest.fixture
-def settings(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    config = tmp_path / "tiny.toml"
-    config.write_text(config_to_toml(small_config("elsewhere.txt")))
-    return ["--config", str(config), "--data", str(text), "--device", "cpu"]
 
 
 def told(capsys, *words: str, code: int = 0) -> tuple[str, str]:

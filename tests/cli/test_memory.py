@@ -7,17 +7,6 @@ import json
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.trainer.config.config import config_to_toml
-from trainer.runs import small_config
-
-
-@pytest.fixture
-def settings(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    config = tmp_path / "tiny.toml"
-    config.write_text(config_to_toml(small_config("elsewhere.txt")))
-    return ["--config", str(config), "--data", str(text), "--device", "cpu"]
 
 
 def test_policies_beside_each_other(settings, capsys):

@@ -51,6 +51,22 @@ def test_a_file_of_ones_own_is_what_the_model_learns(tmp_path):
         made("parity", data=tmp_path / "absent.txt")
 
 
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("book.txt", ("abcd" * 4000, "efgh" * 4000)),
+        ("posts.csv", ["text,label\n" + f"{word},x\n{word} two,y\n" * 30 for word in ("a", "bc")]),
+    ],
+)
+def test_a_file_that_has_changed_is_read_anew(tmp_path, name, contents):
+    """As in a notebook, where one process makes the experiment again."""
+    path, seen = tmp_path / name, []
+    for content in contents:
+        path.write_text(content)
+        seen.append(made("parity", steps=1, seeds=1, data=path).data["losses"])
+    assert seen[0] != seen[1]
+
+
 def test_the_sentence_on_parity_follows_the_numbers(parity):
     steps, losses = parity.data["steps"], {"fp32": [[2.0], [2.4]], "bf16": [[2.01], [2.4]]}
     near = {**losses, "fp16": [[2.0], [2.38]]}

@@ -44,6 +44,16 @@ def test_a_labelled_file_is_read_and_one_that_is_too_small_refused(tmp_path):
         posts.posts(write(tmp_path / "few.jsonl", 39))
 
 
+def test_posts_of_one_class_are_refused(tmp_path):
+    """With one class no format makes a difference, nor a seed: a verdict would be about nothing."""
+    path = tmp_path / "one.csv"
+    path.write_text("text,label\n" + "".join(f"word {i},happy\n" for i in range(50)))
+    with pytest.raises(
+        DataError, match=r"one\.csv: every label is 'happy'; .* at least two classes"
+    ):
+        posts.posts(str(path))
+
+
 def test_batches_follow_from_their_seed():
     source = posts.posts()
     first, second = islice(posts.batches(source, 4, seed=0), 2)

@@ -28,20 +28,24 @@ LEAST_BYTES = 10_000
 
 @cache
 def text(path: str = "") -> Tensor:
-    """The help texts of Python's own manual, or a file, as bytes in int64; the manual has 500,000.
+    """The help texts of Python's own manual, or a file, as bytes; the manual has 500,000.
 
     Raises:
         DataError: If the file cannot be read, or has too little text.
     """
     if not path:
-        return torch.tensor(list("\n".join(topics.topics.values()).encode()))
+        return _bytes("\n".join(topics.topics.values()).encode())
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give a file of text") from error
     if len(content) < LEAST_BYTES:
         raise DataError(f"{path}: {len(content)} bytes of text; at least {LEAST_BYTES} are needed")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    return _bytes(content)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def batches(
@@ -59,7 +63,7 @@ def batches(
     while True:
         starts = torch.randint(len(source) - length, (sequences, 1), generator=generator)
         places = starts + torch.arange(length)
-        yield source[places], source[places + 1]
+        yield source[places].long(), source[places + 1].long()
 
 
 def gpt(layers: int = 4, width: int = 128, length: int = 64, seed: int = 0) -> GPT:

@@ -46,7 +46,8 @@ def posts(path: str = "") -> Posts:
     """The synthetic posts, or those of a labelled file: a column of texts and one of labels.
 
     Raises:
-        DataError: If the file cannot be used, with the place; or if it has too few posts.
+        DataError: If the file cannot be used, with the place; or if it has too few posts, or one
+            class alone, of which there is nothing to learn.
     """
     if path:
         found = read_named((path,), LabelledConfig(), "train")
@@ -56,22 +57,25 @@ def posts(path: str = "") -> Posts:
         texts, labels = [post.text for post in made], [post.label for post in made]
     if len(texts) < LEAST:
         raise DataError(f"{path}: {len(texts)} texts; the experiment needs at least {LEAST}")
+    classes = {label: number for number, label in enumerate(sorted(set(labels)))}
+    if len(classes) < 2:
+        only = f"every label is {labels[0]!r:.80}"
+        raise DataError(f"{path}: {only}; the experiment needs at least two classes")
     order = random.Random(0).sample(range(len(texts)), len(texts))
     cut = min(len(texts) // 10, MOST_HELD_OUT)
     held_out, kept = order[:cut], order[cut:]
     counts = Counter(character for i in kept for character in texts[i])
     common = sorted(counts, key=lambda character: (-counts[character], character))
     ids = {character: UNKNOWN + 1 + i for i, character in enumerate(common[:CHARACTERS])}
-    classes = tuple(sorted(set(labels)))
 
     def part(chosen: Sequence[int]) -> Batch:
         of_posts = torch.full((len(chosen), LENGTH + 1), PADDING)
         for row, i in enumerate(chosen):
             of_post = [CLS, *(ids.get(character, UNKNOWN) for character in texts[i][:LENGTH])]
             of_posts[row, : len(of_post)] = torch.tensor(of_post)
-        return of_posts, torch.tensor([classes.index(labels[i]) for i in chosen])
+        return of_posts, torch.tensor([classes[labels[i]] for i in chosen])
 
-    return Posts(classes, UNKNOWN + 1 + len(ids), part(kept), part(held_out))
+    return Posts(tuple(classes), UNKNOWN + 1 + len(ids), part(kept), part(held_out))
 
 
 def batches(source: Posts, size: int, seed: int) -> Iterator[Batch]:

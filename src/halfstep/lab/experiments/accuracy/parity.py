@@ -52,6 +52,8 @@ def measure(options: Options) -> Data:
     Raises:
         DataError: If the file cannot be used.
     """
+    for read in (material.text, posts.posts):
+        read.cache_clear()  # a reader of a notebook may have changed the file
     every = max(1, options.steps // POINTS)
     at = [step for step in range(1, options.steps + 1) if step % every == 0]
     at = at if at[-1] == options.steps else [*at, options.steps]
