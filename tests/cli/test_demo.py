@@ -206,7 +206,8 @@ def test_a_configuration_of_another_task_is_refused(halfstep, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_verdict_and_figure_are_in_the_language(config, halfstep, fakes, language, tmp_path):
+def test_verdict_and_figure_are_in_the_language(config, halfstep, fakes, cpu, language, tmp_path):
+    cpu("avx512_bf16")
     fakes(Here)
     done = halfstep("demo", "--config", config, "--max-steps", 2, "--lang", language,
                     "--precisions", "fp32", "bf16-mixed", "--output-dir", "d")  # fmt: skip

@@ -131,8 +131,15 @@ def test_each_example_names_its_row(row):
 
 @pytest.mark.parametrize("name", ["", "Voodoo 2", "TPU v5", "?", "8.0"])
 def test_a_device_that_the_table_lacks_is_refused(name):
-    with pytest.raises(PrecisionError, match=r"is not in halfstep's table of devices.*T4"):
+    with pytest.raises(PrecisionError, match=r"is not in halfstep's table of devices; .*T4"):
         kind_named(name)
+
+
+def test_a_number_alone_is_answered_with_the_whole_name():
+    with pytest.raises(PrecisionError, match=r"devices, did you mean 'RTX 3090 TI'\?"):
+        kind_named("3090-Ti")
+    with pytest.raises(PrecisionError, match=r"devices; it has names"):
+        kind_named("1234")
 
 
 def test_amd_and_unknown_gpus(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -34,10 +35,19 @@ def test_the_sentence_is_about_the_fastest_of_the_others():
 
 
 def test_a_slower_and_larger_one_is_not_flattered():
-    said = verdict([FP32, FP16])
+    said = verdict([FP32, replace(FP16, simulated=False)])
     assert "0.90 times" in said
     assert "1% more memory" in said
     assert "-0.50%" in said
+
+
+def test_the_speed_of_a_simulated_one_is_not_told():
+    faster = replace(FP16, rate=5000.0)
+    assert verdict([FP32, faster]) == (
+        "fp16-mixed is simulated on this processor, so that its speed says nothing of other "
+        "devices; its validation loss differs from that of fp32 by -0.50%."
+    )
+    assert "bf16-mixed trains 2.20 times" in verdict([FP32, faster, BF16])
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch.nn import functional as F
 import halfstep
 from halfstep.cli.main import main
 from halfstep.errors import NonFiniteError
+from halfstep.trainer.config.config import shipped_configs
 from halfstep.trainer.loop import train
+from halfstep.trainer.run import first_cause
 from halfstep.trainer.run.first_cause import CauseSearch
 from trainer.runs import (
     assert_same_tensors,
@@ -235,5 +239,19 @@ def test_the_command_names_the_cause_and_a_command_that_runs(corpus, tmp_path, c
     assert "first cause: weights diverged: aten." in told
     assert "lower the learning rate" in told
     command = told.strip().partition("try: halfstep ")[2]
-    assert "--learning-rate 3" in command
-    assert main([*shlex.split(command), "--learning-rate", "1e-3", "--quiet"]) == 0
+    rate = tomllib.loads(shipped_configs()["gpt-tiny"])["optimizer"]["learning_rate"]
+    assert command.endswith(f"--learning-rate {rate:g}")  # lower than a tenth of 30
+    assert main([*shlex.split(command), "--quiet"]) == 0
+
+
+def test_a_rate_is_lowered_tenfold_and_to_the_packages_own_at_least(corpus):
+    shipped = tomllib.loads(shipped_configs()["gpt-tiny"])["optimizer"]["learning_rate"]
+    config = small_config(corpus)
+
+    def lower(name, rate):
+        own = replace(config, name=name, optimizer=replace(config.optimizer, learning_rate=rate))
+        return first_cause._lower_rate(own)
+
+    assert lower("gpt-tiny", 5.0) == shipped
+    assert lower("gpt-tiny", 1e-5) == pytest.approx(1e-6)
+    assert lower("mine", 5.0) == pytest.approx(0.5)

@@ -85,7 +85,7 @@ def summary_of(name: str, text: str) -> str:
 
 def overview(names: Sequence[str]) -> str:
     """Return the text that ``halfstep --help`` prints for these commands."""
-    width, indent = terminal_width(), 21
+    width, indent = terminal_width(), 4 + max(map(len, names))
     rows = []
     for name in names:
         first, *more = wrapped(docstrings(COMMANDS[name])[DOC].split("\n")[0], width - indent)

@@ -31,6 +31,7 @@ def run(arguments: Lab) -> int:
     )
     for each in chosen:
         say = Say(each.name, language)
+        each.options_of(given)  # refuses before the question
         print(f"{say('question')}\n", flush=True)
         made, folder = make(each, given), Path(arguments.out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,4 +64,4 @@ def _write(made: Made, folder: Path, language: str) -> None:
         print(say("written", path=figures[language]))
     print(f"\n{say('changes')}:")
     for option, default, shows in made.experiment.changeable(language):
-        print(f"  {option}={default}: {shows}")
+        print("  " + say("change", option=option, default=default, shows=shows))

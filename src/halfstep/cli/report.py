@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.cli.commands import Report
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
@@ -21,5 +22,5 @@ def run(arguments: Report) -> int:
     path = report.write(Path(arguments.out) if arguments.out else default)
     for row in report.rows:
         print(f"{row.record.name}: {row.verdict}")
-    print(f"Written: {path}")
+    print(told("written", path=path))
     return 0

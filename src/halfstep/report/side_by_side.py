@@ -77,11 +77,16 @@ class Trial:
 def verdict(sides: Sequence[Side], language: str = "en") -> str:
     """What the fastest of the others does beside the first, in one sentence.
 
+    The speed of a simulated format says nothing of hardware that has it, so that it is told
+    only of native ones, where there is one.
+
     Args:
         sides: Two or more; the first is what the others are compared with.
         language: Of the sentence.
     """
-    first, other = sides[0], max(sides[1:], key=lambda side: side.rate)
+    first, others = sides[0], sides[1:]
+    native = [side for side in others if not side.simulated]
+    other = max(native or others, key=lambda side: side.rate)
     less = 1 - other.peak_bytes / first.peak_bytes
     values = {
         "first": first.precision,
@@ -90,7 +95,8 @@ def verdict(sides: Sequence[Side], language: str = "en") -> str:
         "share": f"{abs(less):.0%}",
         "loss": f"{other.val_loss / first.val_loss - 1:+.2%}",
     }
-    return phrase("beside_less" if less >= 0 else "beside_more", language, values)
+    name = "beside_less" if less >= 0 else "beside_more"
+    return phrase(name if native else "beside_no_speed", language, values)
 
 
 def draw(sides: Sequence[Side], trial: Trial, folder: Path, language: str) -> list[Path]:

@@ -268,8 +268,11 @@ def kind_named(name: str) -> DeviceKind:
         if text and (re.search(kind.models, text) or text == kind.family.upper()):
             return kind
     known = ", ".join(kind.examples[0] for kind in DEVICES)
+    number = re.fullmatch(r"\d{4}( .*)?", text) and f"RTX {text}"
+    close = number and any(re.search(kind.models, number) for kind in DEVICES)
+    hint = f", did you mean {number!r}?" if close else ""
     raise PrecisionError(
-        f"device {name[:40]!r} is not in halfstep's table of devices; it has names such as "
+        f"device {name[:40]!r} is not in halfstep's table of devices{hint}; it has names such as "
         f"{known}; halfstep doctor without --device looks at this machine, such as a laptop"
     )
 

@@ -22,6 +22,8 @@ from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
+from halfstep.trainer.config.config import load_config, shipped_configs
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
 from halfstep.words import Told
@@ -33,6 +35,14 @@ _SKIPS = 3
 growth interval, and a gradient seldom grows eightfold from one step to the next."""
 _FALL = 16.0
 """A fall of the scale below its level that is searched: four halvings, none regained."""
+
+
+def _lower_rate(config: BaseConfig) -> float:
+    """A tenth of a learning rate at which weights diverged; that of the package's own if lower."""
+    lower = config.optimizer.learning_rate / 10
+    if config.name not in shipped_configs():
+        return lower
+    return min(lower, load_config(config.name).optimizer.learning_rate)
 
 
 class CauseSearch:
@@ -148,7 +158,7 @@ class CauseSearch:
             return _told("try", command=f"{resumed} --on-nonfinite skip:1")
         if cause.change == "rate":
             fresh = f"halfstep {command}{ranks} --config {quote(str(self._path / 'config.toml'))}"
-            lower = config.optimizer.learning_rate / 10
+            lower = _lower_rate(config)
             other = quote(f"{path}-lower-rate")
             changed = f"{fresh} --output-dir {other} --learning-rate {lower:g}"
             return _told("try", command=changed)
