@@ -96,7 +96,7 @@ def tasks_of(page: str) -> dict[str, Task]:
 
 
 def lines_of(block: str) -> list[str]:
-    return [line for line in block.splitlines() if line.strip()]
+    return [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
 
 
 TASKS = tasks_of(PAGES["README.md"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from halfstep.lab.course import EXPERIMENTS
 from halfstep.lab.experiment import PHRASES, Made, make
 from halfstep.lab.experiments.costs import speed
 from halfstep.lab.experiments.numbers import loss_scale
-from halfstep.lab.notebook import measure, notebook, picture
+from halfstep.lab.notebook import _numbered, measure, notebook, picture
 
 MEASURED = Path(__file__).parents[2] / "docs" / "figures" / "lab"
 SHORT = {
@@ -117,3 +118,16 @@ def test_measure_is_what_the_command_makes_and_refuses_what_there_is_not():
         measure("format")
     with pytest.raises(ConfigError, match="value"):
         measure("formats", valu=1)
+
+
+def test_the_same_figure_is_the_same_text_whatever_its_parts_are_called():
+    def named(one, other):
+        return f'<svg><clipPath id="{one}"/><g id="{other}" clip-path="url(#{one})"/></svg>'
+
+    once = _numbered(named("pd5f4127c67", "m0123456789"))
+    assert once == _numbered(named("pcdbfde0874", "mabcdefabcd"))
+    (clip, mark) = re.findall(r' id="(\S+?)"', once)
+    assert once == named(clip, mark)
+    assert clip != mark
+    larger = _numbered('<svg width="1"><clipPath id="pd5f4127c67"/></svg>')
+    assert clip not in larger  # two pictures on one page do not share names

@@ -570,4 +570,4 @@ def test_a_step_enters_few_files(spec, optimizer, most, monkeypatch):
         run(model, precision, batches(1), max_norm=1.0)
     finally:
         sys.setprofile(None)
-    assert len(files) <= most, sorted(files)
+    assert len(files) <= most, "\n".join(sorted(files))

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 from halfstep.errors import ConfigError
@@ -59,7 +61,21 @@ def picture(made: Made, language: str = "en") -> Picture:
         raise ConfigError(Say(made.experiment.name, language)("no_figure"))
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of glyphs here
         svg = standalone_svg(figure, salt=made.experiment.name)
-    return Picture(svg[svg.index("<svg") :])
+    return Picture(_numbered(svg[svg.index("<svg") :]))
+
+
+def _numbered(svg: str) -> str:
+    """The picture with its parts numbered, so that the same figure is the same text.
+
+    matplotlib names a clip path by a hash of its corners, whose last bits differ from one layout
+    to the next.
+    """
+    names = dict.fromkeys(re.findall(r'\bid="([a-z][0-9a-f]{10})"', svg))
+    plain = svg
+    for number, name in enumerate(names):
+        plain = plain.replace(name, f"part-{number}.")
+    # names of another picture on the same page must be others
+    return plain.replace("part-", f"part-{sha256(plain.encode()).hexdigest()[:8]}-")
 
 
 def notebook(made: Made, language: str) -> dict[str, Any]:

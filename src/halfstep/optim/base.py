@@ -44,7 +44,7 @@ from halfstep.optim.storage.state import (
     zero_moment,
 )
 from halfstep.optim.storage.weights import write_master_
-from halfstep.precision.masters.places import Places
+from halfstep.precision.masters.places import Place, Places
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
@@ -181,7 +181,7 @@ class LowPrecisionOptimizer(Optimizer):
                 another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
-        for _, parameter in self.places.of(self.param_groups, gradients):
+        for _, parameter in self._standing(gradients):
             check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ class LowPrecisionOptimizer(Optimizer):
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
-        places = self.places.of(self.param_groups, gradients, part)
+        places = self._standing(gradients, part)
         gradients = {parameter: gradients[parameter] for _, parameter in places}
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
@@ -317,6 +317,23 @@ class LowPrecisionOptimizer(Optimizer):
         if all(t is None or not t.numel() or t.data_ptr() in places for t in tensors):
             self._kept[stream] = kept
         return kept
+
+    def _standing(
+        self, gradients: Mapping[nn.Parameter, Tensor], part: int | None = None
+    ) -> list[tuple[Place, nn.Parameter]]:
+        """Places of those parameters that are this optimizer's, in the order of the groups.
+
+        A step in parts looks them up; a whole step walks over its parameters once in any case.
+        """
+        if part is not None or self.places.in_parts:
+            return self.places.of(self.param_groups, gradients, part)
+        given, found, stream = set(map(id, gradients)), [], 0
+        for number, group in enumerate(self.param_groups):
+            for at, parameter in enumerate(group["params"]):
+                if id(parameter) in given:
+                    found.append((Place(stream, number, at), parameter))
+                stream += 1
+        return found
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""

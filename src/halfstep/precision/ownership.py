@@ -32,6 +32,8 @@ from halfstep.precision.policy.policy import LOW, PrecisionPolicy, dtype_name
 _LOOKS = 3
 _OWNERS: Any = WeakIdKeyDictionary()
 """Maps a parameter to a weak reference to the :class:`StepDoor` of the Precision training it."""
+_DOORS: Any = WeakIdKeyDictionary()
+"""Maps an optimizer to a weak reference to the :class:`StepDoor` that it steps through."""
 _LEFT: list[RemovableHandle] = []
 """Hooks of all optimizers whose Precision is gone: they do nothing, and go with the next one."""
 
@@ -60,6 +62,8 @@ class StepDoor:
         """Whether the Precision itself is stepping now."""
         self.take()
         own = weakref.ref(self)
+        for optimizer in optimizers:
+            _DOORS[optimizer] = own
 
         def refuse(optimizer: Optimizer, *_: Any) -> None:
             _require_open(own(), type(optimizer).__name__)
@@ -132,6 +136,9 @@ class StepDoor:
         """Refuse a step over this model's 16-bit weights by an optimizer without a Precision."""
         if self.is_open or any(optimizer is mine for mine in self._optimizers):
             return
+        door = _DOORS.get(optimizer, lambda: None)()
+        if door is not None and door.is_open:
+            return  # it has claimed all parameters of its optimizers, which are then not this one's
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.dtype not in LOW or parameter not in self._names:

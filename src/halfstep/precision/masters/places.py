@@ -33,6 +33,7 @@ class Places:
     """
 
     def __init__(self) -> None:
+        self.in_parts = False  # whether the last step was one
         self._places: dict[int, Place] = {}  # by the tensor's id; checked before use
         self._lengths: list[int] = []
         self._part: int | None = None  # the number of the step in parts for which it was made
@@ -57,6 +58,7 @@ class Places:
             found = self._remembered(groups, wanted) or []
         if part is not None:
             self._part = part
+            self.in_parts = True
         return sorted(found, key=_stream)
 
     def _remembered(self, groups: Groups, wanted: Sequence[T]) -> list[tuple[Place, T]] | None:
