@@ -73,17 +73,17 @@ class Rule:
 
     @property
     def what(self) -> Phrase:
-        """What is wrong."""
+        """The mistake, as a clause; English until it is said."""
         return _phrase(f"what {self.name}")
 
     @property
     def why(self) -> Phrase:
-        """What follows from it."""
+        """The harm that it does to a run."""
         return _phrase(f"why {self.name}")
 
     @property
     def instead(self) -> Phrase:
-        """What to write."""
+        """The line to write in its place."""
         return _phrase(f"instead {self.name}")
 
 

@@ -33,7 +33,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        self.in_parts = False  # whether the last step was one
+        self.in_parts = False  # whether a step ever was; a property would be called in whole steps
         self._places: dict[int, Place] = {}  # by the tensor's id; checked before use
         self._lengths: list[int] = []
         self._part: int | None = None  # the number of the step in parts for which it was made

@@ -69,12 +69,12 @@ class RunRule:
 
     @property
     def why(self) -> Phrase:
-        """What follows from it."""
+        """The harm that it does to the run."""
         return _phrase(f"why {self.name}")
 
     @property
     def instead(self) -> Phrase:
-        """What to do."""
+        """The option or line that mends it."""
         return _phrase(f"instead {self.name}")
 
 
