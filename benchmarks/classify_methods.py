@@ -62,7 +62,6 @@ from halfstep.trainer.data.labelled.config import LabelledConfig
 from halfstep.trainer.data.labelled.labelled import read_labelled
 
 HERE = Path(__file__).parent
-CPU = torch.device("cpu")
 TWO = [name for name in ROWS if name.startswith("2 x ")]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]",
            "sep_token": "[SEP]", "mask_token": "[MASK]"}  # fmt: skip
@@ -103,7 +102,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
         "dev": str(folder / "dev.jsonl"), "labels": labels, "steps": steps,
         "warmup": max(1, int(0.06 * steps)), "batch_size": arguments.batch_size,
         "learning_rate": arguments.learning_rate, "max_length": arguments.max_length,
-        "seed": arguments.seed,
+        "seed": arguments.seed, "device": arguments.device,
     }  # fmt: skip
     about |= {
         "examples": {"train": examples, "dev": len(data.dev.texts)}, "classes": len(labels),
@@ -151,8 +150,10 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     )
 
 
-def is_slow(name: str) -> bool:
+def is_slow(name: str, device: str) -> bool:
     """Whether the row computes with what this CPU lacks; halfstep goes through fp32 kernels."""
+    if device != "cpu":
+        return False
     lacking = "fp16" in name or ("bf16" in name and not cpu_has_bf16())
     return lacking and "halfstep" not in name
 
@@ -290,6 +291,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of one process; two share them")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", help="default: all")
@@ -299,7 +301,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if "--nine" in (sys.argv[1:] if words is None else words):
         parser.set_defaults(**DEFAULTS)
     found = parser.parse_args(words)
-    missing = absent()
+    missing = absent(found.device)
     found.rows = found.rows or [n for n in (NINE if found.nine else ROWS) if n not in missing]
     if asked := [name for name in found.rows if name in missing]:
         parser.error(f"{asked[0]}: {missing[asked[0]]}")
@@ -343,7 +345,7 @@ def main(words: list[str] | None = None) -> None:
               f"texts of up to {job['max_length']} tokens")  # fmt: skip
         for number in range(arguments.rounds):
             for name in random.Random(number).sample(arguments.rows, len(arguments.rows)):
-                short = is_slow(name) and not arguments.full
+                short = is_slow(name, arguments.device) and not arguments.full
                 if short and number:
                     continue  # no figure to be proud of is made of these
                 count = min(job["steps"], max(2, arguments.short_steps)) if short else job["steps"]
@@ -356,12 +358,15 @@ def main(words: list[str] | None = None) -> None:
                 print(f"round {number + 1}: {name}: {told}", flush=True)
     rows = {name: condense(found) for name, found in rounds.items()}
     if arguments.nine:
-        rows |= {name: {"failed": f"not run: {why}"} for name, why in absent().items()}
+        rows |= {
+            name: {"failed": f"not run: {why}"} for name, why in absent(arguments.device).items()
+        }
     found = verdicts(rows, about["examples"]["dev"])
     print("", *table(rows, arguments.threads), "", *found, sep="\n")
     print(f"\nthe largest class alone would give an accuracy of {about['largest_class_of_dev']:.4f}"
           "\ntrain s: the fastest round; ~: extrapolated from a few steps; peak MB: resident set "
-          "of the largest process; skipped -: not counted by the method")  # fmt: skip
+          "of the largest process, on a GPU torch's allocations there; skipped -: not counted "
+          "by the method")  # fmt: skip
     outside = {n: r["outside_steps_seconds"] for n, r in rows.items() if r.get("processes")}
     told = [f"{n} {s:.1f}" for n, s in outside.items() if s and not rows[n]["extrapolated"]]
     if told:
@@ -379,7 +384,8 @@ def main(words: list[str] | None = None) -> None:
             "rows": rows,
         }
         title = "classify-ways" if arguments.nine else "classify-methods"
-        print(f"\nwritten: {save(title, results, CPU)}")
+        title += "-cuda" * (arguments.device == "cuda")
+        print(f"\nwritten: {save(title, results, torch.device(arguments.device))}")
 
 
 if __name__ == "__main__":

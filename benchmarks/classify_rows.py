@@ -51,11 +51,11 @@ def epochs(loader: DataLoader) -> Iterator[dict]:
         epoch += 1
 
 
-def around(format: str) -> Any:
+def around(format: str, device: str) -> Any:
     """Makes a row's context of the forward."""
     if format == "fp32":
         return contextlib.nullcontext
-    return lambda: torch.autocast("cpu", dtype=FORMATS[format])
+    return lambda: torch.autocast(device, dtype=FORMATS[format])
 
 
 def by_hand(
@@ -67,8 +67,8 @@ def by_hand(
         wrapper = DistributedDataParallel
     work = Work(job, dist.get_rank() if ranks > 1 else 0, ranks)
     model: Any = wrapper(work.model) if wrapper else work.model
-    scaler = torch.amp.GradScaler("cpu", enabled=format == "fp16")
-    watch, skipped, context = Watch(job["count"]), 0, around(format)
+    scaler = torch.amp.GradScaler(job["device"], enabled=format == "fp16")
+    watch, skipped, context = Watch(job["count"]), 0, around(format, job["device"])
     model.train()
     watch.start()
     for batch in epochs(work.loader(grouped)):
@@ -136,7 +136,8 @@ def with_deepspeed(job: dict, format: str) -> dict:
 
 def with_accelerate(job: dict, format: str, attached: bool = False) -> dict:
     """Accelerate's loop; with halfstep's loss scaler in it where ``attached``."""
-    accelerator = Accelerator(cpu=True, mixed_precision="no" if format == "fp32" else format)
+    mixed = "no" if format == "fp32" else format
+    accelerator = Accelerator(cpu=job["device"] == "cpu", mixed_precision=mixed)
     scaler = attach(accelerator) if attached else None
     work, watch = Work(job), Watch(job["count"])
     model, optimizer, loader, schedule = accelerator.prepare(
@@ -160,7 +161,11 @@ def with_accelerate(job: dict, format: str, attached: bool = False) -> dict:
 
 def precision_in_accelerate(job: dict, policy: str) -> dict:
     """Accelerate prepares model and data, and halfstep's ``Precision`` takes the steps."""
-    accelerator, work, watch = Accelerator(cpu=True), Work(job), Watch(job["count"])
+    accelerator, work, watch = (
+        Accelerator(cpu=job["device"] == "cpu"),
+        Work(job),
+        Watch(job["count"]),
+    )
     model, loader = accelerator.prepare(work.model, work.loader())
     precision = Precision(policy, model, work.optimizer, schedulers=[work.schedule])
     model.train()
@@ -196,8 +201,8 @@ def with_trainer(job: dict, format: str, grouped: bool = False, attached: bool =
     settings = TrainingArguments(
         job["scratch"], max_steps=job["steps"], per_device_train_batch_size=job["batch_size"],
         per_device_eval_batch_size=job["batch_size"], max_grad_norm=MAX_NORM, seed=job["seed"],
-        bf16=format == "bf16", use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True,
-        logging_steps=50, dataloader_pin_memory=False,
+        bf16=format == "bf16", use_cpu=job["device"] == "cpu", save_strategy="no", report_to=[],
+        disable_tqdm=True, logging_steps=50, dataloader_pin_memory=False,
         train_sampling_strategy="group_by_length" if grouped else "random",
     )  # fmt: skip
     trainer = Trainer(
@@ -253,12 +258,12 @@ def with_lightning(job: dict, format: str) -> dict:
     work, watch = Work(job, fused=False), Watch(job["count"])
     trainer = pl.Trainer(
         max_steps=job["steps"], precision="32-true" if format == "fp32" else f"{format}-mixed",
-        gradient_clip_val=MAX_NORM, accelerator="cpu", callbacks=[LightningStamps(watch)],
+        gradient_clip_val=MAX_NORM, accelerator=job["device"], callbacks=[LightningStamps(watch)],
         default_root_dir=job["scratch"], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Classifier(work).train(), work.loader())
-    work.evaluate(watch, around(format))
+    work.evaluate(watch, around(format, job["device"]))
     return watch.results()
 
 
@@ -277,11 +282,12 @@ def ours(job: dict, policy: str, kept: bool = True) -> dict:
         ("optimizer.beta1", BETAS[0]), ("optimizer.beta2", BETAS[1]), ("optimizer.eps", EPS),
         ("optimizer.weight_decay", WEIGHT_DECAY), ("optimizer.max_norm", MAX_NORM),
         ("schedule.warmup_steps", job["warmup"]), ("schedule.min_ratio", 0.0),
-        ("run.max_steps", job["steps"]), ("run.eval_every", job["steps"]), ("run.device", "cpu"),
-        ("run.batch_size", job["batch_size"]), ("run.seed", job["seed"]),
+        ("run.max_steps", job["steps"]), ("run.eval_every", job["steps"]),
+        ("run.device", job["device"]), ("run.batch_size", job["batch_size"]),
+        ("run.seed", job["seed"]),
     ]  # fmt: skip
     config, watch = load_config("classify-pretrained", settings), Watch(job["count"])
-    with open_world("cpu") as world:
+    with open_world(job["device"]) as world:
         session = open_session(config, lambda *_: None, world=world)
         path = Path(job["scratch"]) / "run"
         run = world.main_only(lambda: create_run(path, session))

@@ -41,6 +41,8 @@ class Watch:
 
     def step(self) -> bool:
         """Whether this was the last step of this process."""
+        if len(self.stamps) == self.steps and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.stamps.append(time.perf_counter())
         return len(self.stamps) > self.steps
 
@@ -57,7 +59,7 @@ class Watch:
             "steps": len(self.stamps) - 1,
             "train_seconds": self.stamps[-1] - self.stamps[0] - inside,
             "seconds_after_first_step": self.stamps[-1] - self.stamps[1] - inside,
-            "peak_bytes": resident_bytes("VmHWM"),
+            "peak_bytes": peak_bytes(),
         }
 
 
@@ -69,6 +71,13 @@ def resident_bytes(field: str) -> int | None:
     return found[0] if found else None
 
 
+def peak_bytes() -> int | None:
+    """The most memory that the process took: the GPU's where it uses one."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resident_bytes("VmHWM")
+
+
 class Work:
     """Model, data, optimizer and schedule of a row that is not halfstep's own trainer."""
 
@@ -76,6 +85,7 @@ class Work:
         self.job, self.rank, self.ranks = job, rank, ranks
         torch.manual_seed(job["seed"])
         self.model = AutoModelForSequenceClassification.from_pretrained(job["model"])
+        self.model.to(job["device"])
         self.tokenizer = AutoTokenizer.from_pretrained(job["model"])
         config = LabelledConfig(
             train=(job["train"],), dev=(job["dev"],), labels=tuple(job["labels"])
@@ -109,6 +119,10 @@ class Work:
             )
         ]
 
+    def on_device(self, rows: list[dict]) -> dict:
+        """A padded batch where the model is."""
+        return {name: part.to(self.job["device"]) for name, part in self.collate(rows).items()}
+
     def loader(self, grouped: bool = False) -> DataLoader:
         """This rank's training batches of an epoch."""
         size = self.job["batch_size"] // self.ranks
@@ -119,13 +133,13 @@ class Work:
             lengths = [len(row["input_ids"]) for row in self.train]
             sampler = LengthGroupedSampler(self.job["batch_size"], lengths=lengths)
         return DataLoader(
-            self.train, size, shuffle=sampler is None, sampler=sampler, collate_fn=self.collate
+            self.train, size, shuffle=sampler is None, sampler=sampler, collate_fn=self.on_device
         )
 
     def dev_loader(self) -> DataLoader:
         """This rank's dev examples; each is one rank's."""
         return DataLoader(
-            self.dev[self.rank :: self.ranks], self.job["batch_size"], collate_fn=self.collate
+            self.dev[self.rank :: self.ranks], self.job["batch_size"], collate_fn=self.on_device
         )
 
     @torch.no_grad()
@@ -135,7 +149,7 @@ class Work:
             return
         with watch.evaluating():
             self.model.eval()
-            right = torch.zeros(())
+            right = torch.zeros((), device=self.job["device"])
             for batch in self.dev_loader():
                 with around():
                     logits = self.model(batch["input_ids"], batch["attention_mask"]).logits

@@ -32,15 +32,19 @@ DEFAULTS = {"max_steps": 300, "rounds": 1, "layers": 2, "width": 128, "batch_siz
 """Of ``--nine``: enough steps to learn more than which class is the largest, in a few minutes."""
 
 
-def absent() -> dict[str, str]:
-    """Ways of the tutorials' table that this machine cannot run, and why."""
-    found = {
+def absent(device: str) -> dict[str, str]:
+    """Ways of the tutorials' table that this machine cannot run on a device, and why."""
+    found: dict[str, str] = {}
+    if device != "cpu":
+        why = "rows of two processes are run on CPUs alone: --device cpu"
+        found |= {name: why for name in NINE if name.startswith("2 x ")}
+    found |= {
         "2 x horovod": (
             "Horovod 0.28.1, the newest on PyPI, is compiled as C++14, and torch's headers "
             "need C++17"
         )
     }
-    if find_spec("deepspeed") is None:
+    if find_spec("deepspeed") is None and device == "cpu":
         found["2 x deepspeed bf16"] = (
             "deepspeed is not installed; pip install deepspeed, which needs a C++ compiler, and "
             "DS_ACCELERATOR=cpu"

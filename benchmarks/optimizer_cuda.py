@@ -1,6 +1,6 @@
 """The tail of a step on one GPU: unscale, check, clip and AdamW over the tensors of GPT-2.
 
-    python benchmarks/optimizer_cuda.py [--configs gpt2 gpt2-xl] [--rounds 15] [--no-training]
+    python benchmarks/optimizer_cuda.py [--configs gpt2 gpt2-large] [--rounds 15] [--no-training]
 
 Ours is the step that Precision takes on CUDA, with AdamW over bf16 weights and their exact fp32
 masters; torch's is GradScaler, clip_grad_norm_ and fused AdamW over fp32. Variants are interleaved;
@@ -250,7 +250,7 @@ def training(rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--configs", nargs="+", default=["gpt2", "gpt2-xl"])
+    parser.add_argument("--configs", nargs="+", default=["gpt2", "gpt2-large"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-training", action="store_true")
     arguments = parser.parse_args()

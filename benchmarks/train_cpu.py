@@ -54,7 +54,9 @@ def ours(config_name: str, policy: str, vocabulary: int = VOCABULARY):
     batches = [batch(SHAPES[config_name], vocabulary)]
 
     def step() -> int:
-        train_step(model.loss_sum, precision, alone, batches, learning_rate=1e-3, max_norm=1.0)
+        train_step(
+            model.loss_sum, precision, alone, batches, learning_rate=lambda _: 1e-3, max_norm=1.0
+        )
         return batches[0][0].numel()
 
     return step

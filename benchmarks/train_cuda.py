@@ -24,6 +24,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import make_optimizer
@@ -61,8 +62,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--policies", nargs="+", default=["tf32", "bf16-mixed", "bf16-master",
-                                                          "fp16-mixed"])  # fmt: skip
+    parser.add_argument("--policies", nargs="+", default=[
+        "fp32", "tf32", "fp16-mixed", "bf16-mixed", "bf16-split", "bf16-split,moments=8bit"
+    ])  # fmt: skip
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("train_cuda: torch sees no CUDA device")
@@ -83,21 +85,26 @@ def main() -> None:
         alone = Strategy(Layout(), precision.policy, device)
 
         def step() -> None:
-            train_step(loss_sum, precision, alone, batches, learning_rate=1e-4, max_norm=1.0)
+            train_step(
+                loss_sum, precision, alone, batches, learning_rate=lambda _: 1e-4, max_norm=1.0
+            )
 
         return step
 
     def bare(dtype: torch.dtype | None):
         model, loss_sum, optimizer = build()
         on_device = tuple(part.to(device) for part in batches[0])
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
 
         def step() -> None:
             with torch.autocast("cuda", dtype) if dtype else contextlib.nullcontext():
                 total, count = loss_sum(on_device)
                 loss = total / count
-            loss.backward()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
         return step
@@ -105,29 +112,37 @@ def main() -> None:
     rows = {}
     for name, make in {
         **{policy: (lambda p=policy: ours(p)) for policy in arguments.policies},
+        "bare fp32": lambda: bare(None),
+        "bare autocast fp16, GradScaler": lambda: bare(torch.float16),
         "bare autocast bf16": lambda: bare(torch.bfloat16),
     }.items():
         rows[name] = measured(make, arguments.rounds, tokens[:, 1:].numel())
 
+    title = "train-cuda" + "-compiled" * arguments.compile
+    results = {"config": arguments.config, "rows": arguments.rows, "compile": arguments.compile,
+               "variants": rows, **told(rows, config, device)}  # fmt: skip
+    print(f"written: {save(title, results, device)}")
+
+
+def told(rows: dict[str, dict], config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """Prints the table, adds each variant's MFU to it, and returns what that was counted by."""
     name = torch.cuda.get_device_name(device)
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     with torch.device("meta"):
         flops = GPT(config.model, seed=0).flops_per_token(config.block_size)
     gemm = gemm_flops_per_second(POLICIES["bf16-mixed"], device, size=8192)
     print(f"{name}: bf16 product {gemm / 1e12:.0f} TFLOP/s; {flops / 1e6:.0f} MFLOP per token")
-    print(f"{'variant':<20} {'tokens/s':>10} {'MFU':>6} {'of GEMM':>8} {'peak GB':>8}")
+    print(f"{'variant':<32} {'tokens/s':>10} {'MFU':>6} {'of GEMM':>8} {'peak GB':>8}")
     for variant, row in rows.items():
         rate = row["tokens_per_second"] * flops
         row["mfu"] = rate / peak if peak else None
         row["gemm_share"] = rate / gemm
         mfu = f"{row['mfu']:.1%}" if peak else "-"
         print(
-            f"{variant:<20} {row['tokens_per_second']:>10,.0f} {mfu:>6} {row['gemm_share']:>8.1%} "
+            f"{variant:<32} {row['tokens_per_second']:>10,.0f} {mfu:>6} {row['gemm_share']:>8.1%} "
             f"{row['peak_memory_bytes'] / 1e9:>8.1f}"
         )
-    results = {"config": arguments.config, "rows": arguments.rows, "compile": arguments.compile,
-               "flops_per_token": flops, "bf16_gemm": gemm, "variants": rows}  # fmt: skip
-    print(f"written: {save('train-cuda', results, device)}")
+    return {"flops_per_token": flops, "bf16_gemm": gemm}
 
 
 if __name__ == "__main__":

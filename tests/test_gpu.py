@@ -45,7 +45,9 @@ def losses(policy, device, steps=20, compiled=False, **optimizer):
     loss_sum = torch.compile(model.loss_sum) if compiled else model.loss_sum
     alone = Strategy(Layout(), precision.policy, device)
     results = [
-        train_step(loss_sum, precision, alone, [batch()], learning_rate=1e-3, max_norm=1.0)
+        train_step(
+            loss_sum, precision, alone, [batch()], learning_rate=lambda _: 1e-3, max_norm=1.0
+        )
         for _ in range(steps)
     ]
     return [result.loss for result in results], results

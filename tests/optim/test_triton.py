@@ -119,6 +119,8 @@ def own_triton_cache(tmp_path, monkeypatch):
         (90, "adamw", "fp32", "fp32", "fp32", {"v4.b32"}),
         (80, "sgd", "fp16", "kahan", "bf16", {"v4.b32"}),
         (90, "lion", "bf16", "stochastic", "8bit", {"v2.b32", "v4.b32"}),
+        (90, "directed", "bf16", "split", "fp32", {"v4.b32"}),
+        (90, "directed", "fp32", "stochastic", "fp32", {"v4.b32"}),
     ],
 )
 def test_the_update_compiles_to_exact_wide_code(

@@ -174,28 +174,27 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
     else:
         _store(weight_at, at, count, nearest(w).to(tl.uint16), masked)
 
-    if rule == "directed":
-        return
-    if moments == "fp32":
-        _store(m_at, at, count, m, masked)
-        if rule == "adamw":
-            _store(v_at, at, count, v, masked)
-    else:
-        random = mix(element ^ _key(row, step, 1))
-        if moments == "bf16":
-            b = cut(canonical(m), random, 0xFFFF) >> 16
-            _store(m_at, at, count, b.to(tl.uint16), masked)
+    if rule != "directed":
+        if moments == "fp32":
+            _store(m_at, at, count, m, masked)
             if rule == "adamw":
-                b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
-                _store(v_at, at, count, b.to(tl.uint16), masked)
+                _store(v_at, at, count, v, masked)
         else:
-            codes, tops = encode_moment(m, random, moments, True)
-            _store(m_at, at, count, codes, masked)
-            _store(m_tops, block, blocks, tops, masked)
-            if rule == "adamw":
-                codes, tops = encode_moment(v, random, moments, False)
-                _store(v_at, at, count, codes, masked)
-                _store(v_tops, block, blocks, tops, masked)
+            random = mix(element ^ _key(row, step, 1))
+            if moments == "bf16":
+                b = cut(canonical(m), random, 0xFFFF) >> 16
+                _store(m_at, at, count, b.to(tl.uint16), masked)
+                if rule == "adamw":
+                    b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
+                    _store(v_at, at, count, b.to(tl.uint16), masked)
+            else:
+                codes, tops = encode_moment(m, random, moments, True)
+                _store(m_at, at, count, codes, masked)
+                _store(m_tops, block, blocks, tops, masked)
+                if rule == "adamw":
+                    codes, tops = encode_moment(v, random, moments, False)
+                    _store(v_at, at, count, codes, masked)
+                    _store(v_tops, block, blocks, tops, masked)
 
 
 @triton.jit(do_not_specialize=["at_row", "step"])
