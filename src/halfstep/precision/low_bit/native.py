@@ -162,7 +162,7 @@ def _failed_probe(name: str, device: torch.device) -> str:
             return _phrase("product_failed", name=name, product=product, error=first)
         exact, most = _exact(left, right)
         # Tensor cores align the numbers of a group to the largest and cut them off: 13 bits stay.
-        # An H100's fp8 product is off by up to 2^-10 here; scales in a wrong place put it off by more than 1.
+        # An H100's fp8 product is off by 2^-10 here, and one with misplaced scales by more than 1.
         if not bool(((found - exact).abs() <= most * 2.0**-9).all()):
             return _phrase("product_wrong", name=name, product=product)
     return ""

@@ -112,7 +112,7 @@ def draw(figure: Any, data: Data, say: Say) -> None:
         axes.set_xticks(at, [str(x) for x in at])
         axes.minorticks_off()
         axes.set_xlim(at[0] / 1.25, at[-1] * 1.35)
-        axes.text(at[0] / 1.2, 0.94, say("slower"), color="#a04000", va="top")
+        axes.text(at[0] / 1.2, 0.06, say("slower"), color="#a04000", va="bottom")
         axes.text(at[-1] * 1.3, 1.06, say("faster"), ha="right", va="bottom")
         told = {"sequences": data["of_widths"], "width": data["width"], "length": LENGTH}
         parts = [where] if what == "widths" else []
