@@ -355,6 +355,8 @@ def main(words: list[str] | None = None) -> None:
                 row = kept_row(name, row_job, arguments.threads, folder)
                 rounds[name].append(row)
                 told = row.get("failed") or f"{row['whole_train_seconds']:.1f} s"
+                if outside := row.get("outside_steps_seconds"):
+                    told += f", {outside:.1f} s of them outside of the steps"
                 print(f"round {number + 1}: {name}: {told}", flush=True)
     rows = {name: condense(found) for name, found in rounds.items()}
     if arguments.nine:

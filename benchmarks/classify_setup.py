@@ -148,7 +148,7 @@ class Work:
         if self.job["short"]:
             return
         with watch.evaluating():
-            self.model.eval()
+            self.model.eval().to(self.job["device"])  # Lightning moves it to the CPU at its end
             right = torch.zeros((), device=self.job["device"])
             for batch in self.dev_loader():
                 with around():

@@ -96,6 +96,7 @@ def test_simulated_fp16_on_cpu_predicts_the_gpu():
 
 # torch warns of what torch.compile itself does as it traces an autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-master"])
 def test_compile_gives_the_same_training(policy):
     eager, _ = losses(policy, CUDA, steps=5)

@@ -41,16 +41,6 @@ def _no_error_is_left_behind():
         torch.cuda.synchronize()
 
 
-@contextlib.contextmanager
-def no_synchronisation():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def make_tasks(rule, gradient, moments, update, sizes):
     """Tensors that do and do not begin at multiples of 16 bytes: the last is a slice."""
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -132,7 +122,7 @@ def test_muon_s_steps_are_torch_s_where_momentum_is_exact(shape):
     assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
 
 
-def test_the_optimizer_uses_one_launch_and_does_not_wait():
+def test_the_optimizer_uses_one_launch_and_does_not_wait(no_synchronisation):
     assert kernel_for(DEVICE.type).name == "Triton kernels"
     parameters = [torch.nn.Parameter(torch.randn(300 + i, device=DEVICE)) for i in range(20)]
     optimizer = AdamW(parameters, lr=1e-2, moments="8bit")
@@ -200,7 +190,7 @@ def batches(count):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_backward_and_step_never_wait_for_the_device(policy):
+def test_backward_and_step_never_wait_for_the_device(policy, no_synchronisation):
     model, optimizer, precision = make(policy)
     data = batches(5)
     assert train(model, precision, data[0]).applied  # compiles and makes tables
@@ -214,7 +204,7 @@ def test_backward_and_step_never_wait_for_the_device(policy):
     assert steps == [5.0, 5.0, 5.0]
 
 
-def test_an_overflow_is_skipped_without_waiting_and_told_later():
+def test_an_overflow_is_skipped_without_waiting_and_told_later(no_synchronisation):
     model, optimizer, precision = make()
     data = batches(4)
     train(model, precision, data[0])
@@ -282,7 +272,7 @@ def test_the_norm_is_that_of_fp64():
     "policy",
     [f"bf16-split24,moments=bf16,{DYNAMIC}", f"fp16-mixed,{DYNAMIC}", f"bf16-master,{DYNAMIC}"],
 )
-def test_a_captured_step_trains_as_an_eager_one_and_tells_alike(policy):
+def test_a_captured_step_trains_as_an_eager_one_and_tells_alike(policy, no_synchronisation):
     ours, theirs = make(policy), make(policy)
     steps = []
     for model, _, precision in (ours, theirs):

@@ -417,6 +417,8 @@ def _steps(form: FloatFormat, y: Tensor, bits: Tensor | None) -> tuple[Tensor, T
 
 def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
     """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
+    if bits is None and form.dtype is not None:  # torch's cast rounds alike, in one pass
+        return torch.where(y.isnan(), torch.nan, y).to(form.dtype).view(torch.uint8)
     steps, _, exponent = _steps(form, y, bits)
     # Subnormal and normal numbers alike: a carry from the mantissa raises the exponent field.
     magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (exponent << form.mantissa_bits)
