@@ -114,8 +114,8 @@ def test_mistakes_in_scripts(tmp_path, capsys):
 
 @pytest.mark.parametrize("rule", RUN_RULES, ids=lambda rule: rule.name)
 def test_mistakes_in_runs(rule):
-    _, _, what = rule.find(changed(healthy(), rule.bad))
-    for text in (what, rule.why):
+    found = rule.find(changed(healthy(), rule.bad))
+    for text in (found.what, rule.why):
         require_chinese(said(text, "zh"))
         assert not CJK.search(text)
     assert not SENTENCE.search(said(rule.instead, "zh"))

@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+import torch
 
 from halfstep.cli.main import main
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import ConfigError
 from halfstep.trainer.doctor.runs import RUN_RULES, changed, check_run, facts_of
 from halfstep.trainer.run.metrics import Record
@@ -75,6 +77,28 @@ def test_a_real_run(corpus, tmp_path, capsys):
     assert main(["doctor", str(path), "--json"]) == 3
     (found,) = json.loads(capsys.readouterr().out)
     assert found["path"] == str(path / "checkpoints")
+
+
+def test_a_known_cause_stands_for_the_steps_that_it_broke(corpus, tmp_path, capsys):
+    path = tmp_path / "r"
+    run(small_config(corpus, "fp16-mixed"), path, until=1)
+    broken = {"step": 31, "applied": False, "loss": "nan", "skip_reason": "nonfinite_loss"}
+    skips = [{**HEALTHY[0], "applied": False, "skip_reason": "overflow"}] * 10
+    lines = [json.dumps(line) + "\n" for line in (*HEALTHY, *skips, broken)]
+    (path / "metrics.jsonl").write_text("".join(lines))
+    assert [found.rule for found in check_run(path)] == ["many-skips", "loss-not-finite"]
+    cause = Cause(
+        *("overflow", "aten.mm.default", "mlp.fc", "Linear", "", "forward"),
+        *(torch.float16, 0, 4, 4, (), "", "", "weights diverged"),
+    )
+    (path / "causes.jsonl").write_text(json.dumps(cause.to_json()) + "\n")
+    assert main(["doctor", str(path)]) == 3
+    said = capsys.readouterr().out
+    assert said.startswith(f"{path / 'causes.jsonl'}:1: weights diverged: aten.mm.default in fp16")
+    assert "mlp.fc" in said
+    assert "write: lower the learning rate" in said
+    assert "[many-skips]" not in said
+    assert "[loss-not-finite]" not in said
 
 
 def test_what_is_no_run(tmp_path, capsys):

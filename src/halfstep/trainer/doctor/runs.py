@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.diagnostics.recording.metrics import METRICS
+from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.recording.metrics import CAUSES, METRICS
 from halfstep.diagnostics.scripts.rules import Finding
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -41,16 +42,23 @@ class Facts:
         policy: The policy that it trains in.
         records: Its lines of ``metrics.jsonl``, as they stand.
         state: ``state.json`` of the newest checkpoint; None where there is none.
+        causes: The first causes of ``causes.jsonl``, each after its line, from 1.
     """
 
     config: BaseConfig
     policy: PrecisionPolicy
     records: list[dict[str, Any]]
     state: Mapping[str, Any] | None
+    causes: Sequence[tuple[int, Cause]]
 
 
-Found = tuple[str, int, str]
-"""A file of the folder, a line in it (0: all of it), and what is wrong."""
+class Found(NamedTuple):
+    """A file of the folder, a line in it (0: all of it), what is wrong, and its own remedy."""
+
+    file: str
+    line: int
+    what: str
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +94,14 @@ def check_run(path: Path) -> list[Finding]:
     """
     facts = read_facts(path)
     return [
-        Finding(str(path / found[0]), found[1], rule.name, found[2], rule.why, rule.instead)
+        Finding(
+            str(path / found.file),
+            found.line,
+            rule.name,
+            found.what,
+            rule.why,
+            found.instead or rule.instead,
+        )
         for rule in RUN_RULES
         if (found := rule.find(facts)) is not None
     ]
@@ -100,41 +115,59 @@ def read_facts(path: Path) -> Facts:
     """
     config = run_config(path)
     try:
-        text = (path / METRICS).read_text(encoding="utf-8") if (path / METRICS).exists() else ""
-        whole, _, _ = text.rpartition("\n")  # a killed process may leave a part of a line
-        records = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        records = _lines(path / METRICS)
+        causes = _lines(path / CAUSES)
         saved = list_checkpoints(path / CHECKPOINTS)
         state = json.loads((saved[-1] / "state.json").read_text("utf-8")) if saved else None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: its metrics or checkpoint cannot be read: {error}") from error
-    if not all(isinstance(record, dict) for record in records):
-        raise ConfigError(f"{path / METRICS}: a line is not a JSON object")
-    return facts_of(config, records, state if isinstance(state, dict) else None)
+    for name, lines in ((METRICS, records), (CAUSES, causes)):
+        if not all(isinstance(line, dict) for line in lines):
+            raise ConfigError(f"{path / name}: a line is not a JSON object")
+    return facts_of(config, records, state if isinstance(state, dict) else None, causes)
+
+
+def _lines(path: Path) -> list[Any]:
+    """A file of JSON lines, but for a last one that a killed process did not finish."""
+    whole, _, _ = (path.read_text(encoding="utf-8") if path.exists() else "").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 def facts_of(
-    config: BaseConfig, records: list[dict[str, Any]], state: Mapping[str, Any] | None
+    config: BaseConfig,
+    records: list[dict[str, Any]],
+    state: Mapping[str, Any] | None,
+    causes: Sequence[Mapping[str, Any]] = (),
 ) -> Facts:
     """Put together what is known of a run; its policy is resolved already, or ``auto`` here."""
     policy = policy_on(config.precision, choose_device("auto"))
-    return Facts(config, policy, records, state)
+    known = [(i, cause) for i, line in enumerate(causes, 1) if (cause := Cause.from_json(line))]
+    return Facts(config, policy, records, state, known)
 
 
 def changed(facts: Facts, changes: Mapping[str, Any]) -> Facts:
-    """The facts with other values: ``"section.key"`` of the configuration, ``records``, ``state``.
+    """The facts with other values: ``"section.key"`` of the configuration, or a file's lines.
 
     For the examples of the table, which tests run.
     """
     table = config_to_table(facts.config)
     for key, value in changes.items():
-        if key not in ("records", "state"):
+        if key not in ("records", "state", "causes"):
             section, _, name = key.rpartition(".")
             (table[section] if section else table)[name] = value
     return facts_of(
         config_from_table(table),
         changes.get("records", facts.records),
         changes.get("state", facts.state),
+        changes.get("causes", [cause.to_json() for _, cause in facts.causes]),
     )
+
+
+def _first_cause(facts: Facts) -> Found | None:
+    if not facts.causes:
+        return None
+    line, cause = facts.causes[-1]
+    return Found(CAUSES, line, cause.summary, cause.remedy)
 
 
 def _scale_not_saved(facts: Facts) -> Found | None:
@@ -144,30 +177,30 @@ def _scale_not_saved(facts: Facts) -> Found | None:
     scale = saved.get("loss_scale") if isinstance(saved, dict) else None
     if isinstance(scale, dict) and "value" in scale:
         return None
-    return CHECKPOINTS, 0, _phrase("found scaler-not-saved")
+    return Found(CHECKPOINTS, 0, _phrase("found scaler-not-saved"))
 
 
 def _schedule_over_skips(facts: Facts) -> Found | None:
     skipped = _skipped(facts)
     if facts.config.schedule.on_skip != "advance" or not skipped:
         return None
-    return "config.toml", 0, _phrase("found schedule-over-skips", skipped=skipped)
+    return Found("config.toml", 0, _phrase("found schedule-over-skips", skipped=skipped))
 
 
 def _eps_underflows(facts: Facts) -> Found | None:
     eps, name = facts.config.optimizer.eps, facts.config.optimizer.name
     if "adam" not in name or facts.policy.master_dtype != torch.float16 or eps >= 2.0**-25:
         return None
-    return "config.toml", 0, _phrase("found eps-underflows", eps=eps)
+    return Found("config.toml", 0, _phrase("found eps-underflows", eps=eps))
 
 
 def _many_skips(facts: Facts) -> Found | None:
     judged = [record for record in facts.records if not record.get("calibrating")]
     skipped = sum(record.get("applied") is False for record in judged)
-    if len(judged) < 20 or skipped <= _SKIPS * len(judged):
-        return None
+    if facts.causes or len(judged) < 20 or skipped <= _SKIPS * len(judged):
+        return None  # a known cause says more
     first = next(i for i, r in enumerate(facts.records, 1) if r.get("applied") is False)
-    return METRICS, first, _phrase("found many-skips", skipped=skipped, steps=len(judged))
+    return Found(METRICS, first, _phrase("found many-skips", skipped=skipped, steps=len(judged)))
 
 
 def _scale_below_one(facts: Facts) -> Found | None:
@@ -176,7 +209,7 @@ def _scale_below_one(facts: Facts) -> Found | None:
     for number, record in enumerate(facts.records, 1):
         scale = record.get("loss_scale")
         if isinstance(scale, int | float) and scale < 1:
-            return METRICS, number, _phrase("found scale-below-one", scale=scale)
+            return Found(METRICS, number, _phrase("found scale-below-one", scale=scale))
     return None
 
 
@@ -190,16 +223,16 @@ def _updates_lost(facts: Facts) -> Found | None:
             if known[worst] <= _LOST:
                 return None
             said = _phrase("found updates-lost", share=known[worst], name=worst)
-            return METRICS, number, said
+            return Found(METRICS, number, said)
     return None
 
 
 def _loss_not_finite(facts: Facts) -> Found | None:
     for number, record in enumerate(facts.records, 1):
         finite = math.isfinite(_number(record.get("loss")))
-        if not finite and record.get("skip_reason") != "overflow":
+        if not (finite or facts.causes or record.get("skip_reason") == "overflow"):
             said = _phrase("found loss-not-finite", step=record.get("step"))
-            return METRICS, number, said
+            return Found(METRICS, number, said)
     return None
 
 
@@ -215,8 +248,12 @@ def _skipped(facts: Facts) -> int:
 
 _STEP = {"step": 1, "applied": True, "loss": 1.0, "loss_scale": 65536.0}
 _SKIP = {**_STEP, "applied": False}
+_CAUSE = Cause(
+    "overflow", "aten.mm.default", "head", "Linear", "", "forward", torch.float16, 0, 1, 4, ()
+)
 
 RUN_RULES: tuple[RunRule, ...] = (
+    RunRule(name="first-cause", find=_first_cause, bad={"causes": [_CAUSE.to_json()]}),
     RunRule(
         name="scaler-not-saved",
         find=_scale_not_saved,
