@@ -32,6 +32,7 @@ def test_a_page_of_a_run(trained, halfstep):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "run: healthy: 0 of 24 steps skipped; lost updates were not measured",
+        f"Figure: {run / 'curves.png'}",
         f"Written: {run / 'report.html'}",
     ]
     assert (run / "report.html").read_text().count("<svg") >= 3
@@ -42,7 +43,22 @@ def test_chinese_json_and_several_runs(trained, halfstep, tmp_path):
     done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.json")
     assert done.returncode == 0, done.stderr
     assert "正常" in done.stdout
+    assert "各次相同：" in done.stdout
     assert len(json.loads((tmp_path / "r.json").read_text())["runs"]) == 2
+
+
+def test_two_runs_are_compared_in_the_terminal(tmp_path, halfstep):
+    for name, loss, memory in (("a", 2.5, 1e9), ("b", 2.25, 5e8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        line = {"step": 1, "applied": True, "loss": 3.0, "val_loss": loss}
+        (folder / "metrics.jsonl").write_text(json.dumps({**line, "peak_memory_bytes": memory}))
+    done = halfstep("report", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "r.html")
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "Validation loss 2.5000 2.2500" in lines
+    assert "Peak memory 1,000 MB 500 MB" in lines
+    assert any(line.startswith("The same in all: ") and "Skipped: 0" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.cli.commands import Report
+from halfstep.cli.formats import table
 from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
+from halfstep.trainer.run.execute import CURVES
 from halfstep.words import spoken
 
 
@@ -22,5 +24,14 @@ def run(arguments: Report) -> int:
     path = report.write(Path(arguments.out) if arguments.out else default)
     for row in report.rows:
         print(f"{row.record.name}: {row.verdict}")
+    if report.comparison:
+        unlike, shared = report.cards()
+        numbers = set(range(1, 1 + len(report.rows)))
+        print("", table([(label, *shown) for label, shown in unlike.items()], numbers), sep="\n")
+        alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
+        print(told("the_same", what=alike), "", *report.comparison.verdict, "", sep="\n")
+    for curves in (folder / CURVES for folder in folders):
+        if curves.is_file():
+            print(told("figure", path=curves))
     print(told("written", path=path))
     return 0

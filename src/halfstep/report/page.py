@@ -133,20 +133,24 @@ class Report:
             ],
         }
 
+    def cards(self) -> tuple[dict[str, list[str]], dict[str, str]]:
+        """What the runs' cards tell by label: each run's where they differ, and what all share."""
+        every = dict.fromkeys(label for row in self.rows for label in row.card)
+        values = {label: [row.card.get(label, "") for row in self.rows] for label in every}
+        unlike = {label: shown for label, shown in values.items() if len({*shown}) > 1}
+        return unlike, {k: shown[0] for k, shown in values.items() if k not in unlike}
+
     def to_html(self) -> str:
         """One page of HTML that needs nothing else."""
         drawn = figures([row.record for row in self.rows], self.language)
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
-        every = dict.fromkeys(label for row in self.rows for label in row.card)
-        values = {label: [row.card.get(label) for row in self.rows] for label in every}
-        labels = [label for label, shown in values.items() if len({*shown}) > 1]
-        shared = {label: shown[0] for label, shown in values.items() if label not in labels}
+        unlike, shared = self.cards()
         memory = memory_view([row.record for row in self.rows], self.language, drawn=True)
         return self._written(
             "page.html.j2",
             figures=shown,
             formats=FORMATS,
-            labels=labels,
+            labels=[*unlike],
             shared=shared,
             memory=memory,
         )
