@@ -27,6 +27,7 @@ from tests.docs.blocks import (
     unread_comments,
     without_comments,
 )
+from tests.trainer.classifiers import write_bert
 from tests.trainer.lm_folders import alpaca, save_base, write
 
 from halfstep.cli.grammar import command_of, read_words
@@ -235,7 +236,7 @@ SHORT = {
     "finetune classify": ["--max-steps", "2"],
     "finetune lm": ["--max-steps", "2"],
     "demo": ["--config", "gpt-tiny", "--max-steps", "2"],
-    "bench": ["--max-steps", "2", "--seconds", "40"],
+    "bench": ["--steps", "2", "--seconds", "300"],
     "advise": ["--steps", "4", "--seeds", "2", "--batches", "2"],
 }
 """What makes a command short: the last of an option that is given twice counts."""
@@ -245,11 +246,11 @@ ELSEWHERE = ("lab", "ways", "data", "demo")
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory, corpus):
+def room(tmp_path_factory):
     """A folder with the reader's files."""
     folder = tmp_path_factory.mktemp("reader")
-    text = corpus.read_text(encoding="utf-8")  # and one that fills a vocabulary of bpe:1024
-    text += (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    # all pages: enough text for the vocabulary of the largest configuration, bpe:8192
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
     for name in ("book.txt", "train.txt"):
         (folder / name).write_text(text, encoding="utf-8")
     rows = [(f"a {word} film, number {i}", word) for i in range(30) for word in ("good", "bad")]
@@ -263,6 +264,7 @@ def room(tmp_path_factory, corpus):
         write(folder / name, alpaca(40))
     for name in ("gpt2", "llama-1b", "gpt2-fp16"):
         save_base(folder / name, "GPT2")
+    write_bert(folder / "bert-base-chinese")
     (folder / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
     for name in ("trainer.py", "train.py"):
         (folder / name).write_text((ROOT / "examples" / "minimal_loop.py").read_text())
@@ -299,7 +301,8 @@ def test_a_command_runs_when_made_short(block, words, room, monkeypatch, capsys)
     if "gpt-small-cpu" in plain:
         plain[plain.index("gpt-small-cpu")] = "gpt-tiny"
     capsys.readouterr()
-    assert main([*plain, *short]) == 0, capsys.readouterr().err
+    proved = (0, 3) if command_of(plain) == "advise" else (0,)  # 3: a proof so short may fail
+    assert main([*plain, *short]) in proved, capsys.readouterr().err
 
 
 # ---- the harness itself ---------------------------------------------------------------------

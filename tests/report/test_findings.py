@@ -118,6 +118,28 @@ def test_lost_updates_name_the_worst_groups(folder):
     assert "bf16-split" in found[0].remedy("en")
 
 
+@pytest.mark.parametrize(
+    ("confusion", "found"),
+    [
+        ([[0, 5, 0], [0, 3, 0], [0, 0, 0]], ["one_class"]),  # 8 texts of two classes, all "b"
+        ([[0, 5, 0], [0, 2, 1], [0, 0, 0]], []),
+        ([[0, 0, 0], [0, 3, 0], [0, 0, 0]], []),  # right: there was nothing else
+        ([[0, 0, 0], [0, 0, 0], [0, 0, 0]], []),
+        ([[0], 7], []),
+        ("none", []),
+    ],
+)
+def test_a_classifier_that_answers_one_class(folder, confusion, found):
+    path = folder([line(step, loss=3.0 - step / 100) for step in range(1, 61)])
+    scores = {"labels": ["a", "b", "c"], "confusion": confusion, "accuracy": 0.4}
+    (path / "report.json").write_text(json.dumps(scores))
+    assert names(path) == found
+    if found:
+        assert "answers b for all 8 validation texts, which are of 2 classes" in verdict(
+            read_run(path)
+        )
+
+
 def test_roll_backs(folder):
     path = folder([line(1), line(2, applied=False, rolled_back=True), line(3)])
     assert names(path) == ["rolled_back"]
@@ -158,7 +180,7 @@ def test_every_rule_has_words_in_every_language():
     """A finding's name, and what to do under the name with "!"."""
     remedies = {key[:-1] for key in PHRASES if key.endswith("!")}
     assert remedies <= set(PHRASES)
-    assert len(RULES) == 12
+    assert len(RULES) == 13
     said = {f"{what} {name}" for name in CHANGES for what in ("class", "remedy")}
     assert said <= set(read_phrases("halfstep.diagnostics.nonfinite"))
 

@@ -1,6 +1,8 @@
 """Runs whose precision is ``auto``: what they write down, and how they are resumed."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,3 +145,12 @@ def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
     trainer(3).train(resume=True)
     assert "the run keeps bf16-mixed" in capsys.readouterr().err
     assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
+
+
+def test_a_folder_of_many_rules_has_a_name_that_a_file_system_takes():
+    rules = "|".join(f"layers.{i}.attn.qkv:bf16/nvfp4/mxfp8" for i in range(12))
+    config = replace(load_config("gpt-tiny"), precision=f"bf16-mixed,simulate=yes,rules={rules}")
+    for name in ("gpt", "中文" * 40):
+        folder = default_run_folder(replace(config, name=name), CPU)
+        assert len(folder.name.encode()) <= 255
+        assert re.search(r"-\d{8}-\d{6}$", folder.name)

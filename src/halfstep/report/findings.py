@@ -217,6 +217,22 @@ def _rounds_weights(policy: str) -> bool:
     return policy.startswith(low) or re.search(r"master=(bf16|fp16)", policy) is not None
 
 
+def _one_class(run: RunRecord) -> Iterator[RunFinding]:
+    """A classifier that answers all texts alike, whatever its accuracy."""
+    labels, rows = run.scores.get("labels"), run.scores.get("confusion")
+    if not isinstance(labels, list) or not isinstance(rows, list):
+        return
+    try:
+        found = {name: sum(row[i] for row in rows) for i, name in enumerate(labels)}
+        classes = sum(sum(row) > 0 for row in rows)
+    except (LookupError, TypeError):  # written by something else
+        return
+    given = [name for name, count in found.items() if count]
+    if len(given) == 1 and classes > 1:
+        values = {"label": given[0], "count": f"{found[given[0]]:,}", "classes": classes}
+        yield RunFinding("warning", "one_class", values)
+
+
 def _back(run: RunRecord) -> Iterator[RunFinding]:
     count = sum(event.rolled_back for event in events(run))
     if count:
@@ -285,6 +301,7 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _skips,
     _scale,
     _lost,
+    _one_class,
     _stood_still,
     _back,
     _underflow,

@@ -23,6 +23,7 @@ from halfstep.errors import ConfigError
 
 MEMORY = "memory.json"
 TRACE = "trace.json"
+SCORES = "report.json"
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
 
@@ -43,6 +44,7 @@ class RunRecord:
         excluded: Steps whose batches were left out as spikes.
         memory: What a step holds, as it was estimated before the first; None where it was not.
         trace: What ``halfstep trace RUN --save RUN/trace.json`` wrote; empty without it.
+        scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have.
     """
@@ -56,6 +58,7 @@ class RunRecord:
     excluded: Sequence[Line] = ()
     memory: Memory | None = None
     trace: Line = field(default_factory=dict)
+    scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
@@ -146,6 +149,7 @@ def read_run(folder: Path) -> RunRecord:
         excluded=lines[EXCLUDE],
         memory=memory,
         trace=_json(folder / TRACE, damaged, missing),
+        scores=_json(folder / SCORES, damaged, missing),
         damaged=damaged,
         missing=missing,
     )

@@ -44,6 +44,9 @@ CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, MEMORY, "config.toml.tmp"}
 
+_LONGEST = 60
+"""Characters of a name before the time: file systems allow 255 bytes, four for a character."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -61,7 +64,7 @@ def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
     """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
     name = f"{config.name}-{policy_on(config.precision, device)}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return Path("runs") / f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{safe[:_LONGEST]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def is_run(path: Path) -> bool:
