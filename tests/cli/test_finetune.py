@@ -79,7 +79,7 @@ def test_a_run_from_text_to_predictions(files, tmp_path, halfstep):
     out_file = tmp_path / "out.jsonl"
     code, out, err = halfstep("predict", "--run", path, "--input", files[1], "--output", out_file,
                               "--device", "cpu")  # fmt: skip
-    assert (code, out, err) == (0, "", "")
+    assert (code, out, err) == (0, f"Labels of 41 texts written: {out_file}\n", "")
     found = [json.loads(line) for line in out_file.read_text("utf-8").splitlines()]
     dev = rows(41, seed=2)
     assert [each["text"] for each in found] == [text for text, _ in dev]

@@ -178,7 +178,7 @@ def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, name, w
     source = runs["scratch"] if flag == "--run" else runs["scratch"] / "model"
     out = tmp_path / "out.jsonl"
     code, text, err = predict(flag, source, "--input", tmp_path / name, "--output", out)
-    assert (code, text, err) == (0, "", "")
+    assert (code, text, err) == (0, f"Labels of 4 texts written: {out}\n", "")
     written = out.read_text("utf-8")
     assert "骂" in written
     assert len(written.split("\n")) == len(UNICODE) + 1

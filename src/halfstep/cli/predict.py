@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+from halfstep.cli.words import told
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Predicting
@@ -34,30 +35,35 @@ def run(arguments: Predicting) -> int:
     if arguments.output == "-":
         _write(found, sys.stdout)
     else:
-        _write_file(found, Path(os.path.realpath(arguments.output)))  # keeps a symbolic link
+        count = _write_file(found, Path(os.path.realpath(arguments.output)))  # keeps a link
+        print(told("labels_written", count=count, path=arguments.output))
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
 
 
-def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> None:
-    """Write a file atomically, or write into a device or a pipe."""
+def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:
+    """Write a file atomically, or write into a device or a pipe; return the number of lines."""
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         special = path.exists() and not path.is_file()  # a device or pipe must not be replaced
         with (path if special else temporary).open("w", encoding="utf-8") as file:
-            _write(found, file)
+            count = _write(found, file)
         if not special:
             os.replace(temporary, path)
     except OSError as error:
         raise HalfstepError(f"--output {path} cannot be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+    return count
 
 
-def _write(found: Iterable[tuple[str, str, float]], file: TextIO) -> None:
+def _write(found: Iterable[tuple[str, str, float]], file: TextIO) -> int:
+    count = 0
     for text, label, probability in found:
         line = {"text": text, "label": label, "probability": probability}
         file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        count += 1
+    return count

@@ -220,7 +220,7 @@ def _rounds_weights(policy: str) -> bool:
 def _one_class(run: RunRecord) -> Iterator[RunFinding]:
     """A classifier that answers all texts alike, whatever its accuracy."""
     labels, rows = run.scores.get("labels"), run.scores.get("confusion")
-    if not isinstance(labels, list) or not isinstance(rows, list):
+    if len(run.steps) < FEW or not isinstance(labels, list) or not isinstance(rows, list):
         return
     try:
         found = {name: sum(row[i] for row in rows) for i, name in enumerate(labels)}
