@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep import Precision, PrecisionError
-from halfstep.optim import SGD
+from halfstep.optim import SGD, AdamW
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -294,3 +294,23 @@ def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_c
         Precision("bf16-split", model, pair)
     assert fits.param_groups[0]["update"] is None
     assert next(model.parameters()).dtype == torch.float32
+
+
+class Counted(list):
+    """A list that counts how often it is gone through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("count", [4, 40])
+def test_reading_all_masters_goes_through_the_optimizer_once(count):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    optimizer = AdamW(model.parameters())
+    precision = Precision("bf16-split", model, optimizer)
+    optimizer.param_groups = walked = Counted(optimizer.param_groups)
+    assert len(dict(precision.masters.items())) == 2 * count
+    assert walked.walks == 1

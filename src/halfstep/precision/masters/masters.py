@@ -58,6 +58,10 @@ from halfstep.precision.scaling.gradients import multiply_
 _CHUNK = 2**15
 
 
+Holding = Mapping[Tensor, KeepsMasters]
+"""A tensor to the optimizer that holds it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One trainable parameter and the tensor that the optimizer updates for it."""
@@ -366,11 +370,12 @@ class MasterWeights:
         comparison is needed: see :func:`rounding.join`. Weights that ``model.load_state_dict`` has
         changed are adopted exactly, and their remainders dropped.
         """
+        holding = self._holding() if self.were_loaded() else {}
         for weight in self._weights.values():
             if weight.keeper is None and not weight.copied:
                 continue
             if self._was_loaded(weight):
-                self._set_(weight, weight.visible)
+                self._set_(weight, weight.visible, holding)
             elif weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
         self._loaded.before.clear()
@@ -386,13 +391,14 @@ class MasterWeights:
     @torch.no_grad()
     def take_all_(self) -> None:
         """Adopt every weight exactly as it is: its master equals it, its remainder is dropped."""
+        holding = self._holding()
         for weight in self._weights.values():
-            self._set_(weight, weight.visible)
+            self._set_(weight, weight.visible, holding)
         self._loaded.before.clear()
 
-    def _set_(self, weight: Weight, value: Tensor) -> None:
+    def _set_(self, weight: Weight, value: Tensor, holding: Holding) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
-        keeper = self._keeper(weight)
+        keeper = _keeper(weight, holding)
         if keeper is None:
             weight.target.copy_(value)
         else:
@@ -486,8 +492,9 @@ class MasterWeights:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """The name and the exact value of each weight, one after the other."""
+        holding = self._holding()
         for weight in self._current():
-            keeper = self._keeper(weight)
+            keeper = _keeper(weight, holding)
             if keeper is None:
                 value = weight.target.detach()
                 # a weight that no optimizer holds has no master; it is saved in fp32 like masters
@@ -502,21 +509,16 @@ class MasterWeights:
         """One weight per name: the newest, in case a module was replaced."""
         return [*{weight.name: weight for weight in self._weights.values()}.values()]
 
-    def _keeper(self, weight: Weight) -> KeepsMasters | None:
-        """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
-        keeper: Any = weight.keeper
-        if keeper is None:
-            return None
-        targets = (weight.parameter, weight.target)
-        groups = keeper.param_groups
-        held = any(p is t for group in groups for p in group["params"] for t in targets)
-        return weight.keeper if held else None
+    def _holding(self) -> Holding:
+        """The optimizers with remainders, by the tensors that they hold now."""
+        groups = ((optimizer, group) for optimizer in self._own for group in optimizer.param_groups)
+        return {p: optimizer for optimizer, group in groups for p in group["params"]}
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The exact fp32 values that a parameter represents, in new memory."""
         weight = self._weights.get(parameter)
-        keeper = None if weight is None else self._keeper(weight)
+        keeper = None if weight is None else _keeper(weight, self._holding())
         if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
         if self._was_loaded(weight):
@@ -541,8 +543,9 @@ class MasterWeights:
                     f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
                     "part of it"
                 )
+        holding = self._holding()
         for weight in self._current():
-            self._set_(weight, values[weight.name])
+            self._set_(weight, values[weight.name], holding)
         self.push_()
         self._loaded.before.clear()
 
@@ -550,6 +553,12 @@ class MasterWeights:
         """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
         self.arrivals.close()
+
+
+def _keeper(weight: Weight, holding: Holding) -> KeepsMasters | None:
+    """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
+    holders = (holding.get(weight.parameter), holding.get(weight.target))
+    return weight.keeper if weight.keeper in holders else None
 
 
 def _load_into_targets(
