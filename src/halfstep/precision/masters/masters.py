@@ -41,7 +41,7 @@ from halfstep.precision.masters.local_part import (
     local_part,
     place_like,
 )
-from halfstep.precision.masters.places import Exchange
+from halfstep.precision.masters.places import Exchange, Places
 from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
     Gradients,
@@ -56,10 +56,6 @@ from halfstep.precision.scaling.gradients import multiply_
 
 # Number of elements compared at a time: small enough that their rounded copy stays in the caches.
 _CHUNK = 2**15
-
-
-Holding = Mapping[Tensor, KeepsMasters]
-"""A tensor to the optimizer that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +135,7 @@ class MasterWeights:
         policy, model = placed.policy, placed.model
         # halfstep's own; asked once, as asking takes as long as a small kernel
         self._own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+        self._places = {optimizer: Places() for optimizer in self._own}
         for optimizer in self._own:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self._own:
@@ -370,12 +367,11 @@ class MasterWeights:
         comparison is needed: see :func:`rounding.join`. Weights that ``model.load_state_dict`` has
         changed are adopted exactly, and their remainders dropped.
         """
-        holding = self._holding() if self.were_loaded() else {}
         for weight in self._weights.values():
             if weight.keeper is None and not weight.copied:
                 continue
             if self._was_loaded(weight):
-                self._set_(weight, weight.visible, holding)
+                self._set_(weight, weight.visible)
             elif weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
         self._loaded.before.clear()
@@ -391,14 +387,13 @@ class MasterWeights:
     @torch.no_grad()
     def take_all_(self) -> None:
         """Adopt every weight exactly as it is: its master equals it, its remainder is dropped."""
-        holding = self._holding()
         for weight in self._weights.values():
-            self._set_(weight, weight.visible, holding)
+            self._set_(weight, weight.visible)
         self._loaded.before.clear()
 
-    def _set_(self, weight: Weight, value: Tensor, holding: Holding) -> None:
+    def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
-        keeper = _keeper(weight, holding)
+        keeper = self._keeper(weight)
         if keeper is None:
             weight.target.copy_(value)
         else:
@@ -492,9 +487,8 @@ class MasterWeights:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """The name and the exact value of each weight, one after the other."""
-        holding = self._holding()
         for weight in self._current():
-            keeper = _keeper(weight, holding)
+            keeper = self._keeper(weight)
             if keeper is None:
                 value = weight.target.detach()
                 # a weight that no optimizer holds has no master; it is saved in fp32 like masters
@@ -509,16 +503,19 @@ class MasterWeights:
         """One weight per name: the newest, in case a module was replaced."""
         return [*{weight.name: weight for weight in self._weights.values()}.values()]
 
-    def _holding(self) -> Holding:
-        """The optimizers with remainders, by the tensors that they hold now."""
-        groups = ((optimizer, group) for optimizer in self._own for group in optimizer.param_groups)
-        return {p: optimizer for optimizer, group in groups for p in group["params"]}
+    def _keeper(self, weight: Weight) -> KeepsMasters | None:
+        """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
+        keeper: Any = weight.keeper
+        if keeper is None:
+            return None
+        listed = weight.target if self._installed else weight.parameter
+        return weight.keeper if self._places[keeper].of(keeper.param_groups, [listed]) else None
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The exact fp32 values that a parameter represents, in new memory."""
         weight = self._weights.get(parameter)
-        keeper = None if weight is None else _keeper(weight, self._holding())
+        keeper = None if weight is None else self._keeper(weight)
         if weight is None or (keeper is None and not weight.copied):
             return parameter.detach().to(torch.float32, copy=True)
         if self._was_loaded(weight):
@@ -543,9 +540,8 @@ class MasterWeights:
                     f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
                     "part of it"
                 )
-        holding = self._holding()
         for weight in self._current():
-            self._set_(weight, values[weight.name], holding)
+            self._set_(weight, values[weight.name])
         self.push_()
         self._loaded.before.clear()
 
@@ -553,12 +549,6 @@ class MasterWeights:
         """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
         self.arrivals.close()
-
-
-def _keeper(weight: Weight, holding: Holding) -> KeepsMasters | None:
-    """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
-    holders = (holding.get(weight.parameter), holding.get(weight.target))
-    return weight.keeper if weight.keeper in holders else None
 
 
 def _load_into_targets(
