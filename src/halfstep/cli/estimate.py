@@ -72,9 +72,7 @@ def run(arguments: Estimate) -> int:
 
 
 def _is_usual(policy: PrecisionPolicy, optimizer: OptimizerConfig, release: bool) -> bool:
-    """Whether a policy is shown unasked: Adafactor keeps no moments, and released gradients no
-    loss scale.
-    """
+    """Adafactor keeps no moments in 8 bits, and released gradients allow no loss scale."""
     moments = optimizer.name != "adafactor" or policy.moment_format != "8bit"
     return moments and not (release and policy.loss_scale.kind != "none")
 
