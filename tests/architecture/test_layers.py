@@ -34,7 +34,7 @@ ALLOWED = {
     "report": {"errors", "files", "formats", "diagnostics", "shown", "words"},
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "precision"},
-    "trainer.data": {"errors", "files"},
+    "trainer.data": {"errors", "files", "words"},
     "trainer.checkpoint": {"errors", "files", "optim", "precision"},
     "lab": {*LIBRARY, "report", "trainer"},
     "cli": {*LIBRARY, "integrations", "lab", "report", "trainer"},

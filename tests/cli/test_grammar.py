@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from halfstep.cli.commands import ANSWERS, COMMANDS, OTHER_NAMES
+from halfstep.cli.commands import ANSWERS, COMMANDS, OTHER_NAMES, Start
 from halfstep.cli.completion import SCRIPTS, following
 from halfstep.cli.grammar import leaves, option_name, read_words, short_options
 from halfstep.cli.main import extra_with, main
@@ -110,6 +110,7 @@ def test_a_word_that_people_try_is_a_command_or_leads_to_one(word):
 
 def test_what_stands_for_another_name_exists():
     options = {name for kind in RUNS for name in short_options(COMMANDS[kind])}
+    options |= {field.name for field in dataclasses.fields(Start)}
     for other, option in OTHER_NAMES.items():
         assert option[2:] in options, other
     for word, answer in ANSWERS.items():

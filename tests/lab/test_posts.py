@@ -38,6 +38,9 @@ def test_a_labelled_file_is_read_and_one_that_is_too_small_refused(tmp_path):
     source = posts.posts(write(tmp_path / "posts.jsonl", 100))
     assert source.classes == ("0", "1")
     assert (len(source.train[0]), len(source.held_out[0])) == (90, 10)
+    (tmp_path / "moods.csv").write_text("text,mood\nhello,x\n")
+    with pytest.raises(DataError, match=r"'mood'\); call the column 'label'$"):
+        posts.posts(str(tmp_path / "moods.csv"))  # the command has no --label-column
     # [CLS] and the characters of the longest text, such as "down 98"
     assert posts._cut(source.train[0]).shape[1] == 1 + len("down 98")
     with pytest.raises(DataError, match="39 texts; the experiment needs at least 40"):

@@ -251,6 +251,28 @@ def test_a_model_that_has_a_precision_already_trains_again_or_is_refused(name):
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_a_grad_scaler_left_in_the_loop_is_refused_before_it_changes_anything(name):
+    model = mlp()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    precision, scaler = Precision(name, model, optimizer), torch.amp.GradScaler("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    (batch,) = batches(1)
+    with pytest.raises(PrecisionError, match="the loss was scaled by a GradScaler"):
+        precision.step(scaler.scale(loss_of(model, precision, batch)))
+
+    def as_with_torch():
+        for _ in range(20):  # those that overflow in fp16 are skipped by the scaler
+            scaler.scale(loss_of(model, precision, batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with pytest.raises(PrecisionError, match=r"precision.step\(loss\) instead, without a GradScal"):
+        as_with_torch()
+    assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_an_unknown_policy_changes_nothing():
     model = mlp()
     refused("bf17-master", model, OPTIMIZERS["sgd"](model.parameters()), "unknown precision policy")

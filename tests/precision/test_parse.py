@@ -35,6 +35,16 @@ def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
         assert name in message
 
 
+@pytest.mark.parametrize(
+    ("level", "policy"),
+    [("O0", "fp32"), ("O1", "fp16-mixed"), ("O2", "fp16-master"), ("O3", "fp16-pure")],
+)
+def test_a_level_of_apex_is_answered_with_the_policy_that_does_the_same(level, policy):
+    with pytest.raises(PrecisionError, match=f"NVIDIA apex: write '{policy}'"):
+        parse_policy(level)
+    assert parse_policy(policy)
+
+
 @pytest.mark.parametrize("name", ["nvfp4-nearest", "mxfp8-e5m2"])
 def test_a_scheme_that_is_no_policy_is_answered_with_one(name):
     policy = f"bf16-mixed,recipe={name}"
@@ -128,7 +138,7 @@ def test_field_strings_that_are_no_preset():
     ("spec", "message"),
     [
         ("param=bf16", "unknown policy key 'param', did you mean 'params'. Allowed: params, compu"),
-        ("colour=bf16", "unknown policy key 'colour' Allowed: params"),
+        ("colour=bf16", "unknown policy key 'colour'. Allowed: params"),
         ("params=bf16,", "unknown policy key ''"),
         ("params=bf16,params=fp16", "gives a key twice"),
         ("params=bf16, params =fp16", "gives a key twice"),

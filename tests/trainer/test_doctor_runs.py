@@ -104,7 +104,8 @@ def test_a_known_cause_stands_for_the_steps_that_it_broke(corpus, tmp_path, caps
 def test_what_is_no_run(tmp_path, capsys):
     with pytest.raises(ConfigError, match="holds no run"):
         check_run(tmp_path)
-    for target in (tmp_path, tmp_path / "none.txt"):
+    (tmp_path / "notes.txt").write_text("notes")
+    for target in (tmp_path, tmp_path / "notes.txt"):
         assert main(["doctor", str(target)]) == 2
     assert "neither a run's folder nor a .py file" in capsys.readouterr().err
 

@@ -1,8 +1,10 @@
 """``halfstep estimate``: the memory of a configuration, or of a number of parameters."""
 
 import json
+import re
 
 import pytest
+import torch
 
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
@@ -18,14 +20,30 @@ def test_parameters_alone(capsys):
     """16, 18 and 8.02 bytes a parameter: docs/policies.md, checked against real steps elsewhere."""
     words = ["--params", "1.3B", "--memory", "20GB"]
     found = {row["policy"]: row["total"] for row in answer(capsys, *words)["policies"]}
-    assert found["fp32"] == found["bf16-mixed"] == 16 * 1.3e9
+    assert found["fp32"] == found["bf16-mixed"] == found["fp16-mixed"] == 16 * 1.3e9
     assert found["bf16-master"] == 18 * 1.3e9
     assert found["bf16-split,moments=8bit"] == pytest.approx(8.015625 * 1.3e9)
     assert main(["estimate", *words]) == 0
     said = capsys.readouterr().out
     assert "20.8 GB    no" in said
     assert "10.4 GB   yes" in said
-    assert "without activations, which depend on model and batch" in said
+    assert "fits: in 20 GB; without activations, which depend on model and batch" in said
+
+
+def test_what_fits_is_told_with_the_device_whose_memory_it_is(capsys, monkeypatch):
+    assert main(["estimate", "--params", "1B"]) == 0
+    assert re.search(r"fits: in the [\d.]+ [MG]B of this machine;", capsys.readouterr().out)
+    monkeypatch.setattr("halfstep.cli.estimate.choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("halfstep.cli.estimate.memory_bytes", lambda _: 80 * 10**9)
+    monkeypatch.setattr("halfstep.cli.estimate.name_of", lambda _: "NVIDIA H100")
+    assert main(["estimate", "--params", "1B"]) == 0
+    assert "fits: in the 80 GB of NVIDIA H100;" in capsys.readouterr().out
+
+
+def test_released_gradients_leave_out_what_scales_the_loss(capsys):
+    found = answer(capsys, "--params", "1B", "--release-gradients")["policies"]
+    names = [row["policy"] for row in found]
+    assert names == ["fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"]
 
 
 def test_optimizers_of_matrices(capsys):
@@ -36,7 +54,8 @@ def test_optimizers_of_matrices(capsys):
     assert muon["bf16-mixed"] == {"fp32": 4e9}
     assert muon["bf16-split,moments=8bit"] == {"8bit": 1e9 * (1 + 1 / 128)}
     found = answer(capsys, *words, "adafactor")["policies"]
-    assert [row["policy"] for row in found] == ["fp32", "bf16-mixed", "bf16-master", "bf16-split"]
+    names = ["fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split"]
+    assert [row["policy"] for row in found] == names
     assert not any("moments" in row["bytes"] for row in found)
     assert main(["estimate", *words, "adafactor"]) == 0
     assert "Adafactor's sums are left out" in capsys.readouterr().out

@@ -211,8 +211,8 @@ class Estimate:
     config: str = ""
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
     precision: tuple[str, ...] = ()
-    """Policies, separated by spaces; default: fp32, bf16-mixed, bf16-master and bf16-split, which
-    but for Adafactor also with moments=8bit."""
+    """Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and
+    bf16-split, which but for Adafactor also with moments=8bit."""
     optimizer: str = ""
     """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0
@@ -455,6 +455,7 @@ COMMANDS: Mapping[str, type[Any]] = {
 ANSWERS: Mapping[str, str] = {
     "chat": "generate continues a prompt",
     "check": "doctor looks for mistakes in a script or a run, halfstep trace --check pins formats",
+    "classify": "finetune classify trains a classifier of texts",
     "compare": "report A B puts runs side by side, and halfstep bench policies",
     "diagnose": "report RUN says what went wrong, and halfstep doctor finds mistakes in a script",
     "eval": "evaluate measures a run on labelled data",
@@ -462,6 +463,7 @@ ANSWERS: Mapping[str, str] = {
     "infer": "generate continues a prompt, and halfstep predict labels texts",
     "info": "env describes this machine",
     "inspect": "trace RUN shows what a step runs in, and halfstep report RUN what happened",
+    "lm": "train makes a language model from text, and halfstep finetune lm tunes one",
     "plot": "report RUN draws the curves of a run",
     "profile": "bench measures speed, halfstep memory RUN memory",
     "resume": "train --resume --output-dir RUN goes on with a run",
@@ -478,6 +480,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "iters": "--max-steps",
     "lr": "--learning-rate",
     "max-iters": "--max-steps",
+    "model": "--config",
     "num-epochs": "--epochs",
     "num-train-epochs": "--epochs",
     "out": "--output-dir",

@@ -76,11 +76,13 @@ def _check(arguments: Doctor) -> int:
 
 
 def _findings(target: Path) -> list[Finding]:
+    if not target.exists():
+        raise ConfigError(told("target_missing", target=target))
     if target.suffix == ".py":
         return check_script(target)
     if target.is_dir():
         return check_run(target)
-    raise ConfigError(f"{target} is neither a run's folder nor a .py file; give one of these")
+    raise ConfigError(told("no_target", target=target))
 
 
 def text_of(found: Diagnosis) -> str:

@@ -10,14 +10,19 @@ from halfstep.cli.words import told
 from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
+from halfstep.precision.policy.devices import name_of
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.memory import memory_bytes
 from halfstep.words import said
 
-_POLICIES = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit")
+_POLICIES = (
+    "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
+)  # fmt: skip
 
 
 def run(arguments: Estimate) -> int:
@@ -36,8 +41,9 @@ def run(arguments: Estimate) -> int:
     spec = arguments.config or "gpt-small-cpu"
     changes = [("optimizer.name", arguments.optimizer)] if arguments.optimizer else []
     optimizer = load_config(spec, changes).optimizer
-    usual = _POLICIES[:-1] if optimizer.name == "adafactor" else _POLICIES
-    policies = [parse_policy(text, device) for text in arguments.precision or usual]
+    policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
+    if not arguments.precision:
+        policies = [policy for policy in policies if _is_usual(policy, optimizer, release)]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
@@ -56,13 +62,22 @@ def run(arguments: Estimate) -> int:
         rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": rows}, indent=1))
     else:
-        print(_text(found, have, layout, release))
+        what = told("this_machine") if device.type == "cpu" else name_of(device)
+        own = told("fits_into_device", size=size_text(have), device=what)
+        fits = told("fits_into", size=size_text(have)) if arguments.memory else own
+        print(_text(found, have, fits, layout, release))
         if arguments.params and optimizer.name == "adafactor":
             print(told("without_sums"))
     return 0
 
 
-def _text(found: list[Memory], have: int, layout: Layout, release: bool) -> str:
+def _is_usual(policy: PrecisionPolicy, optimizer: OptimizerConfig, release: bool) -> bool:
+    """Adafactor keeps no moments in 8 bits, and released gradients allow no loss scale."""
+    moments = optimizer.name != "adafactor" or policy.moment_format != "8bit"
+    return moments and not (release and policy.loss_scale.kind != "none")
+
+
+def _text(found: list[Memory], have: int, fits: str, layout: Layout, release: bool) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
     names = [said(part_text(part)) for part in [*parts, "total"]]
@@ -77,7 +92,7 @@ def _text(found: list[Memory], have: int, layout: Layout, release: bool) -> str:
         )
         for memory in found
     ]
-    notes = [told("fits_into", size=size_text(have))]
+    notes = [fits]
     if with_batch:
         notes.append(told("micro_batch", rows=found[0].rows))
     else:

@@ -50,7 +50,7 @@ def posts(path: str = "") -> Posts:
             class alone, of which there is nothing to learn.
     """
     if path:
-        found = read_named((path,), LabelledConfig(), "train")
+        found = read_named((path,), LabelledConfig(), "train", has_options=False)
         texts, labels = found.texts, found.labels
     else:
         made = emotions(SAMPLE)[1]

@@ -170,8 +170,9 @@ def _require_open(door: StepDoor | None, name: str) -> None:
     if not door.is_open:
         raise PrecisionError(
             f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
-            "belongs to a Precision, which checks, clips and rounds. Call precision.step() "
-            "instead, or precision.close() to go on without it"
+            "belongs to a Precision, which checks, clips, rounds and scales the loss. Call "
+            "precision.step(loss) instead, without a GradScaler; or precision.close() to go on "
+            "without it"
         )
 
 

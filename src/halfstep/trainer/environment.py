@@ -42,14 +42,15 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     kind, _, index = spec.partition(":")
     if spec == "mps":
         if not torch.backends.mps.is_available():
-            raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
+            raise ConfigError(_told("no_mps"))
         return torch.device("mps")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
+        allowed = "auto, cpu, mps, cuda, cuda:N"
+        raise ConfigError(_told("no_such_device", spec=repr(spec), allowed=allowed))
     count = torch.cuda.device_count()
     number = int(index) if index else local_rank
     if number >= count:
-        raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
+        raise ConfigError(_told("no_cuda", spec=spec, count=count))
     return torch.device("cuda", number)
 
 

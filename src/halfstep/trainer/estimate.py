@@ -37,7 +37,9 @@ from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import OWN, averages
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Task
+from halfstep.words import Told
 
+_told = Told("halfstep.trainer")
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _LEANER = ("bf16-split", "bf16-split,moments=8bit")
 """Policies to offer where one does not fit, the nearest first."""
@@ -334,7 +336,7 @@ def read_count(text: str, option: str) -> int:
     except ValueError:
         count = 0.0
     if not 1 <= count < 2**60:
-        raise ConfigError(f"{option} {text!r}; allowed: a number from 1, such as 1.3B or 124M")
+        raise ConfigError(_told("no_count", option=option, text=repr(text)))
     return round(count)
 
 

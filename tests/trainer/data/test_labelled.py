@@ -104,6 +104,8 @@ def test_a_label_file_that_disagrees_is_refused(write, name, content, says):
 
 def test_given_names_that_disagree_are_refused(write):
     assert "data.labels lacks it" in refusal(twenty(write), labels=("a", "c"))
+    with pytest.raises(ConfigError, match="one name, 'a, b'; write --labels a b"):
+        load(twenty(write), labels=("a, b",))
     assert "no training text has the label 'c'" in refusal(twenty(write), labels=("a", "b", "c"))
     assert "no such file" in refusal(twenty(write), labels_file="nowhere.txt")
     assert read_names(str(write("l.json", "[2, 0, true]"))) == ("2", "0", "true")

@@ -27,10 +27,14 @@ from halfstep.precision.policy.policy import (
 )
 from halfstep.precision.policy.recipe import SCHEMES, parse_recipe, parse_schedule
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+from halfstep.words import Told
 
+_told = Told("halfstep.precision.policy")
 _NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
 """The name of the policy that the device decides."""
+_OF_APEX = {"o0": "fp32", "o1": "fp16-mixed", "o2": "fp16-master", "o3": "fp16-pure"}
+"""NVIDIA apex's levels, to the policies that do the same; they are suggested, and are no names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +151,8 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         if len(set(keys)) < len(keys):
             raise PrecisionError(f"{name!r} gives a key twice")
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
-    raise PrecisionError(
-        f"unknown precision policy {name[:40]!r}{_hint(lower[:100])} Allowed: "
-        f"{', '.join(_NAMED)}, {AUTO}, with fields such as 'bf16-split,moments=8bit', or a .toml "
-        "file"
-    )
+    hint, allowed = _hint(lower[:100]), ", ".join((*_NAMED, AUTO))
+    raise PrecisionError(_told("unknown_policy", name=repr(name[:40]), hint=hint, allowed=allowed))
 
 
 def _hint(name: str) -> str:
@@ -161,9 +162,11 @@ def _hint(name: str) -> str:
     names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
     if name in SCHEMES:
-        return f", a recipe: bf16-mixed,recipe={name}."
+        return _told("a_recipe", name=name)
+    if name in _OF_APEX:
+        return _told("of_apex", word=repr(_OF_APEX[name]))
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
-    return f", did you mean {close[0]!r}?" if close else "."
+    return _told("meant", word=repr(close[0])) if close else _told("none_close")
 
 
 def _no_policy(spec: object) -> str:
@@ -184,7 +187,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
+        raise PrecisionError(_told("file_unreadable", path=path, error=error)) from error
     base, rules, low = (table.pop(key, None) for key in ("base", "rules", "recipe"))
     kept = {key: table.pop(key, None) for key in _KEEP}
     schedule = table.pop("schedule", None)
@@ -202,7 +205,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
         start = None if base is None else _parse(base, auto)
         return _from_fields(values, start, [*found, *_rules(rules)], more)
     except PrecisionError as error:
-        raise PrecisionError(f"policy file {path}: {error}") from error
+        raise PrecisionError(_told("in_file", path=path, error=error)) from error
 
 
 def _keep(key: str, value: object) -> list[tuple[str, str]]:
@@ -240,8 +243,9 @@ def _from_fields(
     for key in values:
         if key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(allowed)}")
+            hint = _told("meant", word=repr(close[0])) if close else _told("none_close")
+            known = ", ".join(allowed)
+            raise PrecisionError(_told("unknown_key", key=repr(key), hint=hint, allowed=known))
     low = {**more, **{key: read(values[key]) for key, read in _LOW.items() if key in values}}
     tf32 = values.get("compute") == "tf32"
     ways: dict[str, Any] = {key: values[key] for key in CHOICES if key in values}

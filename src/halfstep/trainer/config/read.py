@@ -28,8 +28,8 @@ class Range:
     holds: Callable[[Any], bool]
 
 
-Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
-AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
+Count: TypeAlias = Annotated[int, Range(_told.phrase("integers", least=0), lambda x: x >= 0)]
+AtLeast1: TypeAlias = Annotated[int, Range(_told.phrase("integers", least=1), lambda x: x >= 1)]
 Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
 Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
 Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
@@ -72,9 +72,11 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def build(
-    cls: type[Any], table: Any, path: str = "", named: Callable[[str], str] = "key {}".format
-) -> Any:
+def _key(name: str) -> str:
+    return _told("key", name=name)
+
+
+def build(cls: type[Any], table: Any, path: str = "", named: Callable[[str], str] = _key) -> Any:
     """Build a dataclass, and the dataclasses in its fields, from a nested mapping.
 
     Args:

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.cache import cache_root
 from halfstep.trainer.data.sources import inspect_file, read_chunks, unreadable
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer.data")
 
 Record: TypeAlias = list[Any] | dict[str, Any]
 Rows: TypeAlias = Iterator[tuple[str, Any]]
@@ -67,12 +70,10 @@ def open_records(given: str, role: str, *, header: bool = True) -> Records:
     if given.startswith(HUB_PREFIX):
         return Records(given, read_dataset(given, role))
     if suffix not in READERS:
-        hint = f"; a folder is {HUB_PREFIX}FOLDER" if path.is_dir() else ""
-        raise DataError(
-            f"{given}: records are read from {', '.join(READERS)} files and "
-            f"{HUB_PREFIX}NAME, not from {suffix or 'names without suffix'}{hint}; convert or "
-            f"rename it"
-        )
+        found = suffix or _told("without_suffix")
+        hint = _told("a_folder") if path.is_dir() else ""
+        suffixes = ", ".join(READERS)
+        raise DataError(_told("no_records", path=given, suffixes=suffixes, found=found, hint=hint))
     rows = READERS[suffix](path)
     if not header or suffix not in TABLE_SUFFIXES:
         return Records(str(path), rows)
@@ -232,7 +233,7 @@ def read_dataset(given: str, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
     name, split = _parse(given)
     path = Path(name).expanduser()
     if not path.exists() and name.startswith(LOCAL_MARKS):
-        raise DataError(f"{name}: no such file or folder; check the path")
+        raise DataError(_told("no_file", path=name))
     try:
         found = _load(library, name, split)
         if isinstance(found, dict):

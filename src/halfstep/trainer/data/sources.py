@@ -18,6 +18,9 @@ from typing import Literal, TypeAlias
 
 from halfstep.errors import DataError
 from halfstep.trainer.data.progress import HASH, Progress, no_progress
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer.data")
 
 Kind: TypeAlias = Literal["text", "jsonl", "bin"]
 
@@ -65,8 +68,9 @@ def inspect_file(path: Path) -> Source:
     try:
         status = path.stat()
     except FileNotFoundError:
-        what = "dangling symbolic link" if path.is_symlink() else "no such file or folder"
-        raise DataError(f"{path}: {what}; check the path") from None
+        if path.is_symlink():
+            raise DataError(f"{path}: dangling symbolic link; check the path") from None
+        raise DataError(_told("no_file", path=path)) from None
     except OSError as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):

@@ -75,9 +75,7 @@ class LMTask(EpochTask):
         if run.best_by not in ("", "loss"):
             raise ConfigError(f"run.best_by={run.best_by} is for classifiers; allowed: loss")
         if not choice.source:
-            raise ConfigError(
-                "model.source is empty; name a model to tune by --model: a folder, or a hub name"
-            )
+            raise ConfigError(_told("no_model"))
         config, trust = pinned(config, world)
         choice = config.model
         self.model: PretrainedLM = open_causal_lm(

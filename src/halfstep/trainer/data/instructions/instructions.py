@@ -61,6 +61,9 @@ from halfstep.trainer.data.records import (
     open_records,
 )
 from halfstep.trainer.data.sources import find_sources
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer.data")
 
 Input: TypeAlias = Span | str
 """A document or part of one, or an input of ``open_records``."""
@@ -158,7 +161,7 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
             is left to train or to evaluate on.
     """
     if not config.train:
-        raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
+        raise ConfigError(_told("no_instructions"))
     train_inputs, dev_inputs = _inputs(config)
     files = InstructionFiles(train_inputs, config.format)
     records = iter(files)

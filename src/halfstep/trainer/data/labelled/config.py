@@ -56,6 +56,9 @@ class LabelledConfig:
             raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
         if self.limit < 0:
             raise ConfigError(f"data.limit={self.limit}; allowed: integers >= 0")
+        if len(labels) == 1 and "," in labels[0]:
+            names = " ".join(labels[0].replace(",", " ").split())
+            raise ConfigError(f"data.labels is one name, {labels[0]!r}; write --labels {names}")
         if blank := [name for name in labels if not name.strip()]:
             raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
         if twice := [name for name in labels if labels.count(name) > 1]:

@@ -21,6 +21,9 @@ from halfstep.trainer.data.labelled.names import (
 )
 from halfstep.trainer.data.labelled.texts import NamedTexts, read_named
 from halfstep.trainer.data.random_bits import permutation
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer.data")
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
@@ -34,7 +37,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
         DataError: Something cannot be read or used; the message names the place and the remedy.
     """
     if not config.train:
-        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
+        raise ConfigError(_told("no_labelled"))
     named = read_named(config.train, config, "train")
     listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
     where = config.labels_file or "data.labels"

@@ -23,6 +23,9 @@ from halfstep.trainer.data.records import (
     parse_objects,
     read_lines,
 )
+from halfstep.words import Told
+
+_told = Told("halfstep.trainer.data")
 
 TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容")
 LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "标签", "类别")
@@ -47,6 +50,15 @@ class Column(NamedTuple):
     given: str
     """Name or number given by the user; empty means: look for a usual name."""
     usual: tuple[str, ...]
+    has_option: bool = True
+    """Whether the command has ``--text-column`` and ``--label-column``."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do where no column, or more than one, could be the wanted one."""
+        if self.has_option:
+            return _told("give_column", option=f"--{self.what}-column")
+        return _told("rename_column", name=repr(self.what))
 
 
 @dataclass(slots=True)
@@ -63,10 +75,13 @@ class NamedTexts:
     """Number of texts that have blanks between Chinese words."""
 
 
-def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:
+def read_named(
+    inputs: tuple[str, ...], config: LabelledConfig, role: str, *, has_options: bool = True
+) -> NamedTexts:
     """Reads all inputs of one role, ``train``, ``dev`` or ``test``, in order.
 
-    There is at least one text; texts are UTF-8 and not blank.
+    There is at least one text; texts are UTF-8 and not blank. ``has_options`` is whether the
+    command has ``--text-column`` and ``--label-column``, for the message.
 
     Raises:
         DataError: An input cannot be read, or a text or a label in it cannot be used; the message
@@ -74,8 +89,8 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
     """
     found = NamedTexts()
     columns = (
-        Column("text", config.text_column, TEXT_COLUMNS),
-        Column("label", config.label_column, LABEL_COLUMNS),
+        Column("text", config.text_column, TEXT_COLUMNS, has_options),
+        Column("label", config.label_column, LABEL_COLUMNS, has_options),
     )
     header = all(column_number(column.given) is None for column in columns)
     most = config.limit if role == "train" and config.limit else None
@@ -241,29 +256,34 @@ def _by_name(
 ) -> list[str]:
     keys: list[str] = []
     for column in columns:
-        what, given, usual = column
+        what, given, usual, _ = column
         found = [n for n in names if n == given or (not given and n.strip().casefold() in usual)]
         if len(found) == 1 and found[0] not in keys:
             keys.append(found[0])
             continue
         listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-        here = f"columns here: {listed or 'none'}"
         if len(found) > 1:
             same = "the same name" if len(set(found)) == 1 else " and ".join(map(repr, found))
-            why = f"several columns could hold the {what} ({same}; {here})"
-            raise DataError(f"{where}: {why}; give --{what}-column NAME")
-        missing = f"no column {given!r}" if given else f"no column that usually holds the {what}"
-        hint = _table_hint(names) if table else ""
-        raise DataError(f"{where}: {missing} ({here}); give --{what}-column NAME{hint}")
+            why = f"several columns could hold the {what} ({same}; columns here: {listed})"
+            raise DataError(f"{where}: {why}; {column.remedy}")
+        known = {
+            "where": where,
+            "columns": listed or _told("no_columns"),
+            "remedy": column.remedy + (_table_hint(names, column) if table else ""),
+        }
+        if given:
+            raise DataError(_told("no_column", name=repr(given), **known))
+        raise DataError(_told("no_usual_column", what=_told(f"what {what}"), **known))
     return keys
 
 
-def _table_hint(names: tuple[str, ...]) -> str:
+def _table_hint(names: tuple[str, ...], column: Column) -> str:
     if len(names) == 1:
-        for separator, word in ((";", "';'"), ("\t", "tabs"), (",", "commas"), ("|", "'|'")):
+        signs = {";": "';'", "\t": _told("tabs"), ",": _told("commas"), "|": "'|'"}
+        for separator, sign in signs.items():
             if separator in names[0]:
-                return f"; the fields seem to be separated by {word}: save with commas as .csv"
-    return ", or its number (from 1) where the table has no header"
+                return _told("separated", sign=sign)
+    return _told("or_number") if column.has_option else ""
 
 
 def _by_number(place: str, record: list[Any], columns: tuple[Column, ...]) -> list[int]:
