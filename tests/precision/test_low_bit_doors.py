@@ -352,6 +352,21 @@ def test_a_copy_is_plain_in_the_context_of_a_policy_without_a_recipe(policy):
     assert torch.equal(copied(x), plain(x))  # no context at all
 
 
+@pytest.mark.parametrize(
+    ("policy", "without"), [("mxfp8,simulate=yes", "bf16-mixed"), (STORED, "bf16-split")]
+)
+def test_a_model_is_plain_in_the_context_of_another_policy_without_a_recipe(policy, without):
+    model, precision = made(policy)
+    plain, _ = made(without)
+    plain.load_state_dict(model.state_dict())
+    own = evaluated(model, precision.autocast())
+    for other in ("bf16-mixed", "fp16-mixed"):
+        expected = evaluated(plain, halfstep.autocast(other, "cpu"))
+        assert torch.equal(evaluated(model, halfstep.autocast(other, "cpu")), expected), other
+        assert not torch.equal(expected.float(), own.float())
+    assert torch.equal(evaluated(model, precision.autocast()), own)
+
+
 def test_a_copy_is_freed_as_soon_as_it_is_dropped():
     """Not when Python looks for cycles: a loop that copies would hold many models at a time."""
     model, _precision = made("fp8-delayed,simulate=yes")

@@ -35,6 +35,7 @@ from halfstep.precision.low_bit.clock import Clock, CopiedClock
 from halfstep.precision.low_bit.delayed import Call
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement, plain_name
 
@@ -87,7 +88,17 @@ class LowBitLinear(Region):
         return self.output(y_NO.view(*x.shape[:-1], y_NO.shape[-1]), x)
 
     def is_low(self, weight: Tensor) -> bool:
-        """Whether the layer multiplies below 16 bits here, where the recipe does."""
+        """Whether the layer multiplies below 16 bits here, where the recipe does.
+
+        It is plain in the context of a policy without a recipe: a policy is applied as it is.
+        """
+        active = active_autocast()
+        if active is not None and not active.policy.recipes():
+            return False
+        return self._is_in_16_bits(weight, None if active is None else active.policy)
+
+    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
+        """Whether the layer computes in 16 bits, within the context of a policy or outside."""
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
@@ -127,13 +138,10 @@ class CopiedLinear(LowBitLinear):
             raise ReferenceError(f"the copy of layer {self.name or 'of the model'} is gone")
         return module
 
-    def is_low(self, weight: Tensor) -> bool:
-        """Whether the context is such a one: fp32 weights do not tell of a policy that stores."""
-        active, autocast = active_autocast(), torch.is_autocast_enabled(weight.device.type)
-        if active is None:
-            return autocast
-        policy = active.policy
-        return bool(policy.recipes()) and (autocast or policy.param_dtype == _LOW)
+    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
+        """Whether the context says so: fp32 weights do not tell of a policy that stores."""
+        stores = policy is not None and policy.param_dtype == _LOW
+        return stores or torch.is_autocast_enabled(weight.device.type)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
         """The result, in fp32 for fp32 layers where only the model's own weights are 16 bits."""
