@@ -47,7 +47,7 @@ CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, MEMORY, "config.toml.tmp"}
 
-_LONGEST = 60
+_LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
 
 
