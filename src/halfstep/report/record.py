@@ -149,7 +149,7 @@ def read_run(folder: Path) -> RunRecord:
         excluded=lines[EXCLUDE],
         memory=memory,
         trace=_json(folder / TRACE, damaged, missing),
-        scores=_json(folder / SCORES, damaged, missing),
+        scores=_json(folder / SCORES, damaged, []),  # only a classifier has it
         damaged=damaged,
         missing=missing,
     )
