@@ -386,7 +386,7 @@ class Report:
 class Lab:
     """Make an experiment that shows what mixed precision does: a question, a figure, a sentence.
 
-    Without a name: the experiments and their questions. Each takes about a minute on two cores,
+    Without a name: the experiments and their questions. Each takes less than a minute on two cores,
     and writes its figure and, beside it, its numbers as JSON.
     """
 
