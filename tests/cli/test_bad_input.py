@@ -185,6 +185,17 @@ def test_a_run_shorter_than_the_warm_up_has_a_shorter_one_and_says_so(corpus, tm
     assert "warmup_steps = 3" in (tmp_path / "r" / "config.toml").read_text()
 
 
+def test_a_table_that_is_trained_on_as_text_is_noted(corpus, tmp_path, capfd):
+    table = tmp_path / "posts.csv"
+    table.write_text("text,label\n" + corpus.read_text("utf-8"), "utf-8")
+    words = [word for word in TINY if word != "--quiet"]
+    assert main(["train", *words, "--data", str(table), "--max-steps", "3", "--output-dir",
+                 str(tmp_path / "r")]) == 0  # fmt: skip
+    err = "".join(capfd.readouterr().err.split())
+    remedy = f"to learn its labels: halfstep finetune classify --train {table}"
+    assert "".join(remedy.split()) in err
+
+
 def test_a_shortened_warm_up_resumes_bit_for_bit_by_the_same_words(corpus, tmp_path):
     words = ["train", *TINY, "--data", str(corpus), "--max-steps", "3", "--save-every", "1",
              "--lost-update-every", "0", "--output-dir"]  # fmt: skip

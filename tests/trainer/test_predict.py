@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -283,6 +284,19 @@ def test_an_output_that_is_no_file_is_written_to_as_it_is(runs, tmp_path, predic
     assert predict("--run", runs["scratch"], *words, stdin=b"glad\n")[0] == 0
     assert (tmp_path / "link.jsonl").is_symlink()
     assert objects(target.read_text("utf-8"))[0]["text"] == "glad"
+
+
+@pytest.mark.parametrize("goes_to", ["pipe", "file"])
+def test_the_name_of_standard_output_is_standard_output(goes_to, runs, tmp_path):
+    words = [sys.executable, "-m", "halfstep", "predict", "--run", str(runs["scratch"])]
+    words += ["--input", "-", "--output", "/dev/stdout"]
+    path = tmp_path / "out.jsonl"
+    with path.open("wb") as file:
+        stdout = file if goes_to == "file" else subprocess.PIPE
+        done = subprocess.run(words, input=b"glad\n", stdout=stdout, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    [found] = objects(path.read_text("utf-8") if goes_to == "file" else done.stdout.decode())
+    assert found["text"] == "glad"
 
 
 def test_bad_bytes_on_stdin(runs, predict):

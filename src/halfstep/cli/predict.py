@@ -32,7 +32,7 @@ def run(arguments: Predicting) -> int:
     texts = (text for _, text in read_texts(source, arguments.text_column))
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)
-    if arguments.output == "-":
+    if arguments.output == "-" or _is_stdout(arguments.output):
         _write(found, sys.stdout)
     else:
         count = _write_file(found, Path(os.path.realpath(arguments.output)))  # keeps a link
@@ -40,6 +40,14 @@ def run(arguments: Predicting) -> int:
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
+
+
+def _is_stdout(output: str) -> bool:
+    """Whether a name, such as ``/dev/stdout``, is what this process's standard output goes to."""
+    try:
+        return os.path.samestat(os.stat(output), os.fstat(1))
+    except OSError:  # it does not exist yet, or standard output is closed
+        return False
 
 
 def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:

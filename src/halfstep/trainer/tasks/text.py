@@ -22,6 +22,7 @@ from halfstep.trainer.data.corpus.batches import (
     validation_batches,
 )
 from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
+from halfstep.trainer.data.records import TABLE_SUFFIXES
 from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import require_host_room
@@ -99,7 +100,7 @@ class TextTask(Task):
             )
         self.model.require_shares(layout.tensor)
         self.smallest_batch = run.batch_size
-        self.notes: list[str] = []
+        self.notes: list[str] = _table_notes(config.data.train)
         part = "training"
         try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
@@ -196,6 +197,12 @@ class TextTask(Task):
                 yield tokens_BT[here], targets_BT[here]
             else:  # forwards may be collective, so this rank runs a row that does not count
                 yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
+
+
+def _table_notes(paths: Iterable[str]) -> list[str]:
+    """Return a note for each file that looks like a table of labelled texts."""
+    tables = (path for path in paths if Path(path).suffix.lower() in TABLE_SUFFIXES)
+    return [_told("table_as_text", path=path) for path in tables]
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
