@@ -487,6 +487,18 @@ def test_a_program_recorded_inside_the_context_computes_as_the_model(policy):
     assert torch.allclose(program(x), expected, atol=2.0**-7)
 
 
+@pytest.mark.parametrize("mode", [AutocastCasts, lambda: StoredCasts(torch.bfloat16)])
+def test_unflatten_compiles_without_a_graph_break(mode):
+    """Which torch traces as ``x.unflatten(...)``, and not as ``Tensor.unflatten(x, ...)``."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: (x + 1).unflatten(sizes=(2, -1), dim=1), fullgraph=True, backend="eager"
+    )
+    with mode():
+        assert compiled(torch.zeros(3, 4)).shape == (3, 2, 2)
+    torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @pytest.mark.covering
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-split"])
