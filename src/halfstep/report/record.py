@@ -24,6 +24,8 @@ from halfstep.errors import ConfigError
 MEMORY = "memory.json"
 TRACE = "trace.json"
 SCORES = "report.json"
+_FILES = (METRICS, CAUSES, EXCLUDE, MEMORY, "config.toml", "env.json", NUMERICS, TRACE)
+"""What every run's folder may hold; only a classifier's holds :data:`SCORES`."""
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
 
@@ -46,7 +48,7 @@ class RunRecord:
         trace: What ``halfstep trace RUN --save RUN/trace.json`` wrote; empty without it.
         scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
-        missing: Files that the folder does not have.
+        missing: Files that the folder does not have, of those that any run's may hold.
     """
 
     name: str
@@ -133,30 +135,29 @@ def read_run(folder: Path) -> RunRecord:
             "that run.output_dir names"
         )
     damaged: dict[str, int] = {}
-    missing: list[str] = []
-    lines = {name: _lines(folder / name, damaged, missing) for name in (METRICS, CAUSES, EXCLUDE)}
+    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, EXCLUDE)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
-    memory = memory_from_json(_json(folder / MEMORY, damaged, missing))
-    if memory is None and MEMORY not in missing:
+    memory = memory_from_json(_json(folder / MEMORY, damaged))
+    if memory is None and (folder / MEMORY).is_file():
         damaged[MEMORY] = 1
     return RunRecord(
         name=folder.resolve().name,
-        config=_toml(folder / "config.toml", damaged, missing),
-        environment=_json(folder / "env.json", damaged, missing),
+        config=_toml(folder / "config.toml", damaged),
+        environment=_json(folder / "env.json", damaged),
         steps=[by_step[step] for step in sorted(by_step)],
-        numerics=_numerics(folder / NUMERICS, damaged, missing),
+        numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDE],
         memory=memory,
-        trace=_json(folder / TRACE, damaged, missing),
-        scores=_json(folder / SCORES, damaged, []),  # only a classifier has it
+        trace=_json(folder / TRACE, damaged),
+        scores=_json(folder / SCORES, damaged),
         damaged=damaged,
-        missing=missing,
+        missing=[name for name in _FILES if not (folder / name).is_file()],
     )
 
 
-def _numerics(path: Path, damaged: dict[str, int], missing: list[str]) -> Sequence[StepNumerics]:
-    if _text(path, missing) is None:
+def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[StepNumerics]:
+    if _text(path) is None:
         return ()
     found = load_numerics(path)
     if found.damaged:
@@ -168,17 +169,16 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def _text(path: Path, missing: list[str]) -> str | None:
+def _text(path: Path) -> str | None:
     if not path.is_file():
-        missing.append(path.name)
         return None
     if path.stat().st_size > MOST_BYTES:
         raise ConfigError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no run writes")
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _lines(path: Path, damaged: dict[str, int], missing: list[str]) -> list[Line]:
-    return [*_objects((_text(path, missing) or "").splitlines(), path.name, damaged)]
+def _lines(path: Path, damaged: dict[str, int]) -> list[Line]:
+    return [*_objects((_text(path) or "").splitlines(), path.name, damaged)]
 
 
 def _objects(lines: Sequence[str], name: str, damaged: dict[str, int]) -> Iterator[Line]:
@@ -195,13 +195,13 @@ def _objects(lines: Sequence[str], name: str, damaged: dict[str, int]) -> Iterat
             damaged[name] = damaged.get(name, 0) + 1
 
 
-def _json(path: Path, damaged: dict[str, int], missing: list[str]) -> Line:
-    text = _text(path, missing)
+def _json(path: Path, damaged: dict[str, int]) -> Line:
+    text = _text(path)
     return {} if text is None else next(_objects([text], path.name, damaged), {})
 
 
-def _toml(path: Path, damaged: dict[str, int], missing: list[str]) -> Line:
-    text = _text(path, missing)
+def _toml(path: Path, damaged: dict[str, int]) -> Line:
+    text = _text(path)
     if text is None:
         return {}
     try:
