@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -261,7 +262,6 @@ def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
 
 
 def test_an_output_that_is_no_file_is_written_to_as_it_is(runs, tmp_path, predict):
-    import os
     import threading
 
     pipe = tmp_path / "pipe"
@@ -291,12 +291,25 @@ def test_the_name_of_standard_output_is_standard_output(goes_to, runs, tmp_path)
     words = [sys.executable, "-m", "halfstep", "predict", "--run", str(runs["scratch"])]
     words += ["--input", "-", "--output", "/dev/stdout"]
     path = tmp_path / "out.jsonl"
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:
+        file.write(b"{}\n")  # of the command before it, as in { first; second; } > out.jsonl
         stdout = file if goes_to == "file" else subprocess.PIPE
         done = subprocess.run(words, input=b"glad\n", stdout=stdout, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
-    [found] = objects(path.read_text("utf-8") if goes_to == "file" else done.stdout.decode())
-    assert found["text"] == "glad"
+    *before, found = objects(path.read_text("utf-8") + (done.stdout or b"").decode())
+    assert (before, found["text"]) == ([{}], "glad")
+
+
+def test_an_output_may_be_a_pipe_that_only_a_descriptor_names(runs):
+    """As a shell's ``--output >(gzip > labels.gz)`` does."""
+    reading, writing = os.pipe()
+    words = [sys.executable, "-m", "halfstep", "predict", "--run", str(runs["scratch"])]
+    words += ["--input", "-", "--output", f"/dev/fd/{writing}"]
+    done = subprocess.run(words, input=b"glad\n", capture_output=True, pass_fds=[writing])
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert objects(pipe.read())[0]["text"] == "glad"
 
 
 def test_bad_bytes_on_stdin(runs, predict):

@@ -35,7 +35,7 @@ def run(arguments: Predicting) -> int:
     if arguments.output == "-" or _is_stdout(arguments.output):
         _write(found, sys.stdout)
     else:
-        count = _write_file(found, Path(os.path.realpath(arguments.output)))  # keeps a link
+        count = _write_file(found, Path(arguments.output))
         print(told("labels_written", count=count, path=arguments.output))
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -52,11 +52,14 @@ def _is_stdout(output: str) -> bool:
 
 def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:
     """Write a file atomically, or write into a device or a pipe; return the number of lines."""
+    # a device or pipe must not be replaced, nor resolved: a pipe that /dev/fd names has no path
+    special = os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
+    if not special:
+        path = Path(os.path.realpath(path))  # keeps a link
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
-        special = path.exists() and not path.is_file()  # a device or pipe must not be replaced
         with (path if special else temporary).open("w", encoding="utf-8") as file:
             count = _write(found, file)
         if not special:
