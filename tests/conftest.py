@@ -50,6 +50,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No function runs by a compiled kernel: what is compared bit by bit is torch's own."""
+    monkeypatch.setattr("halfstep.kernels.forward.compiled", lambda: False)
+
+
+@pytest.fixture
 def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
     """A context in which a call that waits for the GPU raises RuntimeError."""
 

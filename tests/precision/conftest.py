@@ -12,9 +12,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No function runs by a compiled kernel: what is compared bit by bit is torch's own."""
-    monkeypatch.setattr("halfstep.precision.casting.native_ops.may_run", lambda: False)

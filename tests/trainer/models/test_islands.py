@@ -10,12 +10,6 @@ from halfstep.optim import AdamW
 from halfstep.trainer.models.cross_entropy import autocast_is_on, autocast_off, matmul_dtype
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 
-KERNEL_USERS = (
-    "precision.casting.native_ops",
-    "trainer.models.cross_entropy",
-    "trainer.models.gpt.gpt",
-)
-
 
 def test_autocast_off_is_off_inside_and_on_again_after():
     with torch.autocast("cpu", torch.bfloat16):
@@ -50,6 +44,7 @@ def test_matmul_dtype_is_autocasts_or_the_wider_operand():
 
 # torch warns of what torch.compile itself does as it traces an autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.usefixtures("torch_alone")  # a compiled model runs by no kernel of ours
 @pytest.mark.parametrize("policy", ["", "bf16-mixed", "bf16-split", "bf16-pure", "fp32"])
 def test_a_compiled_gpt_is_one_graph_with_the_same_bits(policy, monkeypatch):
     """In torch 2.11, too, which cannot trace the question whether a device has an autocast.
@@ -57,8 +52,6 @@ def test_a_compiled_gpt_is_one_graph_with_the_same_bits(policy, monkeypatch):
     Without a policy, torch's own autocast stands around it.
     """
     monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
-    for place in KERNEL_USERS:  # a compiled model runs by no kernel of ours
-        monkeypatch.setattr(f"halfstep.{place}.may_run", lambda: False)
     config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32)
     model = GPT(config, seed=0)
     tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
