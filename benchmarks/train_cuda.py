@@ -116,7 +116,7 @@ def main() -> None:
         "bare autocast fp16, GradScaler": lambda: bare(torch.float16),
         "bare autocast bf16": lambda: bare(torch.bfloat16),
     }.items():
-        torch.compiler.reset()  # torch allows 8 recompilations of one function, one per variant
+        torch.compiler.reset()  # the variants are more than the recompilations that torch allows
         rows[name] = measured(make, arguments.rounds, tokens[:, 1:].numel())
 
     title = "train-cuda" + "-compiled" * arguments.compile

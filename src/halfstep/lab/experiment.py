@@ -44,7 +44,7 @@ class Experiment:
     options: type[Any]
     """A frozen dataclass of at most three fields: the things to change, with their defaults."""
     measure: Callable[[Any], Data]
-    """The measurement: options to plain numbers, in about a minute on two cores."""
+    """The measurement: options to plain numbers, in less than a minute on two cores."""
     draw: Callable[[Any, Data, Say], None]
     """Draws what was measured into a figure of matplotlib, without computing anything new."""
     verdict: Callable[[Data, Say], str]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class TextTask(Task):
 def _table_notes(paths: Iterable[str]) -> list[str]:
     """Return a note for each file that looks like a table of labelled texts."""
     tables = (path for path in paths if Path(path).suffix.lower() in TABLE_SUFFIXES)
-    return [_told("table_as_text", path=path) for path in tables]
+    return [_told("table_as_text", path=path, quoted=quote(path)) for path in tables]
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
