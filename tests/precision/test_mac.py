@@ -104,7 +104,7 @@ def test_its_memory(mac, monkeypatch):
 def test_the_lists_are_compared(dtype):
     cpu, lists = torch.device("cpu"), probe.failed_lists.__wrapped__
     assert lists(cpu, dtype) == f"autocast: softmax comes in {str(dtype).removeprefix('torch.')}"
-    with AutocastCasts(None):
+    with AutocastCasts():
         assert lists(cpu, dtype) == ""
 
 

@@ -19,7 +19,7 @@ from torch._functorch import config as functorch_config
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, setting_of
+from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, held_switches, setting_of
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.low_bit.native import why_not_native
@@ -166,8 +166,8 @@ class Autocast:
 
     Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
     used as a decorator. Under ``*-mixed`` policies each operation is cast by CUDA's autocast lists,
-    on every device; with 16-bit weights, operands of two dtypes are promoted. Process-wide switches
-    are changed only during single products, and only where they contradict the policy.
+    on every device; with 16-bit weights, operands of two dtypes are promoted. torch's process-wide
+    switches of fp32 matmuls are held where they contradict the policy, until the context is left.
 
     Args:
         policy: The policy to compute under.
@@ -201,7 +201,7 @@ class Autocast:
     def __enter__(self) -> None:
         if self.on_enter is not None:
             self.on_enter()
-        contexts = self._casts(self.pins())
+        contexts = self._contexts()
         if self.policy.rules and self.casts_per_op:
             # Otherwise torch.compile traces the backward under the autocast around the whole
             # graph and so rounds in fp32 modules' backward. The patch is local to this thread.
@@ -225,34 +225,33 @@ class Autocast:
         outer ``torch.autocast``, which would change the requested precision, and gives what
         activation checkpointing recomputes the same casts as in the forward.
         """
-        pins = self.pins()
-        contexts = [*([] if pins is None else [pins]), *self._casts(None)]
+        contexts = self._contexts()
         if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
             # autograd would otherwise use its own thread, in which no mode is entered
             contexts.append(torch.autograd.set_multithreading_enabled(False))
         with _entered_all(contexts):
             yield
 
-    def pins(self) -> Pins | None:
-        """The switches to pin so that fp32 products round as the policy says, or None."""
-        meant, switches = MEANS[self._rounding], SWITCHES.get(self.device.type, ())
-        wrong = tuple(s for s in switches if setting_of(*s) not in meant)
-        return Pins(wrong, self._rounding) if wrong else None
-
-    def _casts(self, held: Pins | None) -> list[_Context]:
-        """The contexts of the policy's casts, the outermost first."""
+    def _contexts(self) -> list[_Context]:
+        """The contexts of the policy's switches and casts, the outermost first."""
         policy, device = self.policy, self.device
-        found: list[_Context] = []
+        wrong = tuple(
+            switch
+            for switch in SWITCHES.get(device.type, ())
+            # one that is held for somebody else is right only until he lets go of it
+            if switch in held_switches or setting_of(*switch) not in MEANS[self._rounding]
+        )
+        found: list[_Context] = [Pins(wrong, self._rounding)] if wrong else []
         if torch.is_autocast_enabled(device.type):
             found.append(torch.autocast(device.type, enabled=False))
         if self._simulated:
             found.append(SimulatedProducts(policy.compute_dtype))
         if policy.param_dtype != torch.float32:
-            found.append(StoredCasts(policy.compute_dtype, held))
+            found.append(StoredCasts(policy.compute_dtype))
         elif device.type == "cpu" and self.casts_per_op:
-            found.append(AutocastCasts(held))
-        elif held is not None or inside_casts():  # shadows outer casts, which are another policy's
-            found.append(OpCasts(held))
+            found.append(AutocastCasts())
+        elif inside_casts():  # shadows outer casts, which are another policy's
+            found.append(OpCasts())
         return found
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:

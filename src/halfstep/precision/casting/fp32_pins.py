@@ -1,20 +1,22 @@
-"""Pins how fp32 products round their operands, for as long as one runs and no longer.
+"""Pins how fp32 matmuls round their operands while a policy's context or backward is open.
 
-Process-wide switches of torch let fp32 products round their operands to tf32 or bf16 (and cuDNN
+Process-wide switches of torch let fp32 matmuls round their operands to tf32 or bf16 (and cuDNN
 convolutions use tf32 unless told not to), so "fp32" alone does not say what runs. Where the
-switches agree with the policy, nothing is touched. Where they contradict it, they are set for a
-single product or backward and then restored: as all threads share them, the shorter the better.
-Threads that want the same value share it; if they want different values, one waits.
+switches agree with the policy, nothing is touched. Where they contradict it, they are set while
+the context is open and then restored. Nothing is intercepted for that, so ``torch.compile`` sees
+the model as it is. All threads share the switches: they may hold the same value side by side,
+and a thread that needs another value meanwhile is refused.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
+
+from halfstep.errors import PrecisionError
 
 Switch = tuple[str, str]
 SWITCHES: dict[str, tuple[Switch, ...]] = {
@@ -24,83 +26,61 @@ SWITCHES: dict[str, tuple[Switch, ...]] = {
 setting_of = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
 MEANS = {"ieee": ("ieee", "none"), "tf32": ("tf32",)}
-"""The settings of a switch that mean this rounding of the operands of fp32 products."""
+"""The settings of a switch that mean this rounding of the operands of fp32 matmuls."""
+held_switches: dict[Switch, _Held] = {}
 
 
 class Pins:
-    """Holds switches at a value; re-entrant, and shared between threads that want the same.
+    """Holds switches at a value; each instance is entered once.
 
     Args:
         switches: Pairs of backend and kind of operation.
         value: ``"ieee"`` or ``"tf32"``.
+
+    Raises:
+        PrecisionError: At entry, where another thread holds a switch at another value.
     """
 
     def __init__(self, switches: tuple[Switch, ...], value: str) -> None:
         self.switches = switches
         self.value = value
+        self._thread = 0
 
     def __enter__(self) -> Self:
-        taken: list[Switch] = []
-        try:
+        me = threading.get_ident()
+        with _lock:
             for switch in self.switches:
-                _holders[switch].take(self.value)
-                taken.append(switch)
-        except BaseException:
-            for switch in taken:
-                _holders[switch].give_back()
-            raise
+                for other in held_switches[switch].pins if switch in held_switches else ():
+                    if other.value != self.value and other._thread != me:
+                        raise PrecisionError(
+                            f"fp32 matmuls cannot round by {self.value} here: another thread runs "
+                            f"a policy that rounds them by {other.value}, and torch has one switch "
+                            "for all threads. Run the two policies one after the other."
+                        )
+            self._thread = me
+            for switch in self.switches:
+                if switch not in held_switches:
+                    held_switches[switch] = _Held(_own_setting(switch), [])
+                held_switches[switch].pins.append(self)
+                _set(*switch, self.value)
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        for switch in reversed(self.switches):
-            _holders[switch].give_back()
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            for switch in self.switches:
+                held = held_switches[switch]
+                held.pins.remove(self)  # not always the last: a generator may leave late
+                _set(*switch, held.pins[-1].value if held.pins else held.before)
+                if not held.pins:
+                    del held_switches[switch]
 
 
 @dataclass
-class _Level:
-    value: str
-    before: str  # what to put back
-    count: int = 1
+class _Held:
+    """A switch that is held: what to restore, and by whom; the last one's value is in force."""
 
-
-class _Holder:
-    """One switch: the value it is held at, the threads that hold it, and the value to restore."""
-
-    def __init__(self, switch: Switch) -> None:
-        self.switch = switch
-        self.levels: list[_Level] = []
-        self.threads: Counter[int] = Counter()
-        self.changed = threading.Condition(_lock)
-
-    def take(self, value: str) -> None:
-        me = threading.get_ident()
-        with self.changed:
-            while not self._may_take(value, me):
-                self.changed.wait()
-            if self.levels and self.levels[-1].value == value:
-                self.levels[-1].count += 1
-            else:
-                before = self.levels[-1].value if self.levels else _own_setting(self.switch)
-                self.levels.append(_Level(value, before))
-                _set(*self.switch, value)
-            self.threads[me] += 1
-
-    def _may_take(self, value: str, me: int) -> bool:
-        if not self.levels or set(self.threads) == {me}:
-            return True
-        return len(self.levels) == 1 and self.levels[0].value == value
-
-    def give_back(self) -> None:
-        me = threading.get_ident()
-        with self.changed:
-            self.threads[me] -= 1
-            self.threads += Counter()  # drops threads whose count is 0
-            level = self.levels[-1]
-            level.count -= 1
-            if level.count == 0:
-                self.levels.pop()
-                _set(*self.switch, level.before)
-            self.changed.notify_all()
+    before: str
+    pins: list[Pins]
 
 
 def _own_setting(switch: Switch) -> str:
@@ -128,5 +108,4 @@ def _own_setting(switch: Switch) -> str:
     return own
 
 
-_lock = threading.RLock()
-_holders = {switch: _Holder(switch) for switches in SWITCHES.values() for switch in switches}
+_lock = threading.Lock()

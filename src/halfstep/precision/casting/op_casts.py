@@ -23,35 +23,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfstep.precision.casting.fp32_pins import Pins
 from halfstep.precision.casting.native_ops import KERNELS, native
-from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS, PRODUCTS
+from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS
 from halfstep.precision.masters.arrivals import is_running
 from halfstep.precision.policy.policy import LOW
 
 Function = Callable[..., Any]
 _NO_16_BITS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_RUNS_BACKWARD = frozenset(
-    {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-)  # a backward is one call, inside which no mode sees single products
+_RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _entered = threading.local()
 
 
 class OpCasts(TorchFunctionMode):
-    """A mode that casts nothing, but pins how fp32 products round where torch's switches differ.
+    """A mode that casts nothing: inside another policy's mode it keeps that one's casts out.
 
     An instance can be entered only once; make a new one for each entry. Of nested modes only the
     innermost acts.
-
-    Args:
-        pins: The switches to hold while a product runs; None if they are already right.
     """
 
     table: Mapping[Function, str] = {}
 
-    def __init__(self, pins: Pins | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pins = pins
         self.covered = False
         self._running: list[Function] = []
 
@@ -86,7 +79,7 @@ class OpCasts(TorchFunctionMode):
             if found is not NotImplemented:
                 return found
         plain = type(func) is not FunctionType or func in LEAVES
-        if self.covered or (plain and cast is None and self.pins is None):
+        if self.covered or (plain and cast is None):
             # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
@@ -95,14 +88,14 @@ class OpCasts(TorchFunctionMode):
         if cast == "product":
             args, kwargs = self.agreed(args, kwargs)
         if plain or torch.compiler.is_compiling() or not self.looks_inside(func):
-            return self.call(func, args, kwargs)
+            return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
-            return self.call(func, args, kwargs)
+            return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
 
     def looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
-        return self.pins is not None
+        return False
 
     def is_on(self) -> bool:
         """Whether the mode's table applies now."""
@@ -120,13 +113,6 @@ class OpCasts(TorchFunctionMode):
         """The operands to use for a product while the table does not apply."""
         return args, kwargs
 
-    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function without casts, and a product with the pins held."""
-        if self.pins is None or func not in PRODUCTS:
-            return func(*args, **kwargs)
-        with self.pins:
-            return func(*args, **kwargs)
-
     def _inside(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function written in Python so that its calls pass through this mode too."""
         body = body_of(func)
@@ -135,10 +121,7 @@ class OpCasts(TorchFunctionMode):
         self._running.append(func)
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            if self.pins is None or func not in _RUNS_BACKWARD:
-                return body(*args, **kwargs)
-            with self.pins:
-                return body(*args, **kwargs)
+            return body(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._running.pop()
@@ -159,20 +142,21 @@ class AutocastCasts(OpCasts):
 
     def looks_inside(self, func: Function) -> bool:
         """Whether autocast is on, or the function is a backward, which may recompute with it on."""
-        return self.pins is not None or self.is_on() or func in _RUNS_BACKWARD
+        return self.is_on() or func in _RUNS_BACKWARD
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function with its operands in the format of its list."""
         if kwargs.get("out") is not None or cast == "product":
             # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
-            return self.call(func, args, kwargs)
+            return func(*args, **kwargs)
         if cast == "into_self":
-            return self.call(func, *_into_self(args, kwargs))
+            args, kwargs = _into_self(args, kwargs)
+            return func(*args, **kwargs)
         if cast == "half":
             to = torch.get_autocast_dtype("cpu")
         elif cast == "fp32":
             if kwargs.get("dtype") is not None:  # sum(dtype=...): as the user says
-                return self.call(func, args, kwargs)
+                return func(*args, **kwargs)
             to = torch.float32
         else:
             found = _formats((args, kwargs), on_cpu=True)
@@ -181,9 +165,9 @@ class AutocastCasts(OpCasts):
                 return _cast(result, found.pop()) if len(found) == 1 else result
             args, kwargs = _cast((args, kwargs), _widest(found), on_cpu=True)
             with torch.autocast("cpu", enabled=False):  # its inner operations are not cast again
-                return self.call(func, args, kwargs)
+                return func(*args, **kwargs)
         args, kwargs = _cast((args, kwargs), to, on_cpu=True)
-        return self.call(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
@@ -203,13 +187,12 @@ class StoredCasts(OpCasts):
 
     Args:
         compute: The policy's compute dtype.
-        pins: As for :class:`OpCasts`.
     """
 
     table = MIXED_FUNCTIONS
 
-    def __init__(self, compute: torch.dtype, pins: Pins | None = None) -> None:
-        super().__init__(pins)
+    def __init__(self, compute: torch.dtype) -> None:
+        super().__init__()
         self.compute = compute
 
     def is_on(self) -> bool:
@@ -227,15 +210,17 @@ class StoredCasts(OpCasts):
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function with its operands promoted to one dtype if they have several."""
         if cast in ("loss", "fp32"):
-            return self.call(func, *_low_to_fp32((args, kwargs)))
+            args, kwargs = _low_to_fp32((args, kwargs))
+            return func(*args, **kwargs)
         if cast == "into_self":
-            return self.call(func, *_into_self(args, kwargs))
+            args, kwargs = _into_self(args, kwargs)
+            return func(*args, **kwargs)
         found = _formats((args, kwargs))
         if len(found) < 2:
-            return self.call(func, args, kwargs)
+            return func(*args, **kwargs)
         if cast == "product":
             if self.compute not in found:
-                return self.call(func, args, kwargs)
+                return func(*args, **kwargs)
             if func is F.scaled_dot_product_attention:
                 args, kwargs = _with_finite_mask(args, kwargs, self.compute)
             out = kwargs.get("out")
@@ -250,13 +235,13 @@ class StoredCasts(OpCasts):
             first, rest = args[:3], args[3:]
             kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
             if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):
-                return self.call(func, args, kwargs)
+                return func(*args, **kwargs)
             first, named = _low_to_fp32(first), _low_to_fp32(kwargs)
-            return self.call(func, (*first, *rest), named)
+            return func(*first, *rest, **named)
         else:
             to = _widest(found | {torch.float32})
         args, kwargs = _cast((args, kwargs), to)
-        return self.call(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def inside_casts() -> bool:

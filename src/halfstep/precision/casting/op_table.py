@@ -197,10 +197,3 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
     # F.batch_norm, whose argument order differs, calls torch.batch_norm
     if mixed != "statistics" or not isinstance(function, FunctionType)
 }
-_MULTIPLIES = (
-    *MIXED["product"],
-    *(name for name in MIXED["fp32"] if not name.startswith("fft")),
-    *(name for name in MIXED["into_self"] if name.startswith(("add", "badd"))),
-)
-PRODUCTS: frozenset[Function] = frozenset(functions(_MULTIPLIES))
-"""Functions that multiply fp32 matrices and so obey torch's switches for tf32 and bf16."""
