@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from halfstep import Precision
+from halfstep.errors import PrecisionError
+from halfstep.optim import optimizers
 from halfstep.optim.kernels import cpu as native, dispatch
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 from halfstep.optim.kernels.dispatch import kernel_for
@@ -427,3 +431,102 @@ def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monk
     (library,) = folder.iterdir()
     assert library.suffix == ".so"
     NativeKernel(ctypes.CDLL(str(library)))
+
+
+PARTS = ["weight", "remainder", "gradient", "moments", "tops"]
+WRONG = {
+    "another dtype": lambda tensor: tensor.to(torch.int64),
+    "too few elements": lambda tensor: tensor[:-1].clone(),
+    "gaps": lambda tensor: torch.stack((tensor, tensor), -1)[:, 0],
+    "another device": lambda tensor: tensor.to("meta"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):
+    plan = plan_for("adamw", "split", "8bit", 1)
+    good, task = tasks_for(ADAMW, torch.bfloat16, "split", "8bit", torch.float32, [300, 300], 1)
+    good.gradient.zero_()
+    task.gradient.zero_()
+    held = getattr(task, part)
+    if isinstance(held, tuple):
+        setattr(task, part, (held[0], WRONG[wrong](held[1])))
+    else:
+        setattr(task, part, WRONG[wrong](held))
+    before = good.weight.clone()
+    with pytest.raises(PrecisionError, match="the kernel takes"):
+        kernel.run([good, task], plan)
+    assert torch.equal(good.weight, before)
+
+
+@pytest.mark.parametrize("label", MOMENTS)
+@pytest.mark.parametrize("stored", MOMENTS)
+def test_a_label_that_the_moments_do_not_bear_out_is_refused(kernel, label, stored):
+    tasks = tasks_for(ADAMW, torch.bfloat16, "split", stored, torch.float32, [4096], 1)
+    fill_gradients(tasks, 1)
+    kernel.run(tasks, plan_for("adamw", "split", stored, 1))  # the addresses are kept from here
+    if label != stored:
+        with pytest.raises(PrecisionError, match="the kernel takes"):
+            kernel.run(tasks, plan_for("adamw", "split", label, 2))
+
+
+def test_a_rule_gets_the_moments_that_it_has(kernel):
+    tasks = tasks_for(SGD, torch.float32, "nearest", "fp32", torch.float32, [64], 1)
+    fill_gradients(tasks, 1)
+    with pytest.raises(PrecisionError, match="adamw has 2 moments"):
+        kernel.run(tasks, plan_for("adamw", "nearest", "fp32", 1))
+
+
+@pytest.mark.parametrize("part", ["weight", "remainder"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_master_is_read_from_the_tensors_of_its_rounding_mode(kernel, part, wrong):
+    given = {
+        "weight": torch.ones(300, dtype=torch.bfloat16),
+        "remainder": torch.zeros(300, dtype=torch.int16),
+    }
+    with pytest.raises(PrecisionError, match="the kernel takes"):
+        kernel.read(**{**given, part: WRONG[wrong](given[part])}, update="split")
+
+
+def test_the_norm_of_gradients_of_another_dtype_or_device_is_refused(kernel):
+    for wrong in (torch.ones(3, dtype=torch.float64), torch.ones(3, device="meta")):
+        with pytest.raises(PrecisionError, match="the kernel takes"):
+            kernel.norm([torch.ones(3), wrong])
+
+
+def test_a_late_group_steps_with_the_moments_that_were_loaded(each_kernel):
+    """Its moments are fp32 where a load came before the policy's word for it, 8-bit, did."""
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        model[2].requires_grad_(False)
+        optimizer = optimizers.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        precision = Precision("bf16-split,moments=8bit", model, optimizer)
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        return model, optimizer, precision
+
+    def step(model, precision):
+        with precision.autocast():
+            loss = model(torch.randn(8, 64)).float().square().mean()
+        return precision.step(loss)
+
+    model, optimizer, precision = begun()
+    step(model, precision)
+    step(model, precision)
+    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, precision)])
+    precision.close()
+    parts = model, optimizer, precision = begun()
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    late = optimizer.state[model[2].weight]
+    dtypes = {name: value.dtype for name, value in late.items()}
+    before = model[2].weight.detach().clone(), late["momentum_buffer"].clone()
+    assert step(model, precision).applied
+    late = optimizer.state[model[2].weight]
+    assert {name: value.dtype for name, value in late.items()} == dtypes
+    assert not torch.equal(model[2].weight, before[0])
+    moved = late["momentum_buffer"] - 0.9 * before[1]  # the gradient, whose largest is below 1
+    assert 0 < float(moved.abs().max()) < 1

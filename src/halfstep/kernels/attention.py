@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from halfstep.errors import PrecisionError
 from halfstep.kernels.forward import (
     Address,
     address,
@@ -29,6 +30,7 @@ from halfstep.kernels.forward import (
     drawn_seed,
     library,
     new,
+    strided_address,
 )
 
 _Stride = ctypes.c_int64 * 3
@@ -155,9 +157,10 @@ def attend_backward(
     """Write the gradients of query, key and value into three tensors with adjacent channels."""
     q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
     call = _call(q, k, v, mask, out, lse, dropout, causal, scale, seed)
-    _place(call, "grad_out", grad)
-    for name, made in zip(("grad_query", "grad_key", "grad_value"), into, strict=True):
-        _place(call, name, made)
+    _place(call, "grad_out", grad, q)
+    named = zip(("grad_query", "grad_key", "grad_value"), into, (q, k, v), strict=True)
+    for name, made, like in named:
+        _place(call, name, made, like)
     library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
 
 
@@ -165,19 +168,24 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
     dropout: float, causal: bool, scale: float, seed: int,
 ) -> _Call:  # fmt: skip
-    call = _Call(scale=scale, dropout=dropout, causal=causal, seed=seed, lse=address(lse))
-    for name, x in (("query", q), ("key", k), ("value", v), ("out", out)):
-        _place(call, name, x)
+    if not fits(q, k, v, mask, True):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, mask) if x is not None)
+        raise PrecisionError(f"the kernel takes what fits() accepts, got shapes {shapes}")
+    call = _Call(scale=scale, dropout=dropout, causal=causal, seed=seed)
+    call.lse = address(lse, math.prod(q.shape[:3]), torch.float32)
+    for name, x, like in (("query", q, q), ("key", k, k), ("value", v, k), ("out", out, q)):
+        _place(call, name, x, like)
     if mask is not None:
-        call.mask = address(mask)
+        whole = (*q.shape[:3], k.shape[2])
+        call.mask = strided_address(mask, whole, torch.float32, rows=False)
         call.mask_stride[:] = mask.stride()
     call.batch, call.heads, call.queries, call.channels = q.shape
     call.key_heads, call.keys = k.shape[1:3]
     return call
 
 
-def _place(call: _Call, name: str, x: Tensor) -> None:
-    setattr(call, name, address(x))
+def _place(call: _Call, name: str, x: Tensor, like: Tensor) -> None:
+    setattr(call, name, strided_address(x, like.shape, torch.bfloat16))
     getattr(call, f"{name}_stride")[:] = x.stride()[:3]
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.errors import PrecisionError
 from halfstep.formats import BlockFormat
-from halfstep.kernels.library import load_library
+from halfstep.kernels.library import address, load_library, strided_address
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = {"floor": 0, "rceil": 1, "amax": 2, "two-level": 3}
 _GIVEN = 4
+_BF16, _FP32, _MIXED = torch.bfloat16, torch.float32, 16
 _ADDRESS, _COUNT, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -110,10 +111,17 @@ def operand(
         left = torch.empty(())
     elif form.rule == "amax" and not scaled:
         left = torch.empty(rows // high, columns // wide)
+    blocks = 0 if left is None else -(-columns // wide) * (rows // high) if left.ndim else 1
+    if rows % high or (signs is not None and (high, wide) != (_MIXED, 1)):
+        raise PrecisionError(
+            f"the kernel takes whole blocks, of {_MIXED}x1 where signs are given; got {rows} rows "
+            f"in blocks of {high}x{wide}"
+        )
     element = form.element
     job = _Job(
-        *(_address(x), _address(values), _address(left)),
-        *(given, rows, columns, high, wide, _address(signs)),
+        *(address(x, given * columns, x.dtype), address(values, rows * columns, dtype)),
+        *(address(left, blocks, _FP32), given, rows, columns),
+        *(high, wide, address(signs, _MIXED, _FP32)),
         *(element.mantissa_bits, 127 + element.min_exponent, element.max),
         *(_KINDS[x.dtype], _KINDS[dtype], _GIVEN if form.block is None else _RULES[form.rule]),
         *(scaled, amax is not None, 0.0 if amax is None else amax.item()),
@@ -144,8 +152,9 @@ def scaled_(
         return None
     bias = None if bias is None else bias.contiguous()
     library.halfstep_scale_rows(
-        *(product.data_ptr(), *product.shape),
-        *(_address(left), _address(right), _address(bias), torch.get_num_threads()),
+        *(address(product, product.numel(), _BF16), *product.shape),
+        *(address(left, 1, _FP32), address(right, 1, _FP32)),
+        *(address(bias, product.shape[1], _BF16), torch.get_num_threads()),
     )
     return product
 
@@ -182,10 +191,18 @@ def product_by_blocks(
     right, b_along = _laid(right)
     (m, k), n = left.shape, right.shape[0]
     bias = None if bias is None else bias.contiguous()
-    out = torch.empty(m, n, dtype=torch.bfloat16)
+    out = torch.empty(m, n, dtype=_BF16)
+    if k % length or length % 32:
+        raise PrecisionError(
+            f"the kernel takes blocks of a multiple of 32 that divides K; got {length}, {k}"
+        )
+    left_view, right_view = (left if a_along else left.t()), (right if b_along else right.t())
     job = _Product(
-        *(left.data_ptr(), right.data_ptr(), _address(bias)),
-        *(a_scales.data_ptr(), b_scales.data_ptr(), out.data_ptr(), m, n, k, length),
+        *(address(left_view, m * k, _BF16), address(right_view, n * k, _BF16)),
+        address(bias, n, _BF16),
+        strided_address(a_scales, (m, k // length), _FP32, rows=False),
+        strided_address(b_scales, (n, k // length), _FP32, rows=False),
+        *(address(out, m * n, _BF16), m, n, k, length),
         *(*a_scales.stride(), *b_scales.stride(), a_along, b_along, torch.get_num_threads()),
     )
     library.halfstep_product_by_blocks(job)
@@ -197,7 +214,3 @@ def _laid(x: Tensor) -> tuple[Tensor, bool]:
     if not x.is_contiguous() and x.t().is_contiguous():
         return x, False
     return x.contiguous(), True
-
-
-def _address(x: Tensor | None) -> Any:
-    return None if x is None else x.data_ptr()

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from halfstep.kernels.library import load_library
+from halfstep.kernels.library import address, load_library
 
 LEAST, MOST = -149, 127
 """The exponents of the smallest and of the largest fp32 number."""
@@ -102,10 +102,12 @@ def _kernel_for(x: Tensor) -> ctypes.CDLL | None:
 
 
 def _run(library: ctypes.CDLL, row: Tensor, x: Tensor, less: Tensor | None = None) -> None:
-    other = None if less is None else less.data_ptr()
+    n, dtype = x.numel(), x.dtype  # dense in whichever order of dims: read as a row
+    other = None if less is None else less.as_strided((less.numel(),), (1,))
     library.halfstep_exponents(
-        x.data_ptr(), other, _KINDS[x.dtype], x.numel(), row.data_ptr(), torch.get_num_threads()
-    )
+        address(x.as_strided((n,), (1,)), n, dtype), address(other, n, dtype), _KINDS[dtype],
+        n, address(row, ROW, torch.float64), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def add_by_torch_(row: Tensor, x: Tensor) -> None:

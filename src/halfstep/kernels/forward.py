@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.library import load_library
+import halfstep.kernels.library as native
 
 _SOURCES = ("kernels/attention.cpp", "kernels/rows.cpp", "kernels/vectors.h")
 Address = ctypes.c_void_p
@@ -46,7 +46,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 @cache
 def loaded() -> ctypes.CDLL | str:
     """The library, or the reason why there is none."""
-    found = load_library(_SOURCES, fused=True)
+    found = native.load_library(_SOURCES, fused=True)
     if not isinstance(found, str):
         for name, arguments in _SIGNATURES.items():
             function = getattr(found, name)
@@ -175,6 +175,13 @@ def differentiated(
     return tuple(next(made) if t is not None and t.requires_grad else None for t in given)
 
 
-def address(x: Tensor | None) -> int | None:
-    """Where a tensor's numbers begin; None is the null pointer."""
-    return None if x is None or not have_numbers() else x.data_ptr()
+def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
+    """What :func:`halfstep.kernels.library.address` gives; null where there are no numbers."""
+    return native.address(x, count, *dtypes) if have_numbers() else None
+
+
+def strided_address(
+    x: Tensor, shape: Sequence[int], dtype: torch.dtype, *, rows: bool = True
+) -> int | None:
+    """The same of :func:`halfstep.kernels.library.strided_address`."""
+    return native.strided_address(x, shape, dtype, rows=rows) if have_numbers() else None

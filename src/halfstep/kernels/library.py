@@ -19,6 +19,10 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
 from halfstep.words import Told
 
 _phrase = Told("halfstep.kernels").phrase
@@ -98,3 +102,45 @@ def _cpu() -> str:
         return platform.platform() + platform.processor()
     wanted = ("model name", "flags", "features", "cpu part")
     return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
+
+
+def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
+    """Check that a tensor is what a kernel is about to read or write; return where it begins.
+
+    A kernel sees an address alone and would believe anything that it is told of it, so it gets one
+    from here or from :func:`strided_address` only. None is the null pointer.
+
+    Args:
+        x: The tensor.
+        count: The numbers that the kernel takes, side by side.
+        dtypes: Those that the kernel knows.
+
+    Raises:
+        PrecisionError: The tensor has another dtype, size, layout or device.
+    """
+    if x is None:
+        return None
+    if x.dtype in dtypes and x.numel() == count and x.device.type == "cpu" and x.is_contiguous():
+        return x.data_ptr()
+    raise _refused(x, f"{count} adjacent numbers", *dtypes)
+
+
+def strided_address(
+    x: Tensor, shape: Sequence[int], dtype: torch.dtype, *, rows: bool = True
+) -> int:
+    """Like :func:`address`, for a kernel that is told the tensor's strides too.
+
+    With ``rows``, numbers along the last dim must be adjacent.
+    """
+    adjacent = not rows or x.stride(-1) == 1 or x.shape[-1] <= 1
+    if x.dtype == dtype and x.shape == tuple(shape) and x.device.type == "cpu" and adjacent:
+        return x.data_ptr()
+    raise _refused(x, f"shape {tuple(shape)}" + ", adjacent along the last dim" * rows, dtype)
+
+
+def _refused(x: Tensor, wanted: str, *dtypes: torch.dtype) -> PrecisionError:
+    allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return PrecisionError(
+        f"the kernel takes {wanted} in {allowed} on a CPU, got a tensor of shape "
+        f"{tuple(x.shape)} and strides {x.stride()} in {x.dtype} on {x.device}"
+    )

@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import address, by_torch, differentiated, drawn_seed, library, new
+from halfstep.kernels.forward import (
+    address,
+    by_torch,
+    differentiated,
+    drawn_seed,
+    library,
+    new,
+    strided_address,
+)
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
 
 
 def is_bf16(dtype: torch.dtype) -> bool:
@@ -22,9 +32,9 @@ def is_bf16(dtype: torch.dtype) -> bool:
     Raises:
         TypeError: The dtype is neither.
     """
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in (_BF16, _FP32):
         raise TypeError(f"the kernel takes bf16 and fp32 numbers, got {dtype}")
-    return dtype == torch.bfloat16
+    return dtype == _BF16
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -57,9 +67,9 @@ def gelu_tanh_or_slope(x: Tensor, grad: Tensor | None = None) -> Tensor:
     """The function of a bf16 tensor, or its slope times a gradient where one is given."""
     x = x.contiguous()
     grad = None if grad is None else grad.contiguous()
-    out = torch.empty_like(x)
+    out, n = torch.empty_like(x), x.numel()
     library().halfstep_gelu_tanh(
-        address(x), address(grad), address(out), x.numel(), torch.get_num_threads()
+        *(address(each, n, _BF16) for each in (x, grad, out)), n, torch.get_num_threads()
     )
     return out
 
@@ -89,9 +99,9 @@ class _Dropout(torch.autograd.Function):
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y, n = torch.empty_like(x), x.numel()
     library().halfstep_dropout(
-        address(x), is_bf16(x.dtype), address(y), p, 1 / (1 - p), seed, x.numel(),
+        address(x, n, x.dtype), is_bf16(x.dtype), address(y, n, x.dtype), p, 1 / (1 - p), seed, n,
         torch.get_num_threads(),
     )  # fmt: skip
     return y
@@ -157,14 +167,16 @@ def normalised(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """What :func:`norm` returns, and each row's mean (if centred) and inverse deviation, fp32."""
     x = x.contiguous()
-    rows = x.numel() // x.shape[-1]
+    n, columns = x.numel(), x.shape[-1]
+    rows = n // columns
     gain, bias = (None if p is None else p.float().contiguous() for p in (gain, bias))
     y, inverse = x.new_empty(x.shape, dtype=dtype), new(rows)
     mean = new(rows) if centred else None
     library().halfstep_norm(
-        address(x), is_bf16(x.dtype), None, None, None, address(gain), address(bias), epsilon,
-        address(y), is_bf16(dtype), address(mean), address(inverse),
-        rows, x.shape[-1], torch.get_num_threads(),
+        address(x, n, x.dtype), is_bf16(x.dtype), None, None, None,
+        address(gain, columns, _FP32), address(bias, columns, _FP32), epsilon,
+        address(y, n, dtype), is_bf16(dtype), address(mean, rows, _FP32),
+        address(inverse, rows, _FP32), rows, columns, torch.get_num_threads(),
     )  # fmt: skip
     return y, mean, inverse
 
@@ -185,11 +197,13 @@ def norm_gradients(
     x, grad = x.contiguous(), grad.contiguous()
     gain = None if gain is None else gain.float().contiguous()
     made, threads = torch.empty_like(x), torch.get_num_threads()
-    sums = new(threads, 3, x.shape[-1]).zero_()
+    n, columns, dtype = x.numel(), x.shape[-1], x.dtype
+    rows, sums = n // columns, new(threads, 3, columns).zero_()
     library().halfstep_norm_backward(
-        address(x), is_bf16(x.dtype), address(gain), address(grad), is_bf16(grad.dtype),
-        address(passed), address(mean), address(inverse), address(made), address(sums),
-        len(inverse), x.shape[-1], threads,
+        address(x, n, dtype), is_bf16(dtype), address(gain, columns, _FP32),
+        address(grad, n, grad.dtype), is_bf16(grad.dtype), address(passed, n, dtype),
+        address(mean, rows, _FP32), address(inverse, rows, _FP32), address(made, n, dtype),
+        address(sums, sums.numel(), _FP32), rows, columns, threads,
     )  # fmt: skip
     return made, sums.sum(0)
 
@@ -212,41 +226,47 @@ def add_and_normalise(
     """
     total, y = torch.empty_like(x), torch.empty_like(added)
     mean, inverse = new(2, len(x))
+    (rows, columns), n, dtype = x.shape, x.numel(), x.dtype
     library().halfstep_norm(
-        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
-        address(gain), address(bias), epsilon, address(y), True, address(mean), address(inverse),
-        *x.shape, torch.get_num_threads(),
+        address(x, n, dtype), is_bf16(dtype), address(added, n, _BF16),
+        address(shift, columns, _FP32), address(total, n, dtype), address(gain, columns, _FP32),
+        address(bias, columns, _FP32), epsilon, address(y, n, _BF16), True,
+        address(mean, rows, _FP32), address(inverse, rows, _FP32), rows, columns,
+        torch.get_num_threads(),
     )  # fmt: skip
     return total, y
 
 
 def add(x: Tensor, added: Tensor, shift: Tensor) -> Tensor:
     """The first result of :func:`add_and_normalise` alone, for ``(..., C)`` of any shape."""
-    total = torch.empty_like(x)
+    total, n, columns, dtype = torch.empty_like(x), x.numel(), x.shape[-1], x.dtype
     library().halfstep_norm(
-        address(x), is_bf16(x.dtype), address(added), address(shift), address(total),
-        None, None, 0.0, None, True, None, None, x.numel() // len(shift), len(shift),
-        torch.get_num_threads(),
+        address(x, n, dtype), is_bf16(dtype), address(added, n, _BF16),
+        address(shift, columns, _FP32), address(total, n, dtype),
+        None, None, 0.0, None, True, None, None, n // columns, columns, torch.get_num_threads(),
     )  # fmt: skip
     return total
 
 
 def gelu_of_rows(x: Tensor, bias: Tensor) -> Tensor:
     """The tanh GELU of ``x + bias``: ``(N, C)`` bf16 and ``(C,)`` fp32."""
-    out = torch.empty_like(x)
+    out, n, columns = torch.empty_like(x), x.numel(), x.shape[-1]
     library().halfstep_gelu_tanh_rows(
-        address(x), address(bias), None, address(out), None, *x.shape, torch.get_num_threads()
-    )
+        address(x, n, _BF16), address(bias, columns, _FP32), None, address(out, n, _BF16), None,
+        *x.shape, torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
 def gelu_of_rows_backward_(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     """Turn the gradient of :func:`gelu_of_rows` into that of ``x``; return that of ``bias``."""
-    threads = torch.get_num_threads()
-    sums = new(threads, x.shape[-1]).zero_()
+    threads, n, columns = torch.get_num_threads(), x.numel(), x.shape[-1]
+    sums = new(threads, columns).zero_()
+    gradient = address(grad, n, _BF16)
     library().halfstep_gelu_tanh_rows(
-        address(x), address(bias), address(grad), address(grad), address(sums), *x.shape, threads
-    )
+        address(x, n, _BF16), address(bias, columns, _FP32), gradient, gradient,
+        address(sums, sums.numel(), _FP32), *x.shape, threads,
+    )  # fmt: skip
     return sums.sum(0)
 
 
@@ -291,10 +311,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         targets = targets.contiguous()
         loss, base = new(len(logits)), new(len(logits), 2)
-        library().halfstep_cross_entropy(
-            address(logits), is_bf16(logits.dtype), logits.stride(0), address(targets),
-            ignore_index, address(loss), address(base), *logits.shape, torch.get_num_threads(),
-        )  # fmt: skip
+        _losses(logits, targets, ignore_index, loss, base)
         ctx.save_for_backward(logits, targets, base)
         ctx.ignore_index = ignore_index
         return loss
@@ -310,12 +327,29 @@ class _CrossEntropy(torch.autograd.Function):
                 return (*differentiated(losses, (logits,), grad), None, None)
         grad = grad.float().masked_fill(targets == ctx.ignore_index, 0)
         made = logits.new_empty(logits.shape)
-        library().halfstep_cross_entropy_backward(
-            address(logits), is_bf16(logits.dtype), logits.stride(0), address(targets),
-            address(base), address(grad), address(made), made.stride(0), *logits.shape,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        _errors(logits, targets, base, grad, made)
         return made, None, None
+
+
+def _losses(logits: Tensor, targets: Tensor, ignore: int, loss: Tensor, base: Tensor) -> None:
+    """Write each row's loss (N,), and what its backward needs (N, 2)."""
+    rows, narrow = len(logits), is_bf16(logits.dtype)
+    library().halfstep_cross_entropy(
+        strided_address(logits, logits.shape, logits.dtype), narrow, logits.stride(0),
+        address(targets, rows, torch.int64), ignore, address(loss, rows, _FP32),
+        address(base, 2 * rows, _FP32), *logits.shape, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _errors(logits: Tensor, targets: Tensor, base: Tensor, scale: Tensor, made: Tensor) -> None:
+    """Write the gradient of the losses, each times its scale (N,); ``made`` may be ``logits``."""
+    rows, narrow = len(logits), is_bf16(logits.dtype)
+    library().halfstep_cross_entropy_backward(
+        strided_address(logits, logits.shape, logits.dtype), narrow, logits.stride(0),
+        address(targets, rows, torch.int64), address(base, 2 * rows, _FP32),
+        address(scale, rows, _FP32), strided_address(made, logits.shape, logits.dtype),
+        made.stride(0), *logits.shape, torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def softmax_errors_(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
@@ -326,15 +360,6 @@ def softmax_errors_(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> 
     """
     targets_N = targets_N.contiguous()
     loss, base = new(len(logits_NV)), new(len(logits_NV), 2)
-    scale = (targets_N != ignore_index).float()
-    narrow, threads = is_bf16(logits_NV.dtype), torch.get_num_threads()
-    logits, stride = address(logits_NV), logits_NV.stride(0)
-    library().halfstep_cross_entropy(
-        logits, narrow, stride, address(targets_N), ignore_index, address(loss), address(base),
-        *logits_NV.shape, threads,
-    )  # fmt: skip
-    library().halfstep_cross_entropy_backward(
-        logits, narrow, stride, address(targets_N), address(base), address(scale), logits, stride,
-        *logits_NV.shape, threads,
-    )  # fmt: skip
+    _losses(logits_NV, targets_N, ignore_index, loss, base)
+    _errors(logits_NV, targets_N, base, (targets_N != ignore_index).float(), logits_NV)
     return loss

@@ -305,8 +305,9 @@ class LowPrecisionOptimizer(Optimizer):
                 return kept
             del self._kept[stream]
         state = self._state(group, parameter)
-        task = self._task(self.algorithm_of(group), parameter, gradient, state, stream)
-        update, moments = update_of(group, parameter), kept_moments(group, state)
+        rule = self.algorithm_of(group)
+        task = self._task(rule, parameter, gradient, state, stream)
+        update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
         facts = _facts(group, parameter, gradient, state)
         number = state["step"].numpy()
         kept = _Kept(parameter, facts, task, update, moments, number)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.storage.moments import Moments
-from halfstep.optim.storage.state import FELL_BACK
+from halfstep.optim.storage.moments import Moments, moments_format
+from halfstep.optim.storage.state import stored_moment
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 
@@ -26,10 +26,16 @@ def moments_of(group: Mapping[str, Any]) -> Moments:
     return chosen
 
 
-def kept_moments(group: Mapping[str, Any], state: Mapping[str, Any]) -> Moments:
-    """The format of a parameter's moments: its group's, unless they have fallen back to bf16."""
-    chosen = moments_of(group)
-    return "bf16" if chosen == "8bit" and FELL_BACK in state else chosen
+def kept_moments(
+    names: Sequence[str], group: Mapping[str, Any], state: Mapping[str, Any]
+) -> Moments:
+    """The format of a parameter's moments, as its tensors show it; its group's before it has any.
+
+    The group's is what new moments get: these may be older than it, or have fallen back to bf16.
+    """
+    stored = (stored_moment(state, name)[0] for name in names)
+    dtypes = [values.dtype for values in stored if values is not None]
+    return moments_format(dtypes[0]) if dtypes else moments_of(group)
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

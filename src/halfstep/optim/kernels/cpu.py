@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from halfstep.kernels.library import load_library
+from halfstep.errors import PrecisionError
+from halfstep.kernels.library import address, load_library
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.state import StepTask
+from halfstep.optim.storage.moments import BLOCK, moment_dtype
+from halfstep.optim.storage.state import StepTask, is_dense
 from halfstep.optim.storage.weights import read_master
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
@@ -84,15 +86,18 @@ class NativeKernel:
 
     def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
+        weight, gradient = tasks[0].weight.dtype, tasks[0].gradient.dtype
+        checked = (weight, plan.update, plan.moments, plan.algorithm)
         for task in tasks:
-            if task.native is None:
-                task.native = _addresses(task)
-            task.native.gradient = task.gradient.data_ptr()
-        table = (_Task * len(tasks))(*(task.native for task in tasks))
+            if task.native is None or task.native[0] != checked:
+                task.native = checked, _addresses(task, weight, plan)
+            row = task.gradient if task.gradient.is_contiguous() else _row(task.gradient)
+            task.native[1].gradient = address(row, task.weight.numel(), gradient)
+        table = (_Task * len(tasks))(*(task.native[1] for task in tasks))
         shared = _Plan(
             RULES[plan.algorithm.name],
-            _DTYPES[tasks[0].weight.dtype],
-            _DTYPES[tasks[0].gradient.dtype],
+            _number(weight),
+            _number(gradient),
             _UPDATES[plan.update],
             _MOMENTS[plan.moments],
             len(tasks[0].moments),
@@ -108,8 +113,8 @@ class NativeKernel:
         """What :func:`halfstep.optim.storage.weights.read_master` gives, in one pass."""
         if remainder is None:
             return read_master(weight, remainder, update)
-        values = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-        task = _Task(weight.data_ptr(), remainder.data_ptr(), count=weight.numel())
+        values, n = torch.empty(weight.shape, dtype=torch.float32, device="cpu"), weight.numel()
+        task = _Task(address(weight, n, torch.bfloat16), _rest(remainder, n, update), count=n)
         plan = _Plan(update=_UPDATES[update])
         self._read(
             ctypes.byref(task), ctypes.byref(plan), values.data_ptr(), torch.get_num_threads()
@@ -121,9 +126,9 @@ class NativeKernel:
         values = [gradient.contiguous() for gradient in gradients]
         count = len(values)
         total = self._square_sum(
-            (ctypes.c_void_p * count)(*(value.data_ptr() for value in values)),
-            (ctypes.c_int64 * count)(*(value.numel() for value in values)),
-            (ctypes.c_int32 * count)(*(_DTYPES[value.dtype] for value in values)),
+            (ctypes.c_void_p * count)(*(address(v, v.numel(), *_DTYPES) for v in values)),
+            (ctypes.c_int64 * count)(*(v.numel() for v in values)),
+            (ctypes.c_int32 * count)(*(_DTYPES[v.dtype] for v in values)),
             count,
             torch.get_num_threads(),
         )
@@ -131,17 +136,46 @@ class NativeKernel:
         return torch.tensor(length, dtype=torch.float32)
 
 
-def _addresses(task: StepTask) -> _Task:
+def _number(dtype: torch.dtype) -> int:
+    """The kernel's name for a dtype."""
+    if dtype not in _DTYPES:
+        raise PrecisionError(f"the kernel takes fp32, bf16 and fp16 numbers, got {dtype}")
+    return _DTYPES[dtype]
+
+
+def _row(gradient: Tensor) -> Tensor:
+    """A gradient as a row, in whichever order of dims it fills its memory, as its weight does."""
+    return gradient.as_strided((gradient.numel(),), (1,)) if is_dense(gradient) else gradient
+
+
+def _rest(remainder: Tensor | None, count: int, update: Update) -> int | None:
+    """Where the remainders of bf16 weights begin; null for a rounding mode that keeps none."""
+    dtype = ROUNDING[update].remainder_dtype
+    if dtype is None:
+        return None
+    if remainder is None:
+        raise PrecisionError(f"the kernel takes remainders for update={update!r}, got none")
+    return address(remainder, count, dtype)
+
+
+def _addresses(task: StepTask, weight: torch.dtype, plan: Plan) -> _Task:
     """A task for the compiled kernel, without its gradient, which each step has anew."""
+    n, moments = task.weight.numel(), plan.algorithm.moments
+    if len(task.moments) != len(moments):
+        raise PrecisionError(
+            f"{plan.algorithm.name} has {len(moments)} moments, the task {len(task.moments)}"
+        )
+    narrow = weight == torch.bfloat16
     entry = _Task(
-        weight=task.weight.data_ptr(),
-        remainder=0 if task.remainder is None else task.remainder.data_ptr(),
-        count=task.weight.numel(),
+        weight=address(task.weight, n, torch.bfloat16 if narrow else torch.float32),
+        remainder=_rest(task.remainder, n, plan.update) if narrow else None,
+        count=n,
         stream=2 * task.stream & 0xFFFFFFFF,
     )
+    stored, blocks = moment_dtype(plan.moments), -(-n // BLOCK) if plan.moments == "8bit" else 0
     for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
-        entry.moment[i] = codes.data_ptr()
-        entry.top[i] = tops.data_ptr()
+        entry.moment[i] = address(codes, n, stored)
+        entry.top[i] = address(tops, blocks, torch.uint8)
     return entry
 
 

@@ -95,12 +95,12 @@ class Bundle:
         for _, _, parameter, gradient, _ in work:
             check_gradient(parameter, gradient)
         found: dict[tuple[Any, ...], list[tuple[nn.Parameter, int]]] = {}
-        self._steps = []
+        self._steps, names = [], optimizer.algorithm.moments
         for number, group, parameter, gradient, stream in work:
             state = optimizer._state(group, parameter)
             self._steps.append(state["step"])
             key = (
-                *(number, int(state["step"]), kept_moments(group, state)),
+                *(number, int(state["step"]), kept_moments(names, group, state)),
                 *(update_of(group, parameter), parameter.dtype, gradient.dtype),
             )
             found.setdefault(key, []).append((parameter, stream))
@@ -123,7 +123,8 @@ class Bundle:
         for bound in self.bounds:
             states = [self._optimizer.state.get(p, {}) for p, _ in bound.members]
             steps = {int(state["step"]) for state in states if "step" in state}
-            formats = {kept_moments(bound.group, state) for state in states}
+            names = self._optimizer.algorithm.moments
+            formats = {kept_moments(names, bound.group, state) for state in states}
             if len(steps) != 1 or formats != {bound.plan.moments}:
                 return False
             if any("step" not in state for state in states):

@@ -25,11 +25,12 @@ Quantization", ICLR 2022 (there with nearest rounding and a table); stochastic r
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import round_stochastic
 
 Moments = Literal["fp32", "bf16", "8bit"]
@@ -43,6 +44,18 @@ _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not
 def moment_dtype(moments: Moments) -> torch.dtype:
     """The dtype that stores a moment."""
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[moments]
+
+
+def moments_format(dtype: torch.dtype) -> Moments:
+    """The format of a moment that a dtype stores.
+
+    Raises:
+        PrecisionError: There is none.
+    """
+    for moments in get_args(Moments):
+        if moment_dtype(moments) == dtype:
+            return cast(Moments, moments)
+    raise PrecisionError(f"a moment is {dtype}; allowed: fp32, bf16 and, for 8 bits, uint8")
 
 
 def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
