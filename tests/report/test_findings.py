@@ -118,6 +118,43 @@ def test_lost_updates_name_the_worst_groups(folder):
     assert "bf16-split" in found[0].remedy("en")
 
 
+def cosine(steps, peak=3e-4):
+    """The learning rates of a schedule that ends at nearly nothing, as at 1.5e-7 of 1e-3."""
+    return [max(peak * (1 + math.cos(math.pi * s / steps)) / 2, 1e-7) for s in range(1, steps + 1)]
+
+
+def test_a_schedule_that_ends_near_0_loses_nothing_by_it(folder):
+    """In fp32 too, updates at a rate of 1e-7 are below half a gap."""
+    for every in (50, 100):
+        lines = [
+            line(s, learning_rate=rate, **({"lost_updates": {"a": lost}} if s % every == 0 else {}))
+            for s, rate in enumerate(cosine(100), 1)
+            for lost in [0.86 if s == 100 else 0.0]
+        ]
+        path = folder(lines, f"every-{every}", precision="fp32")
+        assert names(path) == []
+        known = "0.0% of updates lost" if every == 50 else "lost updates were not measured"
+        assert known in verdict(read_run(path))
+
+
+def test_a_run_that_loses_at_its_peak_is_told_although_it_ends_well(folder):
+    lines = [
+        line(s, learning_rate=rate, lost_updates={"a": 0.4 if rate > 3e-5 else 0.0})
+        for s, rate in enumerate(cosine(100), 1)
+    ]
+    path = folder(lines, precision="bf16-pure")
+    assert names(path) == ["lost_updates"]
+    assert "40% of the updates of a" in verdict(read_run(path))
+
+
+def test_one_measurement_of_many_condemns_no_run(folder):
+    lines = [
+        line(s, learning_rate=1e-3, lost_updates={"a": 0.5 if s == 30 else 0.01})
+        for s in range(1, 31)
+    ]
+    assert names(folder(lines, precision="bf16-pure")) == []
+
+
 @pytest.mark.parametrize(
     ("confusion", "found"),
     [
@@ -277,6 +314,14 @@ def test_what_cures_lost_updates_depends_on_the_weights_dtype(folder, policy, na
     assert names(path) == [name]
     remedy = findings(read_run(path))[0].remedy("en")
     assert ("learning_rate" in remedy) is (name == "lost_in_fp32")
+    assert ("Set precision" in remedy) is (name == "lost_updates")
+
+
+def test_fp16_weights_are_cured_by_policies_of_fp16(folder):
+    path = folder([line(s, lost_updates={"a": 0.5}) for s in range(1, 30)], precision="fp16-pure")
+    (found,) = findings(read_run(path))
+    assert '"fp16-master"' in found.remedy("en")
+    assert '"fp16-mixed"' in found.remedy("zh")
 
 
 def test_the_first_cause_and_its_remedy_in_both_languages(folder):

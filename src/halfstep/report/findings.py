@@ -13,6 +13,7 @@ from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
 
+from halfstep.diagnostics.lost_updates.report import LOUD, lost_share
 from halfstep.diagnostics.statistics.what_if import what_if
 from halfstep.report.events import cause_words, events, remedy_words
 from halfstep.report.record import RunRecord, number, scale_text
@@ -26,8 +27,6 @@ COMMANDS = {"pretrain": "train", "classify": "finetune classify", "lm": "finetun
 SKIPS = 0.01
 """Share of skipped steps from which a dynamic scale is not what is wrong: with torch's growth every
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
-LOST = 0.1
-"""Share of lost updates from which on training suffers visibly: docs/lost-updates.md."""
 FLUSHED = 0.01
 """Share of nonzero gradients that fp16 may round to zero unnoticed."""
 HEADROOM = 65504 / 4
@@ -75,7 +74,7 @@ def verdict(run: RunRecord, language: str = "en") -> str:
     worst = next((f for f in found if f.level != "note"), None)
     if worst is not None:
         return phrase("trouble", language, {**counts, "worst": worst.text(language)})
-    shares = [values[-1] for _, values in run.groups("lost_updates").values()]
+    shares = [*_lost_shares(run).values()]
     name = "healthy" if shares else "healthy_unmeasured"
     if len(run.steps) < FEW:
         name = "too_short"
@@ -203,12 +202,25 @@ def _scale(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
+def _lost_shares(run: RunRecord) -> dict[str, float]:
+    """The share of updates that each parameter group lost, where measured steps tell."""
+    rates = dict(zip(*run.series("learning_rate"), strict=True))
+    peak = max(filter(math.isfinite, rates.values()), default=math.nan)
+    shares = {
+        group: lost_share(zip((rates.get(s, math.nan) for s in steps), values, strict=True), peak)
+        for group, (steps, values) in run.groups("lost_updates").items()
+    }
+    return {group: share for group, share in shares.items() if not math.isnan(share)}
+
+
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
-    shares = {group: values[-1] for group, (_, values) in run.groups("lost_updates").items()}
-    for group, share in sorted(shares.items(), key=lambda item: -item[1])[:3]:
-        if share > LOST:
+    fp16 = run.policy.startswith(("fp16", "params=fp16"))
+    exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
+    for group, share in sorted(_lost_shares(run).items(), key=lambda item: -item[1])[:3]:
+        if share > LOUD:
             name = "lost_updates" if _rounds_weights(run.policy) else "lost_in_fp32"
-            yield RunFinding("warning", name, {"group": group, "share": f"{share:.0%}"})
+            values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
+            yield RunFinding("warning", name, values)
 
 
 def _rounds_weights(policy: str) -> bool:

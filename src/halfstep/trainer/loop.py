@@ -17,7 +17,7 @@ from typing import Any
 
 from halfstep.diagnostics.capture.captures import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport
+from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.excluded import Excluded
 from halfstep.diagnostics.recording.metrics import METRICS, MetricsFile, Record
@@ -115,7 +115,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             pace.stepped(taken.seconds)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: report_best(session, path))
-            left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost))
+            left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost, taken))
             yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
             if last:
                 return
@@ -311,15 +311,23 @@ class _Losses:
         self._meter = LostUpdateMeter(
             session.precision, every=every, seed=run.seed, start=session.applied
         )
+        self._session = session
+        self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
 
     def measured(self) -> Sequence[GroupReport]:
         """Return the reports of the step just applied; none if it was not measured."""
         return self._meter.report() if self._meter.fresh else ()
 
-    def verdicts(self, reports: Sequence[GroupReport]) -> tuple[str, ...]:
+    def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
         """Return warnings for groups that lose many updates, once per group."""
-        loud = [r for r in reports if r.lost > LOUD and r.group not in self._told]
+        peak = self._session.precision.optimizers[0].param_groups[0]["initial_lr"]
+        loud = []
+        for report in reports:
+            measured = self._rates_and_shares.setdefault(report.group, [])
+            measured.append((taken.learning_rate, report.lost))
+            loses = report.lost > LOUD and lost_share(measured, peak) > LOUD
+            loud += [report] if loses and report.group not in self._told else []
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,10 +16,30 @@ from halfstep.precision.policy.policy import dtype_name
 
 LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
+_TELLING = 0.01  # share of the peak learning rate above which a measured step tells something
 _ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
 _SLOW = 2.0  # factor from which an update counts as slowed: mere rounding gives a tenth at most
 _STANDS = 0.99  # share of a group's elements at which it counts as wholly frozen
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def lost_share(measured: Iterable[tuple[float, float]], peak: float) -> float:
+    """The share of its updates that a parameter group loses over a run, to be judged by LOUD.
+
+    It is the median of the measured steps whose learning rate is above 1 % of the peak: at the end
+    of a schedule updates are below half a gap of any format, fp32 too, and the run lacks nothing.
+
+    Args:
+        measured: Of each measured step the learning rate, NaN if not known, and the share lost.
+        peak: The run's largest learning rate, or NaN.
+
+    Returns:
+        NaN if no measured step tells.
+    """
+    shares = [
+        share for rate, share in measured if math.isfinite(share) and not rate <= _TELLING * peak
+    ]
+    return median(shares) if shares else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from halfstep.diagnostics.lost_updates.report import LOUD
+from halfstep.diagnostics.lost_updates.report import LOUD, lost_share
 from halfstep.files import write_whole
 from halfstep.trainer.bench.turns import LEAST, Row
 from halfstep.trainer.cores import remark
@@ -102,8 +102,9 @@ class BenchReport:
         return fmean(step.loss for step in row.steps[self._tail])
 
     def lost(self, row: Row) -> float:
-        """Return the share of updates that rounding swallowed when last measured, or NaN."""
-        return next((s.lost for s in reversed(row.steps) if s.lost is not None), math.nan)
+        """Return the share of updates that rounding swallowed, or NaN."""
+        rate = 1.0  # the peak: steps are measured after the warm-up, and nothing decays
+        return lost_share(((rate, s.lost) for s in row.steps if s.lost is not None), rate)
 
     @property
     def noise(self) -> float:
