@@ -46,7 +46,7 @@ from .formats import (
     BlockFormat as BlockFormat,
     FloatFormat as FloatFormat,
 )
-from .integrations.grad_scaler.scaler import GradScaler as GradScaler
+from .integrations.grad_scaler import GradScaler as GradScaler
 from .precision.after_step import EMA as EMA
 from .precision.agreement import (
     ManyRanks as ManyRanks,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from distributed import grid
 from distributed.loops import mse, net, wrap
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.loop_scaler import LoopScaler
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.scaling.gradients import OneRank
@@ -110,6 +110,10 @@ def cells(rank, layout, name):
 @pytest.mark.parametrize("name", grid.OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_everyone_steps_or_nobody_does(pool2, layout, name):
+    if layout == "tp" and name in ("foreach", "fused"):  # torch's own refusal, as without a scaler
+        with pytest.raises(AssertionError, match=r"got mixed torch\.Tensor and DTensor"):
+            pool2.run(cells, layout=layout, name=name)
+        return
     first, second = pool2.run(cells, layout=layout, name=name)
     assert first == second
     scales = [2.0**9, 2.0**8, 2.0**9, 2.0**8, 2.0**9]
@@ -123,7 +127,6 @@ def alone(rank):
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = GradScaler("cpu", init_scale=8.0, ranks=OneRank())
     copies = [scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))]
-    copies.append(scaler.for_loss("other"))
     for each in copies:
         each.scale((weight * (math.inf if rank else 1.0)).sum()).backward()
         each.step(optimizer)
@@ -134,15 +137,14 @@ def alone(rank):
 
 def test_one_rank_opts_out(pool2):
     first, second = pool2.run(alone)
-    assert first == ([8.0] * 4, [-3.0, -3.0])
-    assert second == ([4.0] * 4, [1.0, 1.0])
+    assert first == ([8.0] * 3, [-2.0, -2.0])
+    assert second == ([4.0] * 3, [1.0, 1.0])
 
 
 def losses_and_floor(rank):
-    """``for_loss`` agrees, too; and the floor stops every rank."""
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=2.0, strict=True).for_loss("one")
+    scaler = GradScaler("cpu", init_scale=2.0, strict=True)
     told = []
     for _ in range(2):
         scaler.scale((weight * (math.inf if rank else 1.0)).sum()).backward()
@@ -162,28 +164,6 @@ def test_the_floor_stops_every_rank(pool2):
 
 
 BOTH = pytest.mark.parametrize("scaler_class", [GradScaler, LoopScaler])
-
-
-def auto(rank, scaler_class, strict, broken):
-    weight = nn.Parameter(torch.ones(()))
-    scaler = scaler_class("cpu", init_scale="auto", strict=strict)
-    factor = [2.0**120, 2.0**110][rank] if rank not in broken else math.nan
-    try:
-        scaler.scale(weight * factor)
-    except PrecisionError as error:
-        return str(error)
-    return scaler.get_scale()
-
-
-@BOTH
-@pytest.mark.parametrize("strict", [False, True])
-def test_auto_takes_the_smallest_of_the_ranks_scales(pool2, scaler_class, strict):
-    # 2^120 * 2^7 is the last power of two in fp32; the other rank alone could have had 2^17
-    options = {"scaler_class": scaler_class, "strict": strict}
-    assert pool2.run(auto, broken=(), **options) == [2.0**7, 2.0**7]
-    first, second = pool2.run(auto, broken=(1,), **options)
-    assert "another rank's first loss" in first
-    assert "the loss is nan before any scaling" in second
 
 
 def without_gradient(rank, scaler_class, unscale):

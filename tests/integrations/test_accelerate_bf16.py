@@ -240,7 +240,7 @@ def test_options_of_a_scale_are_refused_where_there_is_none():
     for error, text, precision, options in (
         (ConfigError, "got init_scale, strict, but there is no loss scale", "bf16",
          {"init_scale": 8.0, "strict": True}),
-        (ConfigError, "got hysteresis, but there is no", "no", {"scaler": False, "hysteresis": 2}),
+        (ConfigError, "got min_scale, but there is no", "no", {"scaler": False, "min_scale": 2.0}),
         (PrecisionError, "scaler=True with mixed_precision='bf16'", "bf16", {"scaler": True}),
         (ConfigError, "is for loops without a loss scale", "no", {"on_nonfinite": "skip:1"}),
         (PrecisionError, "allowed here: stop, skip:K", "bf16", {"on_nonfinite": "rollback:3"}),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.optim import AdamW, Lion
 from halfstep.precision.step import Precision
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import GradScaler
-from halfstep.integrations.grad_scaler import recording
+from halfstep.integrations import grad_scaler
 from integrations.scaler_side import Plain, TakesScaler
 
 INF, NAN = math.inf, math.nan
@@ -41,7 +41,7 @@ class Two(nn.Module):
 def machine(request, monkeypatch):
     """The second one keeps every number as a tensor, as if reading it made the host wait."""
     if request.param != "cpu":
-        monkeypatch.setattr(recording, "on_host", lambda tensor: False)
+        monkeypatch.setattr(grad_scaler, "on_host", lambda tensor: False)
     return request.param
 
 
@@ -73,6 +73,8 @@ def step(model, optimizer, scaler, first=(1.0, 2.0), second=(3.0, 4.0), unscale=
 @pytest.mark.parametrize("kind", [k for k in OPTIMIZERS if k != "takes the scaler"])
 def test_every_optimizers_steps_are_told(kind, unscale, machine):
     model, optimizer, scaler = made(kind)
+    # a fused optimizer on a GPU steps without telling the host, which then looks at no gradient
+    looks = machine == "cpu" or kind != "fused" or unscale
     assert scaler.last_step is None
     assert scaler.calibrating
 
@@ -80,13 +82,13 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
     told = step(model, optimizer, scaler, second=(INF, 1.0), unscale=unscale)
     assert (told.applied, told.reason, told.loss_scale, told.next_loss_scale) == (
         False, "overflow", 8.0, 4.0)  # fmt: skip
-    assert told.nonfinite_parameters == ("second",)
+    assert told.nonfinite_parameters == (("second",) if looks else ())
     assert (told.skipped_total, told.skipped_in_a_row, told.loss) == (1, 1, INF)
     assert scaler.calibrating
 
     told = step(model, optimizer, scaler, first=(NAN, 1.0), unscale=unscale)
     assert (told.applied, told.reason, told.nonfinite_parameters) == (
-        False, "nan_gradients", ("first",))  # fmt: skip
+        (False, "nan_gradients", ("first",)) if looks else (False, "overflow", ()))  # fmt: skip
     assert (told.skipped_total, told.skipped_in_a_row, told.next_loss_scale) == (2, 2, 2.0)
     assert math.isnan(told.loss)
     assert all(map(torch.equal, weights, model.parameters()))
@@ -100,7 +102,8 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
 
     assert step(model, optimizer, scaler, unscale=unscale).next_loss_scale == 4.0
     told = step(model, optimizer, scaler, first=(1.0, -INF), second=(1.0, NAN), unscale=unscale)
-    assert (told.reason, told.nonfinite_parameters) == ("overflow", ("second", "first"))
+    found = ("second", "first") if looks else ()
+    assert (told.reason, told.nonfinite_parameters) == ("overflow", found)
     assert (told.skipped_total, told.skipped_in_a_row) == (3, 1)
     assert not scaler.calibrating
 
@@ -150,7 +153,7 @@ def test_what_is_known_when_the_gradients_are_gone(kind, how, machine):
 def test_names_are_of_this_round(machine):
     model, optimizer, scaler = made("fused")
     step(model, optimizer, scaler, first=(INF, 1.0), unscale=True)
-    told = step(model, optimizer, scaler, second=(NAN, 1.0))
+    told = step(model, optimizer, scaler, second=(NAN, 1.0), unscale=True)
     assert (told.reason, told.nonfinite_parameters) == ("nan_gradients", ("second",))
 
 
@@ -197,7 +200,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "fused", "third party"])
 @pytest.mark.parametrize("gradient", [1.0, INF])
 def test_nothing_is_read_that_torch_does_not_read(kind, gradient, monkeypatch):
-    monkeypatch.setattr(recording, "on_host", lambda tensor: False)
+    monkeypatch.setattr(grad_scaler, "on_host", lambda tensor: False)
     reads = []
     for scaler_class in (torch.amp.GradScaler, GradScaler):
         model = Two()
@@ -217,25 +220,16 @@ def test_nothing_is_read_that_torch_does_not_read(kind, gradient, monkeypatch):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_copies_are_whole(copied, machine):
-    model, optimizer, scaler = made(hysteresis=2, max_scale=64.0, max_consecutive_skips=9)
+    model, optimizer, scaler = made(max_scale=64.0, max_consecutive_skips=9)
     assert copied(scaler).state_dict() == scaler.state_dict()
     step(model, optimizer, scaler)
-    scaler.for_loss("other").scale(torch.ones(()))
     told = step(model, optimizer, scaler, first=(INF, 1.0))
     other = copied(scaler)
     assert repr(other.last_step) == repr(told)  # as text, since NaN is not NaN
     assert other.state_dict() == scaler.state_dict()
-    assert (other._guard, other.calibrating) == (scaler._guard, False)
+    assert not other.calibrating
     for _ in range(3):  # it goes on as the original would
         assert [
             step(model, optimizer, s, first=(INF, 1.0)).next_loss_scale for s in (scaler, other)
         ]
     assert other.state_dict() == scaler.state_dict()
-    assert other.for_loss("other") is not scaler.for_loss("other")
-
-
-def test_a_deep_copy_knows_the_names_of_copied_parameters():
-    model, optimizer, scaler = made()
-    both = copy.deepcopy((model, optimizer, scaler))
-    assert step(*both, first=(INF, 1.0)).nonfinite_parameters == ("first",)
-    assert scaler.last_step is None

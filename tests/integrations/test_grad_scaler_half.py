@@ -88,10 +88,6 @@ def test_strict_refuses_pure_bf16_before_anything_is_changed(optim, call):
         getattr(scaler, call)(optimizer)
     assert torch.equal(model.weight, weight)
     assert torch.equal(model.weight.grad, gradient)
-    child = scaler.for_loss("other")
-    child.scale(torch.ones(()))
-    with pytest.raises(PrecisionError, match="are trained in bf16"):
-        child.step(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -111,35 +107,6 @@ def test_pure_bf16_trains_where_asked_for_or_kept(optim, options):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.last_step.applied
-    if "allow_pure" in options:
-        scaler.for_loss("other").check(optimizer)
-
-
-def test_upcast_makes_trainable_weights_fp32_in_place():
-    model, optimizer, scaler = half()
-    model.bias.requires_grad_(False).grad = None
-    weight, value = model.weight, model.weight.detach().clone()
-    # 8 weights and 8 gradients, 2 bytes each
-    assert scaler.upcast_trainable_(optimizer) == 32
-    assert model.weight is weight
-    assert (weight.dtype, weight.grad.dtype, model.bias.dtype) == (
-        torch.float32, torch.float32, torch.float16)  # fmt: skip
-    assert torch.equal(weight, value.float())
-    assert scaler.upcast_trainable_(optimizer) == 0
-    scaler.step(optimizer)
-    assert scaler.last_step.applied
-    (weight.sum() * 2).backward()
-    assert weight.grad.dtype == torch.float32
-
-
-def test_upcast_refuses_an_optimizer_that_has_state():
-    model = nn.Linear(2, 2).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2).bfloat16()).sum().backward()
-    optimizer.step()
-    with pytest.raises(PrecisionError, match=r"has stepped already.* bf16 like group 0, tensor 0"):
-        GradScaler("cpu").upcast_trainable_(optimizer)
-    assert model.weight.dtype == torch.bfloat16
 
 
 def test_no_gradient_anywhere_says_why():
@@ -147,7 +114,7 @@ def test_no_gradient_anywhere_says_why():
     model.bias.requires_grad_(False)
     optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler("cpu")
     scaler.scale(torch.ones((), requires_grad=True)).backward()
-    text = "No inf checks were recorded for this optimizer.*2 tensors, 1 of them frozen.*moved"
+    text = "No inf checks were recorded for this optimizer.*got a gradient: all are frozen.*moved"
     with pytest.raises(AssertionError, match=text) as caught:
         scaler.step(optimizer)
     assert type(caught.value) is AssertionError

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep.integrations
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.lightning_common import ModuleBorder
 from halfstep.optim import AdamW, Lion
 from halfstep.precision.policy.spelling import parse_policy

@@ -317,7 +317,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
             save_steps=3, extra={"optimizer_cls_and_kwargs": ours} if optimizer == "ours" else {},
         )  # fmt: skip
         callback = attach(trainer, scaler=True, init_scale=2.0**12, growth_interval=2,
-                          hysteresis=2, lost_updates_every=2)  # fmt: skip
+                          min_scale=2.0, lost_updates_every=2)  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return bits(trainer), callback.scaler.state_dict(), trainer.state.log_history[-3:-1]
 
@@ -405,8 +405,8 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     trainer = made(tmp_path)
     with pytest.raises(ConfigError, match="got init_scale, but this Trainer has no loss scaler"):
         attach(trainer, init_scale=8.0, ranks=halfstep.OneRank())
-    with pytest.raises(PrecisionError, match="hysteresis is 0"):
-        attach(trainer, scaler=True, hysteresis=0)
+    with pytest.raises(PrecisionError, match="min_scale is 0"):
+        attach(trainer, scaler=True, min_scale=0)
     assert trainer.args.logging_nan_inf_filter
     attach(trainer)
 
@@ -457,66 +457,6 @@ def test_the_accelerator_of_a_trainer_can_be_pickled(tmp_path):
     other = pickle.loads(pickle.dumps(trainer.accelerator))
     assert other.clip_grad_norm_.norm is None
     assert other.unscale_gradients.__self__.accelerator is other
-
-
-RECIPE = "nvfp4,simulate=yes,keep_bf16=classifier"
-
-
-@pytest.mark.parametrize(
-    "policy", [RECIPE, pytest.param(f"{RECIPE},schedule=50%:bf16", marks=pytest.mark.slow)]
-)
-def test_a_recipe_rounds_every_step_and_resumes_bit_for_bit(policy, tmp_path):
-    def run(name, policy, save="no", resume=None):
-        trainer = made(tmp_path, bf16=True, save_strategy=save, save_steps=2,
-                       output_dir=str(tmp_path / name))  # fmt: skip
-        if policy:
-            attach(trainer, policy=policy, lost_updates_every=0)
-        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
-        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        return losses, weights_of(trainer.model)
-
-    losses, weights = run("whole", policy, save="steps")
-    assert losses[0] != run("plain", "")[0][0]
-    _, again = run("again", policy, resume="whole/checkpoint-2")
-    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
-    if "schedule" in policy:
-        through = run("through", RECIPE)[0]
-        assert losses[:3] == through[:3]
-        assert losses[4:] != through[4:]
-
-
-@pytest.mark.parametrize(
-    ("policy", "arguments", "options", "words"),
-    [
-        ("fp8,simulate=yes", {}, {}, r"mixed_precision='no'; set TrainingArguments\(bf16=True\)"),
-        ("fp8", {"bf16": True}, {}, "a CPU has no fp8 products; add simulate"),
-        ("bf16-split,recipe=fp8,simulate=yes", {"bf16": True}, {}, "allowed: bf16-mixed with a"),
-        ("bf16-mixed", {"bf16": True}, {}, "allowed: bf16-mixed with a recipe"),
-        ("fp8-delayed,simulate=yes", {"bf16": True}, {}, "no place for them; use fp8, or halfstep"),
-        ("mxfp8,simulate=yes", {"bf16": True}, {}, "16 inputs.*blocks of 32"),
-        ("fp8,simulate=yes", {"bf16": True}, {"captures": 1, "folder": "run"}, "in plain bf16"),
-        ("fp8,simulate=yes", {"bf16": True}, {"scaler": True}, "bf16 has the range of fp32"),
-    ],
-)
-def test_a_recipe_that_the_trainer_cannot_run_is_refused(
-    policy, arguments, options, words, tmp_path
-):
-    trainer = made(tmp_path, **arguments)
-    with pytest.raises((ConfigError, PrecisionError), match=words):
-        attach(trainer, policy=policy, **options)
-    assert not any("forward" in module.__dict__ for module in trainer.model.modules())
-
-
-def test_copies_of_the_model_have_no_recipe(tmp_path):
-    trainer = made(tmp_path, bf16=True)
-    count, trainer.args._n_gpu = trainer.args.n_gpu, 2
-    with pytest.raises(PrecisionError, match=r"torch\.nn\.DataParallel.*torchrun"):
-        attach(trainer, policy="fp8,simulate=yes")
-    trainer.args._n_gpu = count
-    attach(trainer, policy="fp8,simulate=yes")
-    trainer.model = bert()
-    with pytest.raises(ConfigError, match="another model since attach"):
-        trainer.train()
 
 
 def test_bf16_trains_and_logs_without_a_scaler(tmp_path):

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.integrations.grad_scaler.parameter_names import Names
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
-from halfstep.integrations.spike_guard import SpikeGuard
-from halfstep.precision.recovery import OnSpike
+from halfstep.integrations.optimizer_tensors import Names
 from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
@@ -39,14 +37,13 @@ _SCALER_FILE = "scaler.pt"  # where save_state keeps the scaler's state
 class ScaleOptions(TypedDict, total=False):
     """The options of :class:`halfstep.GradScaler`; here ``strict`` is on by default."""
 
-    init_scale: float | Literal["auto"]
+    init_scale: float
     growth_factor: float
     backoff_factor: float
     growth_interval: int
     strict: bool
     min_scale: float | None
     max_scale: float | None
-    hysteresis: int
     max_consecutive_skips: int | None
     names: Names | None
     """Parameter names for messages; None: the prepared models' own."""
@@ -61,7 +58,6 @@ def attach(
     *,
     scaler: bool | None = None,
     on_nonfinite: str = "stop",
-    on_spike: str | OnSpike = "off",
     lost_updates_every: int = 50,
     **options: Unpack[ScaleOptions],
 ) -> LoopScaler:
@@ -79,9 +75,6 @@ def attach(
             for ``"no"`` with an autocast in bf16, or without one.
         on_nonfinite: Without a scale: ``"stop"``, or ``"skip:K"`` to skip up to K steps in a row
             whose loss or gradients are not finite.
-        on_spike: What to do about a finite loss or gradient norm far above the steps before:
-            ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``, as in
-            :class:`halfstep.Precision`; for loops with one optimizer.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         options: Those of :class:`ScaleOptions`.
 
@@ -99,22 +92,8 @@ def attach(
     check_options(
         options, "policies and recipes are halfstep.Precision's, which steps in their place"
     )
-    if options.get("init_scale") == "auto" and _kind(accelerator) == "FSDP":
-        raise PrecisionError(
-            "init_scale='auto' cannot be honoured under FSDP: its trial backwards would reduce "
-            "gradients. Give a number; 2.0**16 is the default"
-        )
-    choice = OnSpike.parse(on_spike)
-    if choice.action == "rollback" and _kind(accelerator) == "FSDP":
-        raise PrecisionError(
-            f"on_spike={choice} keeps copies of whole weights, and FSDP shards them; allowed here: "
-            "off, stop, skip:K"
-        )
     made = _make(accelerator, scaled, on_nonfinite, options)
-    attachment = _Attachment(accelerator, made, lost_updates_every)
-    if choice.action != "off":
-        made.spikes = SpikeGuard(choice, attachment.models, attachment.optimizers)
-    attachment.install()
+    _Attachment(accelerator, made, lost_updates_every).install()
     return made
 
 
@@ -160,9 +139,7 @@ class _Attachment:
         """Replace the Accelerator's scaler and methods."""
         self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
-        replaced = ["unscale_gradients", "prepare_optimizer", "load_state", "free_memory"]
-        replaced += [] if self.scaler.spikes is None else ["clip_grad_norm_"]
-        for name in replaced:
+        for name in ("unscale_gradients", "prepare_optimizer", "load_state", "free_memory"):
             setattr(self.accelerator, name, getattr(self, name))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,18 +150,6 @@ class _Attachment:
     def optimizers(self) -> list[Optimizer]:
         """The loop's optimizers, without Accelerate's wrappers."""
         return [bare(optimizer) for optimizer in self.accelerator._optimizers]
-
-    def models(self) -> list[nn.Module]:
-        """The loop's models, as they were prepared."""
-        return list(self.accelerator._models)
-
-    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Accelerate does, and keep the norm before it for the test for spikes."""
-        kind: Any = type(self.accelerator)
-        norm = kind.clip_grad_norm_(self.accelerator, *args, **kwargs)
-        if self.scaler.spikes is not None and norm is not None:
-            self.scaler.spikes.keep_norm(norm)
-        return norm
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of all prepared models by the user's names, with the model's number."""

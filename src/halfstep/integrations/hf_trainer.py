@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.again import over_ranks, search
+from halfstep.diagnostics.nonfinite.again import search
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
@@ -36,14 +36,11 @@ from halfstep.integrations.accelerate import (
     check_options,
     refuse_engine,
 )
-from halfstep.integrations.grad_scaler.parameter_names import refuse_pure, refuse_pure_weights
-from halfstep.integrations.hf_recipe import apply_recipe_, place_recipe
-from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
+from halfstep.integrations.loop_scaler import LoopScaler
+from halfstep.integrations.optimizer_tensors import refuse_pure, refuse_pure_weights
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
-from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
@@ -62,13 +59,10 @@ _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callb
 def attach(
     trainer: Any,
     *,
-    policy: str = "",
     scaler: bool | None = None,
     lost_updates_every: int = 50,
     stop_on_nonfinite: bool = True,
-    on_spike: str = "off",
     folder: str | Path = "",
-    captures: int = 0,
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
@@ -78,19 +72,13 @@ def attach(
 
     Args:
         trainer: A Trainer that has not trained yet.
-        policy: A policy below 16 bits for a Trainer in bf16, such as ``"mxfp8,simulate=yes"``;
-            empty: none.
         scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
             skip it, whose gradients are not. False: they are logged, and training continues.
-        on_spike: What to do about a finite loss or gradient norm far above the steps before:
-            ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``, as in
-            :class:`halfstep.Precision`.
-        folder: Write metrics, first causes and the batches of spikes there, for ``halfstep
-            report``; empty: nothing is written.
-        captures: How many captures to keep in it of steps that were not finite or that spiked.
+        folder: Write metrics and first causes there, for ``halfstep report``; empty: nothing is
+            written.
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -100,12 +88,12 @@ def attach(
     Raises:
         ConfigError: If it is not a Trainer, is already attached or trained, or if scaler options
             are given without a scaler.
-        PrecisionError: If its precision or engine does not allow a loss scaler or the policy; or if
-            it trains 16-bit weights whose small updates would be lost, unless
+        PrecisionError: If its precision or engine does not allow a loss scaler; or if it
+            trains 16-bit weights whose small updates would be lost, unless
             ``allow_pure=True``. If its class makes its own optimizer, ``train`` raises it.
     """
     _check(trainer)
-    check_options(options, "a recipe is written as policy='mxfp8,simulate=yes'")
+    check_options(options, "policies and recipes are halfstep.Precision's, in a loop of your own")
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
     scales = {*options} - {"allow_pure", "names", "ranks"}
     if scales and not wanted:
@@ -114,29 +102,16 @@ def attach(
             f"trains with mixed_precision={trainer.accelerator.mixed_precision!r}. Leave them out, "
             "or say scaler=True with an fp16 autocast of your own"
         )
-    choice = _check_spikes(on_spike, stop_on_nonfinite, folder, captures)
     ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
     if not allow_pure:
         _check_weights(trainer)
-    if policy and captures:
-        raise ConfigError(
-            f"captures={captures} with policy={policy!r}: a capture is taken again in plain bf16, "
-            "whose numbers are others; leave one of them out"
-        )
-    recipe = place_recipe(trainer, policy) if policy else None
     used = None
-    if wanted or choice.action != "off":  # the callback has a meter of its own
-        used = attach_scaler(
-            trainer.accelerator, scaler=wanted, on_spike=choice, lost_updates_every=0, **options
-        )
+    if wanted:  # the callback has a meter of its own
+        used = attach_scaler(trainer.accelerator, scaler=wanted, lost_updates_every=0, **options)
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
-        clock=None if recipe is None else recipe[1],
+        folder=folder,
     )  # fmt: skip
-    if folder:
-        callback.record_into(folder, captures, choice)
-    if recipe is not None:
-        apply_recipe_(*recipe)
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.kept_norm
     trainer.add_callback(callback)
@@ -176,10 +151,9 @@ class NumericsCallback(TrainerCallback):
         *,
         stop: bool,
         allow_pure: bool,
-        clock: Clock | None,
+        folder: str | Path,
     ) -> None:
         self.scaler = scaler
-        self._clock, self._low = clock, None if clock is None else trainer.model
         self.meter: LostUpdateMeter | None = None
         self._trainer = trainer
         self._log, self._training_step = trainer.log, trainer.training_step
@@ -188,14 +162,8 @@ class NumericsCallback(TrainerCallback):
         self._ranks = ranks
         self._stop = stop
         self._allow_pure = allow_pure
-        self._scaled = trainer.accelerator.scaler is not None and not isinstance(
-            scaler, FiniteGuard
-        )  # then it skips broken gradients
-        self._steps: StepLog | None = None
-        self.found: Finding | None = None
-        """What the newest step that was not applied has found."""
-        if scaler is not None:
-            scaler.on_failed = self._failed
+        self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
+        self._steps = StepLog(_Run(trainer), folder) if folder else None
         self.now = (math.nan, math.nan)
         """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
@@ -251,13 +219,6 @@ class NumericsCallback(TrainerCallback):
                 "the Trainer has made another Accelerator since attach(), as hyperparameter_search "
                 "does, and halfstep is not in it; attach() to a Trainer of its own in each trial"
             )
-        if self._clock is not None:
-            if self._trainer.model is not self._low:
-                raise ConfigError(
-                    "the Trainer has made another model since attach(policy=...), by model_init, "
-                    "and it has no recipe; give the Trainer a model, and attach() in each trial"
-                )
-            self._clock.steps = state.max_steps
         self._forget()
         if self.meter is not None:
             self.meter.close()
@@ -269,11 +230,6 @@ class NumericsCallback(TrainerCallback):
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
         if self._steps is not None:
             self._steps.open(state.global_step)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell layers below 16 bits which step it is, before its first micro-batch."""
-        if self._clock is not None:
-            self._clock.step = state.global_step
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.
@@ -301,14 +257,13 @@ class NumericsCallback(TrainerCallback):
         norm_broken = not self._scaled and not math.isfinite(values[-1])
         broken = self._stop and self._agreeing(device).worst([loss_broken, norm_broken])
         if broken and any(broken):
-            self._capture(of_loss=bool(broken[0]))
             shown = math.nan if norm is None else float(_whole(norm))
             self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
             step = state.global_step + 1
             error = stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-            if self._steps is not None and self.found is not None:
-                self._steps.stopped(step, self.found, error.first_cause)
+            if self._steps is not None:
+                self._steps.stopped(step, self._finding(of_loss=bool(broken[0])), error.first_cause)
                 self._steps.close()
             raise error
 
@@ -325,35 +280,17 @@ class NumericsCallback(TrainerCallback):
                 skipped_total=0, skipped_in_a_row=0,
             )  # fmt: skip
             if last is not None:
-                result = last if math.isfinite(last.grad_norm) else replace(
-                    last, loss=loss, grad_norm=norm
-                )  # fmt: skip
+                result = replace(last, loss=loss, grad_norm=norm)
             rate = bare(kwargs["optimizer"]).param_groups[0]["lr"]
             self._steps.stepped(state.global_step + 1, result, learning_rate=float(rate))
 
-    def record_into(self, folder: str | Path, captures: int, choice: OnSpike) -> None:
-        """Write what ``halfstep report`` reads, and captures, into a folder."""
-        held = Held(self._trainer, self.scaler)
-        self._steps = StepLog(held, folder, captures=captures, spikes=choice)
-
-    def _capture(self, *, of_loss: bool) -> None:
-        """Capture the present step, whose loss or gradients are not finite on some rank."""
+    def _finding(self, *, of_loss: bool) -> Finding:
+        """What is not finite in the present step, on this rank or another."""
         loss, norm = self.now
         if of_loss and math.isfinite(loss):
             loss = math.nan  # of another rank
         reason = "nonfinite_loss" if of_loss else "overflow" if math.isinf(norm) else _NAN
-        self._failed(Finding(reason, loss, norm, torch.get_num_threads()), False)
-
-    def _failed(self, found: Finding, stops: bool) -> None:
-        """Capture a step before it is answered; if that stops, write its line."""
-        self.found, step = found, self._trainer.state.global_step + 1
-        if self._steps is None:
-            return
-        if stops:
-            self._steps.stopped(step, found)
-            self._steps.close()
-        else:
-            self._steps.failed(step, found)
+        return Finding(reason, loss, norm, torch.get_num_threads())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the meter's hooks from the optimizer."""
@@ -371,11 +308,11 @@ class NumericsCallback(TrainerCallback):
             self.scaler.abandon()
 
 
-class Held:
-    """What takes a Trainer's steps, for a capture: its model, optimizer and scaler."""
+class _Run:
+    """What a run's folder says of a Trainer."""
 
-    def __init__(self, trainer: Any, scaler: LoopScaler | None) -> None:
-        self._trainer, self._scaler = trainer, scaler
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     @property
     def model(self) -> nn.Module:
@@ -395,23 +332,8 @@ class Held:
         return "fp32" if mixed == "no" else f"{mixed}-mixed"
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty without one."""
-        return {} if self._scaler is None else self._scaler.state_dict()
-
-
-def _check_spikes(
-    on_spike: str, stop_on_nonfinite: bool, folder: str | Path, captures: int
-) -> OnSpike:
-    """Refuse options that contradict each other."""
-    choice = OnSpike.parse(on_spike)
-    if choice.action != "off" and not stop_on_nonfinite:
-        raise ConfigError(
-            f"on_spike={choice} with stop_on_nonfinite=False: a step whose loss is not finite "
-            "cannot be compared with others; leave stop_on_nonfinite out"
-        )
-    if captures and not folder:
-        raise ConfigError(f"captures={captures} without a folder; say where: folder='run'")
-    return choice
+        """Nothing, as no step is captured."""
+        return {}
 
 
 def _check_weights(trainer: Any) -> None:
@@ -539,7 +461,5 @@ def _run_again(
         cause = None
     finally:
         trainer.model.zero_grad()
-    if several:  # each has run its own copy of the model, without a collective
-        cause = over_ranks(cause)
     told = failed if cause is None else f". First cause: {cause}"
     return cause, told, broken[0] if broken else ()

@@ -22,13 +22,13 @@ from halfstep.diagnostics.capture.replay import Replayed, read_capture, take_aga
 from halfstep.diagnostics.nonfinite.again import explained
 from halfstep.diagnostics.recording.recorder import Recorder
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.parameter_names import name_table
 from halfstep.integrations.lightning_common import (
     PolicyPlugin,
     ScaledSteps,
     check_strategy,
     loss_with_backward,
 )
+from halfstep.integrations.optimizer_tensors import name_table
 from halfstep.precision.result import StepResult
 
 try:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler.parameter_names import owned
-from halfstep.integrations.grad_scaler.recording import loss_error
-from halfstep.integrations.grad_scaler.scaler import GradScaler
+from halfstep.integrations.grad_scaler import GradScaler
+from halfstep.integrations.loop_scaler import loss_error
+from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.casting.cast import (
     CastInputs,

@@ -18,36 +18,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
-from halfstep.integrations.grad_scaler.parameter_names import Names, name_table, with_gradients
-from halfstep.integrations.grad_scaler.recording import (
-    StepRecord,
-    loss_error,
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.integrations.grad_scaler import GradScaler, total
+from halfstep.integrations.optimizer_tensors import (
+    Names,
+    name_table,
     stored_gradients,
-    total,
+    with_gradients,
 )
-from halfstep.integrations.grad_scaler.scaler import EXTRA_KEY, GradScaler, ScaleGuard
-from halfstep.integrations.spike_guard import SpikeGuard
 from halfstep.precision.checks import some
 from halfstep.precision.recovery import OnNonFinite
-from halfstep.precision.result import Reason
-from halfstep.precision.scaling.gradients import OneRank, Ranks
-from halfstep.precision.scaling.spikes import as_state
+from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 
-SPIKES_KEY = "halfstep_spikes"
-"""The key of the spike detector's state, which torch's scaler ignores."""
-_UNPICKLED = ("_optimizers", "_find_names", "_found_names", "meter", "spikes", "on_failed")
-OnFailed = Callable[[Finding, bool], object]
-"""Called with what a spiking step found before it is answered, and again where that stops."""
+_UNPICKLED = ("_optimizers", "_find_names", "meter")
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -63,28 +54,23 @@ class LoopScaler(GradScaler):
         meter: The :class:`halfstep.LostUpdateMeter` of the loop's optimizers, or None.
     """
 
-    _always_saves_counts: ClassVar[bool] = True
-    _always_refuses_pure: ClassVar[bool] = True
+    _as_torch: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.meter: LostUpdateMeter | None = None
         self._optimizers: Optimizers | None = None
         self._find_names: Named | None = None
-        self._found_names: Named | None = None  # where they came from, once they are known
         self._pending = False  # update() was called and waits for optimizers
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
-        self._checked: int | None = None  # id of the optimizer whose flags are this step's
         self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
-        self.spikes: SpikeGuard | None = None
-        self.on_failed: OnFailed | None = None
 
     def bind(self, optimizers: Optimizers, named: Named) -> None:
         """Bind the scaler to a loop.
 
         Args:
             optimizers: A function that returns the loop's optimizers, unwrapped.
-            named: A function that returns names and parameters; called once, if none were given.
+            named: A function that returns names and parameters, if none were given.
         """
         self._optimizers = optimizers
         self._find_names = None if self._names else named
@@ -92,21 +78,20 @@ class LoopScaler(GradScaler):
     @property
     def skipped_total(self) -> int:
         """Number of iterations with a skipped step, including those before a resume."""
-        return self._count.total + any(record.skipped for record in self._round)
+        return int(self._skipped) + any(step.skipped for step in self._round)
 
     def abandon(self) -> None:
         """Forget the current iteration, after an error has ended the loop."""
         self._pending = False
         self._mixed.clear()
         self._per_optimizer_states.clear()
-        self._round, self._marks, self._losses_sum = [], {}, None
+        self._round, self._nonfinite, self._losses_sum = [], {}, None
 
     def release(self) -> None:
         """Drop all references to optimizers and parameters, between two trainings."""
         self.abandon()
-        if self._found_names is not None:
-            self._names, self._find_names = {}, self._found_names
-            self._found_names = None
+        if self._find_names is not None:
+            self._names = {}
         self.close_meter()
 
     def close_meter(self) -> None:
@@ -114,12 +99,6 @@ class LoopScaler(GradScaler):
         if self.meter is not None:
             self.meter.close()
             self.meter = None
-
-    def _know_names(self) -> None:
-        """Get the parameters' names, once."""
-        if self._find_names is not None:
-            self._names = name_table(self._find_names())
-            self._find_names, self._found_names = None, self._find_names
 
     def scale(self, outputs: Any) -> Any:
         """Multiply by the scale like torch's; first adapt it if ``update`` was waiting."""
@@ -145,7 +124,8 @@ class LoopScaler(GradScaler):
             PrecisionError: For fp16 gradients; or if a backward has added scaled gradients to
                 unscaled ones.
         """
-        self._know_names()
+        if self._find_names is not None and not self._names:
+            self._names = name_table(self._find_names())
         self._refuse_mixed(optimizer)
         super().unscale_(optimizer)
 
@@ -173,77 +153,19 @@ class LoopScaler(GradScaler):
         self._refuse_mixed(optimizer)
         self._check_scale_growth_tracker("step")
         assert self._scale is not None
-        flags = self._flags(optimizer)
-        found = float(total(flags.values(), self._scale.device)) if flags else 0.0
-        if not found:  # without flags torch says that there was no gradient
-            return self._finite_step(optimizer, bool(flags), *args, **kwargs)
-        if self.spikes is not None:
-            self.spikes.forget()
+        if self._stage(optimizer) is OptState.READY:
+            self._stepping = True
+            try:
+                self.unscale_(optimizer)
+            finally:
+                self._stepping = False
+        flags = self._found_inf_per_device(optimizer)
+        if not flags or not float(total(flags.values(), self._scale.device)):
+            return super().step(optimizer, *args, **kwargs)  # which raises where no flag is
         self._host_flag = 1.0
         self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         self._remember(optimizer)
         return None
-
-    def _finite_step(
-        self, optimizer: Optimizer, checked: bool, *args: Any, **kwargs: Any
-    ) -> float | None:
-        """Step, unless it spikes; ``checked`` is False if no gradient was seen."""
-        spikes, scale = self.spikes, self._scale
-        if spikes is not None and checked and scale is not None:
-            ranks = self._agreeing(scale.device)
-            spikes.begin(ranks)
-            if spikes.judge(optimizer, self._losses_sum, ranks) is not None:
-                self._skip_spike(spikes, optimizer, ranks)
-                return None
-        self._checked = id(optimizer)
-        try:
-            value = super().step(optimizer, *args, **kwargs)
-        finally:
-            self._checked = None
-        if spikes is not None and checked and isinstance(self._last, StepRecord):
-            spikes.applied()
-            self._last.norm, self._last.loss = spikes.measured[1], torch.tensor(spikes.measured[0])
-        return value
-
-    def _skip_spike(self, spikes: SpikeGuard, optimizer: Optimizer, ranks: Ranks) -> None:
-        """Leave a spiking step out, or raise."""
-        assert spikes.spike is not None
-        (loss, norm), reason = spikes.measured, spikes.spike.reason
-        found = Finding(reason, loss, norm, torch.get_num_threads())
-        tell = self.on_failed or (lambda found, stops: None)
-        tell(found, False)
-        try:
-            undone = spikes.answer(ranks)
-        except SpikeError:
-            tell(found, True)
-            raise
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        self._host_flag = 0.0
-        self._remember(optimizer)
-        if isinstance(self._last, StepRecord):
-            self._last.spike, self._last.norm, self._last.undone = reason, norm, undone
-            self._last.loss = torch.tensor(loss)
-
-    def _flags(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        """The flags for non-finite gradients, by device; unscales unless the step will do it."""
-        if self._stage(optimizer) is OptState.READY:
-            self._stepping = True
-            try:
-                fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-                if fused and self.spikes is None:  # which need unscaled gradients
-                    self._know_names()
-                    self._check_inf_per_device(optimizer)
-                else:
-                    self.unscale_(optimizer)
-            finally:
-                self._stepping = False
-        flags: Any = self._found_inf_per_device(optimizer)  # torch calls the values Any
-        return cast(dict[torch.device, Tensor], flags)
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._checked == id(optimizer):  # torch's step asks again
-            return self._found_inf_per_device(optimizer)
-        return super()._check_inf_per_device(optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale once all optimizers that have gradients have stepped, or set it.
@@ -266,7 +188,7 @@ class LoopScaler(GradScaler):
         waiting = {other: self._stage(other) is OptState.UNSCALED for other in self._waiting()}
         for other in waiting:
             self._per_optimizer_states.pop(id(other), None)
-            self._marks.pop(id(other), None)
+            self._nonfinite.pop(id(other), None)
         self._mixed.clear()
         before = self.get_scale() if waiting else 1.0
         try:
@@ -280,21 +202,10 @@ class LoopScaler(GradScaler):
                         values.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`halfstep.GradScaler.state_dict`, and the counts of skips in any case."""
+        """As :meth:`halfstep.GradScaler.state_dict`, after a scale that waits has been adapted."""
         if self._enabled and self._pending:
             self._settle()
-        state = super().state_dict()
-        if self.spikes is not None and EXTRA_KEY in state:
-            state[SPIKES_KEY] = self.spikes.state()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`halfstep.GradScaler.load_state_dict`, and the window of steps for spikes."""
-        if self.spikes is not None:
-            as_state(state_dict.get(SPIKES_KEY))  # which refuses a damaged one
-        super().load_state_dict(state_dict)
-        if self.spikes is not None:
-            self.spikes.restore_(state_dict.get(SPIKES_KEY))
+        return super().state_dict()
 
     def _bound(self) -> Sequence[Optimizer]:
         return () if self._optimizers is None else self._optimizers()
@@ -322,22 +233,15 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling, without the loop that the scaler is bound to."""
-        unbound = dict.fromkeys(_UNPICKLED)
-        return super().__getstate__() | unbound | {"_mixed": set()}
-
-
-# A check of loss and gradients before a step, for loops that need no loss scale: bf16, fp32.
-#
-# It takes the place of a loop's loss scaler, with a constant scale of 1. What remains of a scaler
-# is the check whether anything is not finite::
-#
-#     a loss or a gradient is not finite, on any rank
-#         on_nonfinite="stop"     raise, with the cause; the weights are those before the step
-#         on_nonfinite="skip:K"   leave up to K such steps in a row out
+        return super().__getstate__() | dict.fromkeys(_UNPICKLED) | {"_mixed": set()}
 
 
 class FiniteGuard(LoopScaler):
-    """A :class:`LoopScaler` whose scale is 1: it only stops or skips where values are not finite.
+    """Checks loss and gradients before a step, for loops that need no loss scale: bf16, fp32.
+
+    It takes the place of a loop's loss scaler, with a constant scale of 1. What remains of a scaler
+    is the check whether anything is not finite, on any rank: the run stops with the cause, and the
+    weights are those before the step, or up to K such steps in a row are left out.
 
     Args:
         device: As in torch's scaler.
@@ -365,10 +269,8 @@ class FiniteGuard(LoopScaler):
                 f"on_nonfinite={on_nonfinite!r} keeps copies of model and optimizer, which "
                 "halfstep.Precision does; allowed here: stop, skip:K"
             )
-        super().__init__(
-            device, 1.0, min_scale=1.0, max_scale=1.0, names=names, ranks=ranks,
-            allow_pure=allow_pure,
-        )  # fmt: skip
+        bounds: dict[str, Any] = {"min_scale": 1.0, "max_scale": 1.0}
+        super().__init__(device, 1.0, **bounds, names=names, ranks=ranks, allow_pure=allow_pure)
         self._said = False
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -392,10 +294,6 @@ class FiniteGuard(LoopScaler):
         if new_scale is not None or self._per_optimizer_states:
             super().update(new_scale)
 
-    def for_loss(self, name: str) -> Self:
-        """This object itself, since a scale of 1 serves every loss."""
-        return self
-
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -403,25 +301,16 @@ class FiniteGuard(LoopScaler):
             found_inf.copy_(~self._losses_sum.isfinite())
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _stop_if_hopeless(
-        self,
-        guard: ScaleGuard,
-        reason: Reason,
-        names: tuple[str, ...],
-        scale: float,
-        *,
-        at_floor: bool,
-    ) -> None:
+    def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
         loss = self._losses_sum
         device = torch.device(self._device) if loss is None else loss.device
         of_loss = loss_error(loss, self._agreeing(device))
         if of_loss:
             what = f"the loss is {of_loss}: the forward pass or the data made it"
         else:
-            kind = "NaN" if reason == "nan_gradients" else "overflow (inf)"
-            whose = some(names) or "parameters that are not known here"
-            what = f"{kind} in the gradients of {whose} under a finite loss"
-        if self._choice.action == "skip" and self._count.in_a_row <= self._choice.count:
+            whose = some(found.names) or "parameters that are not known here"
+            what = f"{found.what} in the gradients of {whose} under a finite loss"
+        if self._choice.action == "skip" and int(self._in_a_row) <= self._choice.count:
             if not self._said:
                 self._said = True
                 warnings.warn(
@@ -435,5 +324,13 @@ class FiniteGuard(LoopScaler):
             "to lower; to see which operation and sample made it: "
             "print(halfstep.first_cause(model, lambda rows: your_loss(rows), batch))",
             cause="forward" if of_loss else "gradients",
-            parameters=() if of_loss else names,
+            parameters=() if of_loss else found.names,
         )
+
+
+def loss_error(loss: Tensor | None, ranks: Ranks) -> str:
+    """Say what is wrong with a loss that is not finite on some rank, else "". All ranks call it."""
+    mine = loss is not None and not bool(loss.isfinite().all())
+    if not ranks.worst([int(mine)])[0]:
+        return ""
+    return f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"

@@ -132,13 +132,12 @@ class ManyRanks:
             marks.copy_(moved)
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """All ranks' findings; a tensor with NaN on one rank and inf on another counts as NaN."""
-        nan, inf = set(found.nan), set(found.inf)
-        marks = self.worst([2 if name in nan else int(name in inf) for name in names])
-        marked = list(zip(names, marks, strict=True))
+        """All ranks' findings."""
+        marks = self.worst([int(n in some) for some in (found.nan, found.inf) for n in names])
+        nan, inf = marks[: len(names)], marks[len(names) :]
         return NonFinite(
-            tuple(name for name, mark in marked if mark == 2),
-            tuple(name for name, mark in marked if mark == 1),
+            tuple(name for name, mark in zip(names, nan, strict=True) if mark),
+            tuple(name for name, mark in zip(names, inf, strict=True) if mark),
         )
 
 

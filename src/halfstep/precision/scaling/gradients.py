@@ -32,15 +32,15 @@ _PIECE = 2**18
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The parameters whose gradients are not finite, by whether they hold NaN or only inf."""
+    """The names of parameters whose gradients hold NaN, or infinities; some may hold both."""
 
-    nan: tuple[str, ...]  # names of parameters with a NaN in the gradient
-    inf: tuple[str, ...]  # names of parameters with an infinity and no NaN
+    nan: tuple[str, ...]
+    inf: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all non-finite gradients, NaN first."""
-        return self.nan + self.inf
+        return tuple(dict.fromkeys(self.nan + self.inf))
 
     @property
     def reason(self) -> Reason | None:
@@ -52,6 +52,11 @@ class NonFinite:
         if not self.names:
             return None
         return "overflow" if self.inf else "nan_gradients"
+
+    @property
+    def what(self) -> str:
+        """What was found, in the words of messages."""
+        return "NaN" if self.reason == "nan_gradients" else "overflow (inf)"
 
 
 def _values(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -117,7 +122,8 @@ def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
     for name, gradient in named_gradients:
         (value,) = _values([gradient])
         if not is_finite(value):
-            (nan if value.isnan().any() else inf).append(name)
+            nan += [name] if value.isnan().any() else []
+            inf += [name] if value.isinf().any() else []
     return NonFinite(tuple(nan), tuple(inf))
 
 

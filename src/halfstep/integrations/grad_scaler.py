@@ -1,0 +1,590 @@
+"""A drop-in for torch.amp.GradScaler that reports each step and can prevent silent failures.
+
+With its extra options off, every call behaves as torch's, bit for bit: returned values, exception
+types, warnings, scales, states, gradients and weights. It then only adds
+:attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
+
+With any option on, the scale adapts by :meth:`~halfstep.precision.scaling.loss_scale.Limits.after`,
+as that of :class:`halfstep.Precision` does, and stays between a floor and a ceiling, which prevents
+two silent failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and applies
+them, and finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host
+synchronisation, which non-fused optimizers have already paid in ``step``) and raises where no scale
+can help.
+
+Nothing else makes the host wait where torch's scaler would not: flags, scales and counters stay
+tensors on their device until :attr:`GradScaler.last_step` is read.
+
+The ranks of a run step together or not at all, and keep one scale. Under plain replication, DDP,
+FSDP2 and tensor parallelism each rank sees different gradients, and with torch's scaler each rank
+decides alone; if one skips and one steps, their weights differ for good. Here the flag of every
+optimizer is the MAX over ranks, in one small collective beside the check.
+
+**Source:** Megatron-Core reduces ``found_inf`` with MAX over all model-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import NonFiniteError, PrecisionError
+from halfstep.integrations.optimizer_tensors import (
+    LocalGradients,
+    Names,
+    accepts_low_precision,
+    kinds,
+    name_table,
+    on_parts,
+    owned,
+    parameter_names,
+    refuse_half,
+    refuse_pure,
+    stored_gradients,
+)
+from halfstep.precision.agreement import as_ranks, ranks_of_this_process
+from halfstep.precision.border import as_device, as_number
+from halfstep.precision.checks import some
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
+from halfstep.precision.scaling.loss_scale import Limits, ScaleState
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32 number. **Source:** IEEE 754 binary32; 1/S is infinite in fp32 for every
+S up to 2^-128, and torch then turns finite gradients into NaN and applies them."""
+LARGEST_SCALE = 2.0**126
+"""The largest scale whose reciprocal is a normal fp32 number."""
+STRICT_FLOOR, STRICT_CEILING = 1.0, 2.0**24
+"""The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
+EXTRA_KEY = "halfstep"
+"""The key of a state dict's extra entry, which torch's scaler ignores."""
+
+_EXTRA = {"skipped_total": int, "skipped_in_a_row": int, "calibrating": bool}
+_NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
+_Held = Tensor | float
+"""A number, or a 0-dim tensor on a device whose value has not been read yet."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling with torch's interface and a report on every step.
+
+    Where ``torch.distributed`` is initialised for several ranks, either all of them step or none
+    does, and their scales stay equal: the flag is the MAX over ranks, one small collective per
+    optimizer and step. All must then call ``unscale_``, ``step`` and ``update`` together.
+
+    Args:
+        device: This and the next five arguments are torch's; ``init_scale`` must be above 0.
+        init_scale: The first scale.
+        growth_factor: The scale's factor after ``growth_interval`` good steps in a row.
+        backoff_factor: The scale's factor on overflow.
+        growth_interval: Good steps before the scale grows.
+        enabled: If False, nothing is scaled and every step is taken.
+        strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
+            16-bit weights whose small updates would be lost. :meth:`check` refuses them before
+            training.
+        min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
+        max_scale: The ceiling; 2^126 if any other option is on.
+        max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
+            raises; not before the first applied step, while the scale is finding its level.
+        names: For messages only: ``model.named_parameters()``, or a dict of it.
+        ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
+            group, if initialised. ``OneRank()`` if each process trains a model of its own.
+        allow_pure: Allow 16-bit weights under any optimizer, although small updates are lost.
+
+    Raises:
+        PrecisionError: If an option cannot be honoured.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> scaler = GradScaler("cpu", init_scale=4.0, strict=True, names={"weight": weight})
+        >>> scaler.scale((weight * torch.tensor([1.0, float("inf")])).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> result = scaler.last_step
+        >>> result.applied, result.reason, result.nonfinite_parameters, result.next_loss_scale
+        (False, 'overflow', ('weight',), 2.0)
+    """
+
+    _scale: Tensor | None
+    _as_torch: ClassVar[bool] = True  # with no option on: its state dict, and its 16-bit weights
+
+    def __init__(
+        self,
+        device: str | torch.device = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        strict: bool = False,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        max_consecutive_skips: int | None = None,
+        names: Names | None = None,
+        ranks: Ranks | None = None,
+        allow_pure: bool = False,
+    ) -> None:
+        device = str(as_device(device))
+        if not as_number(init_scale, "GradScaler(init_scale)", "a number above 0") > 0:
+            raise PrecisionError(f"init_scale={init_scale}; allowed: a number above 0")
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._ranks = None if ranks is None else as_ranks(ranks)
+        self._names = name_table(names)
+        self._allow_pure = allow_pure
+        self._strict = strict
+        self._max_skips = max_consecutive_skips
+        self._bounds = _bounds(strict, min_scale, max_scale, max_consecutive_skips)
+        if self._bounds is not None:
+            if not math.isfinite(growth_factor) or not backoff_factor > 0:
+                raise PrecisionError(
+                    f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; "
+                    "allowed with halfstep's options: a finite growth and a back-off above 0"
+                )
+            self._require_within(init_scale, "init_scale")
+        # rounds between two updates: skipped in all, skipped in a row, and applied
+        self._skipped: _Held = 0
+        self._in_a_row: _Held = 0
+        self._applied: _Held = 0
+        self._loss: Tensor | None = None
+        self._round: list[_Step] = []  # the steps since the last update
+        self._nonfinite: dict[int, _Find] = {}  # by id(optimizer), since the last update
+        self._last: _Step | StepResult | None = None
+        self._host_flag: float | None = None
+        self._stepping = False
+
+    # --- what can be read -------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the latest call of ``step`` did, or None before the first (or if disabled).
+
+        Reading it may wait for the device; recording it does not. ``applied`` comes from the
+        overflow flag, so it is right for fused optimizers too, which are called in either case.
+        Read it after ``update``: before, ``next_loss_scale`` is still the current scale.
+
+        * ``loss``: the last value given to ``scale`` if it was a scalar, else NaN; with gradient
+          accumulation the last micro-batch's.
+        * ``grad_norm``: NaN, as it is not computed here.
+        * ``skipped_total``, ``skipped_in_a_row``: rounds between two calls of ``update`` in which
+          any optimizer's step was skipped; with one optimizer, its steps.
+        * ``nonfinite_parameters``: empty, with reason ``"overflow"``, for a fused optimizer on a
+          GPU without an explicit ``unscale_``, since looking would make the host wait. After an
+          explicit one on a GPU, a gradient that holds both NaN and infinities counts as NaN.
+        """
+        last = self._last
+        if not isinstance(last, _Step):
+            return last
+        pending = any(step.skipped for step in self._round)
+        found = last.nonfinite() if last.skipped else None
+        return StepResult(
+            applied=not last.skipped,
+            reason=None if found is None else found.reason or "overflow",
+            loss=math.nan if last.loss is None else float(last.loss),
+            grad_norm=math.nan,
+            loss_scale=float(last.loss_scale),
+            next_loss_scale=float(last.next_loss_scale),
+            skipped_total=int(self._skipped) + pending,
+            skipped_in_a_row=int(self._in_a_row) + pending if last.skipped else 0,
+            nonfinite_parameters=() if found is None else found.names,
+        )
+
+    @property
+    def calibrating(self) -> bool:
+        """Whether no step was applied yet, so that skips only mean the scale finds its level."""
+        return not self._applied and not any(not step.skipped for step in self._round)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse, before training, what would fail at the first step or silently lose updates.
+
+        Raises:
+            PrecisionError: If the optimizer has trainable fp16 parameters, whose gradients cannot
+                be unscaled, or bf16 ones, whose small updates are lost; unless it has
+                ``accepts_low_precision_gradients = True``. Fused optimizers of torch are refused
+                here although their step would take fp16. With ``allow_pure=True``, or if the scaler
+                is disabled, bf16 passes.
+        """
+        if self._enabled and not accepts_low_precision(optimizer):
+            half = [p for p in owned(optimizer) if p.requires_grad and p.dtype == torch.float16]
+            refuse_half(optimizer, half, self._names, "The loss scaler needs fp32 gradients")
+        if self._enabled and not self._allow_pure:
+            refuse_pure(optimizer, self._names)
+
+    # --- torch's calls ----------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or tensors in lists and tuples, by the scale, like torch's."""
+        if self._enabled:
+            single = isinstance(outputs, Tensor) and outputs.numel() == 1
+            self._loss = outputs.detach() if single else None
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, once per step, like torch's.
+
+        Raises:
+            PrecisionError: For fp16 gradients (it is a ``ValueError``), before any is changed,
+                unless the optimizer has ``accepts_low_precision_gradients = True``.
+        """
+        super().unscale_(optimizer)
+        if not self._enabled:
+            return
+        flags = self._found_inf_per_device(optimizer).values()
+        if all(map(on_host, flags)):
+            if any(flag.item() for flag in flags):
+                self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=True)
+        elif not self._stepping:  # clipping may follow, which spreads one NaN over all gradients
+            self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=False)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale unless done, and step unless a gradient is not finite, like torch's.
+
+        Returns:
+            What ``optimizer.step`` returned; None if it was skipped. See :attr:`last_step`.
+        """
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        self._host_flag, self._stepping = None, True
+        try:
+            with _unchecked_explained(), on_parts(optimizer):
+                value = super().step(optimizer, *args, **kwargs)
+        finally:
+            self._stepping = False
+        self._remember(optimizer)
+        return value
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's.
+
+        Raises:
+            NonFiniteError: With an option on: an overflow at the floor (``cause`` is
+                ``"loss_scale_floor"``) or too many skips in a row (``"skip_limit"``). The skipped
+                weights are unchanged and the scaler can still be used.
+            PrecisionError: With an option on: a ``new_scale`` out of bounds.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._scale, self._growth_tracker
+        if self._bounds is None or scale is None or tracker is None:
+            self._torch_update(new_scale)
+            return
+        if isinstance(new_scale, float) or (
+            isinstance(new_scale, Tensor) and new_scale.numel() == 1
+        ):
+            self._require_within(float(new_scale), "new_scale")
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        found, good, before = 0.0, 0.0, 0.0
+        if flags:
+            parts = [total(flags, scale.device), tracker.float(), scale]
+            found, good, before = torch.stack(parts).tolist()
+        broken = self._broken() if found else None
+        state = ScaleState(before, int(good), 1)
+        limits = self._limits()
+        at_floor = new_scale is None and limits.at_floor(state)
+
+        def adapt() -> None:
+            if new_scale is None:
+                scale.fill_(limits.after(state, bool(found)).value)
+
+        self._torch_update(new_scale, adapt)
+        if broken is not None:
+            self._stop_if_hopeless(broken, before, at_floor=at_floor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's entries, plus one that torch's scaler ignores if an option is on."""
+        state = super().state_dict()
+        if self._enabled and (self._bounds is not None or not self._as_torch):
+            state[EXTRA_KEY] = {
+                "skipped_total": int(self._skipped),
+                "skipped_in_a_row": int(self._in_a_row),
+                "calibrating": not self._applied,
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state of this scaler or of torch's.
+
+        A state without the extra entry counts as a run that has found its scale, without skips.
+
+        Raises:
+            PrecisionError: If, with an option on, the scale is out of bounds, or the extra entry
+                is damaged; nothing is changed then.
+        """
+        if not self._enabled:
+            super().load_state_dict(state_dict)
+            return
+        if self._bounds is not None and "scale" in state_dict:
+            self._require_within(state_dict["scale"], "saved scale")
+        extra = state_dict.get(EXTRA_KEY)
+        if extra is None:
+            extra = {"skipped_total": 0, "skipped_in_a_row": 0, "calibrating": False}
+        known = isinstance(extra, Mapping) and set(_EXTRA) <= set(extra)
+        if not known or not all(isinstance(extra[key], kind) for key, kind in _EXTRA.items()):
+            raise PrecisionError(
+                f"the saved scaler state's {EXTRA_KEY!r} entry is damaged: {extra!r}; allowed: "
+                f"what state_dict() gives, with {', '.join(_EXTRA)}"
+            )
+        super().load_state_dict(state_dict)
+        self._skipped, self._in_a_row = extra["skipped_total"], extra["skipped_in_a_row"]
+        self._applied = int(not extra["calibrating"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for copies and pickles, in plain numbers and without parameter names."""
+        state = super().__getstate__()
+        counts = {key: int(state[key]) for key in ("_skipped", "_in_a_row", "_applied")}
+        state |= {"_last": self.last_step, "_loss": None, "_host_flag": None}
+        return state | counts | {"_round": [], "_nonfinite": {}, "_names": {}}
+
+    # --- inside of torch's calls ------------------------------------------------------------------
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if (self._strict or not self._as_torch) and not self._allow_pure:
+            refuse_pure(optimizer, self._names)
+        allowed = allow_fp16 or accepts_low_precision(optimizer)
+        if not allowed:
+            what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
+            half = [p for p, grad in stored_gradients(optimizer) if grad.dtype == torch.float16]
+            refuse_half(optimizer, half, self._names, what)
+        ranks, found = self._agreeing(found_inf.device), kinds(optimizer)
+        alone = isinstance(ranks, OneRank)
+        torchs = found <= {"plain"} or (alone and found == {"sharded"})
+        source: Any = optimizer if torchs else LocalGradients(optimizer)
+        flags = super()._unscale_grads_(source, inv_scale, found_inf, allowed)
+        if alone:
+            return flags
+        none = found_inf.new_full((), float(not flags))
+        mine = total(flags.values(), found_inf.device) if flags else torch.zeros_like(none)
+        marks = torch.stack([mine.clamp_(max=1.0), none])
+        ranks.worst_(marks)
+        if flags and on_host(marks) and marks[1].item():
+            raise PrecisionError(
+                "another rank's optimizer has no gradient in this step, so none steps; every rank "
+                "must use the model in each step, or pass ranks=halfstep.OneRank() where each "
+                "process trains a model of its own"
+            )
+        for flag in flags.values():  # set even if another rank raises for lack of gradients
+            flag.copy_(marks.amax(), non_blocking=True)
+        return flags
+
+    def _agreeing(self, device: torch.device) -> Ranks:
+        return ranks_of_this_process(device) if self._ranks is None else self._ranks
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        # torch waits for the flags here; wait once, keep the values and pass them on.
+        found = optimizer_state["found_inf_per_device"]
+        host = {device: flag.cpu() for device, flag in found.items()}
+        self._host_flag = sum(float(flag.item()) for flag in host.values())
+        known = {**optimizer_state, "found_inf_per_device": host}
+        return super()._maybe_opt_step(optimizer, known, *args, **kwargs)
+
+    def _remember(self, optimizer: Optimizer) -> None:
+        """Record the step that was just taken or skipped."""
+        flags = self._found_inf_per_device(optimizer).values()
+        if not flags or self._scale is None:
+            self._last = None  # no gradient was seen: torch says so in update()
+            return
+        found = self._host_flag
+        held = _hold(total(flags, self._scale.device)) if found is None else found
+        find = self._nonfinite.get(id(optimizer))
+        if find is None and not isinstance(held, Tensor) and held:
+            find = _look(optimizer, self._names, exact=True)
+        scale = _hold(self._scale)
+        self._last = _Step(held, self._loss, scale, scale, find)
+        self._round.append(self._last)
+
+    def _torch_update(
+        self, new_scale: float | Tensor | None, then: Callable[[], None] | None = None
+    ) -> None:
+        """Call torch's update, adapt the scale further by ``then``, and count the round."""
+        with _unchecked_explained():
+            super().update(new_scale)
+        if then is not None:
+            then()
+        if self._round and self._scale is not None:
+            skipped = _any_skipped(self._round, self._scale.device)
+            self._skipped = self._skipped + skipped
+            self._in_a_row = (self._in_a_row + skipped) * skipped
+            self._applied = self._applied + (1 - skipped)
+            following = _hold(self._scale)
+            for step in self._round:
+                step.next_loss_scale = following
+        self._round, self._nonfinite = [], {}
+
+    def _broken(self) -> NonFinite:
+        """Whose gradients were not finite in this round, as far as known."""
+        found = [step.nonfinite() for step in self._round if step.skipped]
+        found += [find() for find in self._nonfinite.values()]
+        nan = dict.fromkeys(name for each in found for name in each.nan)
+        return NonFinite(tuple(nan), tuple(dict.fromkeys(n for each in found for n in each.inf)))
+
+    def _limits(self) -> Limits:
+        """The scale's limits, with torch's factors and interval, which may be set at any time."""
+        assert self._bounds is not None
+        factors = self.get_growth_factor(), self.get_backoff_factor()
+        return Limits(*factors, self._growth_interval, *self._bounds, hysteresis=1)
+
+    def _require_within(self, scale: object, where: str) -> None:
+        assert self._bounds is not None
+        low, high = self._bounds
+        if not isinstance(scale, int | float) or not low <= scale <= high:
+            raise PrecisionError(
+                f"{where} is {scale!r}; allowed: numbers from {low:g} (min_scale) to {high:g} "
+                "(max_scale). Give another scale, or other bounds"
+            )
+
+    def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
+        """Raise if no smaller scale can help, or too many steps in a row were skipped."""
+        whose = some(found.names) or (
+            "parameters that are not known here: another rank's, or their gradients were cleared"
+        )
+        where = f"{found.what} in the gradients of {whose}"
+        same = "the weights of the skipped optimizer are unchanged"
+        if at_floor:
+            raise NonFiniteError(
+                f"{where} at the smallest loss scale {scale:g} (min_scale): no smaller scale can "
+                f"help, so this is a bug or values beyond the format; {same}",
+                cause="loss_scale_floor",
+                parameters=found.names,
+            )
+        in_a_row = int(self._in_a_row)
+        if self._max_skips is not None and in_a_row >= self._max_skips and not self.calibrating:
+            raise NonFiniteError(
+                f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), "
+                f"at loss scale {scale:g}; {same}",
+                cause="skip_limit",
+                parameters=found.names,
+            )
+
+
+def _bounds(
+    strict: bool,
+    min_scale: float | None,
+    max_scale: float | None,
+    max_consecutive_skips: int | None,
+) -> tuple[float, float] | None:
+    """The floor and ceiling that the options ask for, or None if none of them is on."""
+    skips = 1 if max_consecutive_skips is None else max_consecutive_skips
+    if not isinstance(skips, int) or isinstance(skips, bool) or skips < 1:
+        raise PrecisionError(f"max_consecutive_skips is {skips!r}; allowed: integers >= 1")
+    bounds = []
+    low, high = (STRICT_FLOOR, STRICT_CEILING) if strict else (SMALLEST_SCALE, LARGEST_SCALE)
+    for name, given, default in (("min_scale", min_scale, low), ("max_scale", max_scale, high)):
+        value = default if given is None else given
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+            raise PrecisionError(
+                f"{name} is {value!r}; allowed: numbers from 2^-126 to 2^126, whose reciprocals "
+                "are normal fp32 numbers"
+            )
+        bounds.append(torch.tensor(value, dtype=torch.float32).item())  # as the scale is stored
+    if bounds[0] > bounds[1]:
+        raise PrecisionError(
+            f"min_scale {bounds[0]:g} is above max_scale {bounds[1]:g}; allowed: at most equal"
+        )
+    given = (min_scale, max_scale, max_consecutive_skips) != (None, None, None)
+    return (bounds[0], bounds[1]) if strict or given else None
+
+
+# --- records of steps -----------------------------------------------------------------------------
+
+_Find = Callable[[], NonFinite]
+"""Names the gradients that were not finite at one moment; may wait for the device."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """One call of ``step``, as numbers and tensors that have not been read yet."""
+
+    found: _Held
+    """Above 0 if any gradient was not finite."""
+    loss: Tensor | None
+    loss_scale: _Held
+    next_loss_scale: _Held
+    find: _Find | None
+    """Names the non-finite gradients; None if nobody looked."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped, so that the weights did not change."""
+        return float(self.found) > 0
+
+    def nonfinite(self) -> NonFinite:
+        """Whose gradients were not finite, as far as known."""
+        return NonFinite((), ()) if self.find is None else self.find()
+
+
+def _look(optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> _Find:
+    """Look for gradients that are not finite, without waiting for a device until it is read.
+
+    ``exact`` also finds infinities in tensors that hold NaN, which reads the gradients twice more.
+    """
+    names = parameter_names(optimizer, known)
+    stored = [(names[p], grad.detach()) for p, grad in stored_gradients(optimizer)]
+    # a tensor subclass cannot stand beside plain tensors in one foreach call
+    found = [(name, grad) for name, grad in stored if grad.numel() and type(grad) is Tensor]
+    values = [value for _, value in found]
+    # the largest absolute value of each: NaN if there is a NaN, else inf if there is one
+    norms = list(torch._foreach_norm(values, math.inf)) if values else []
+    infinite = [value.isinf().any() for value in values] if exact else norms
+
+    def read() -> NonFinite:
+        looked = zip((name for name, _ in found), norms, infinite, strict=True)
+        seen = [(name, float(norm), bool(any_)) for name, norm, any_ in looked]
+        return NonFinite(
+            tuple(name for name, norm, _ in seen if math.isnan(norm)),
+            tuple(n for n, norm, any_ in seen if math.isinf(norm) or (exact and any_)),
+        )
+
+    return read
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Tell whether the tensor's value can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def _hold(tensor: Tensor) -> _Held:
+    """The tensor's present value: a number where reading it is free, else a copy on its device."""
+    return float(tensor.item()) if on_host(tensor) else tensor.detach().clone()
+
+
+def total(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Add up per-device flags on one device, in a new tensor."""
+    moved = [flag.to(device, non_blocking=True) for flag in flags]
+    return torch.stack(moved).sum()
+
+
+def _any_skipped(steps: list[_Step], device: torch.device) -> _Held:
+    """1 if any of the steps was skipped, else 0, without waiting for a device."""
+    waiting = [step.found for step in steps if isinstance(step.found, Tensor)]
+    known = float(any(step.skipped for step in steps if not isinstance(step.found, Tensor)))
+    return (total(waiting, device) + known).clamp(max=1.0) if waiting else known
+
+
+@contextmanager
+def _unchecked_explained() -> Iterator[None]:
+    """Add to torch's assertion, when it saw no gradient, what that means."""
+    try:
+        yield
+    except AssertionError as error:
+        if not str(error).startswith(_NOT_CHECKED):
+            raise
+        raise AssertionError(
+            f"{error} Call scaler.step(optimizer) before update(). If it was called, no parameter "
+            "of the optimizer got a gradient: all are frozen, the loss was detached or does not "
+            "depend on them, or the model was moved or replaced after the optimizer was made"
+        ) from None

@@ -1,1 +1,0 @@
-"""The drop-in replacement for ``torch.amp.GradScaler``."""

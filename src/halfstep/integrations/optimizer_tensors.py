@@ -1,0 +1,166 @@
+"""An optimizer's tensors: their names for messages, refusals of 16 bits, and this rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.checks import some
+from halfstep.precision.masters.local_part import as_target, is_sharded, local_gradient, local_part
+from halfstep.precision.masters.stepping import KeepsMasters
+from halfstep.precision.policy.policy import dtype_name
+
+Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""The accepted forms: ``model.named_parameters()``, or a dict of it."""
+
+
+def name_table(names: Names | None) -> dict[Tensor, str]:
+    """Make a dict from parameter to name from either accepted form."""
+    try:
+        table = {parameter: name for name, parameter in dict(names or ()).items()}
+        if all(isinstance(p, Tensor) and isinstance(name, str) for p, name in table.items()):
+            return table
+    except (TypeError, ValueError):  # dict() of something else
+        pass
+    raise PrecisionError(
+        f"names={names!r}; allowed: model.named_parameters(), or a dict from names to parameters"
+    )
+
+
+def owned(*optimizers: Optimizer) -> list[Any]:
+    """List all parameters of some optimizers, in order."""
+    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+def with_gradients(*optimizers: Optimizer) -> list[Tensor]:
+    """List the tensors of some optimizers that have a gradient."""
+    return [p for p in owned(*optimizers) if isinstance(p, Tensor) and p.grad is not None]
+
+
+def parameter_names(optimizer: Optimizer, known: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """Name every tensor of the optimizer: from ``known``, its groups, or its position."""
+    table: dict[Tensor, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        own = group.get("param_names") or ()  # made from model.named_parameters()
+        for index, parameter in enumerate(group["params"]):
+            place = f"group {number}, tensor {index} of shape {tuple(parameter.shape)}"
+            name = own[index] if index < len(own) else place
+            table.setdefault(parameter, known.get(parameter, name))
+    return table
+
+
+def accepts_low_precision(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer declares that it accepts 16-bit gradients."""
+    return bool(getattr(optimizer, "accepts_low_precision_gradients", False))
+
+
+def refuse_half(
+    optimizer: Optimizer, found: Iterable[Tensor], known: Mapping[Tensor, str], what: str
+) -> None:
+    """Raise for fp16 tensors; the error names them, the remedies and their costs."""
+    half = [*dict.fromkeys(found)]
+    if not half:
+        return
+    names = parameter_names(optimizer, known)
+    count = sum(parameter.numel() for parameter in half)
+    held = tuple(names[parameter] for parameter in half)
+    raise PrecisionError(
+        f"{what}: {len(half)} of {len(names)} tensors of {type(optimizer).__name__} are trained in "
+        f"fp16: {some(held)}. Unscaling in fp16 would lose what the loss scale saved. Keep the "
+        f"trainable weights in fp32: model.float() before the optimizer is made costs {count * 2} "
+        "bytes more, and as much for their gradients; or use halfstep.Precision with policy "
+        "fp16-master"
+    )
+
+
+def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
+    """Raise for trainable 16-bit weights whose small updates would be lost.
+
+    Optimizers with ``accepts_low_precision_gradients = True`` pass, halfstep's among them: those
+    keep small updates, or were given ``update="nearest"``.
+    """
+    if not accepts_low_precision(optimizer):
+        names = parameter_names(optimizer, known)
+        refuse_pure_weights(type(optimizer).__name__, names)
+
+
+def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
+    """Like :func:`refuse_pure`, for an optimizer not made yet, of which ``kind`` is the name."""
+    low = [p for p in names if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    if not low:
+        return
+    count = sum(parameter.numel() for parameter in low)
+    held = some(tuple(names[parameter] for parameter in low))
+    dtypes = " and ".join(sorted({dtype_name(p.dtype) for p in low}))
+    raise PrecisionError(
+        f"{len(low)} of {len(names)} tensors of {kind} are trained in {dtypes} with nothing behind "
+        f"them, so updates below half the gap between two such numbers are lost: {held}. Keep them "
+        f"in fp32 with model.float() before the optimizer is made ({2 * count} bytes more, and as "
+        f"much for the gradients and for each moment), use halfstep.optim.AdamW(..., "
+        f"update='split') with bf16 weights ({2 * count} bytes more), or say allow_pure=True"
+    )
+
+
+def stored_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """List each parameter that has a gradient, with the values that this rank stores of it."""
+    every = ((p, p.grad) for p in with_gradients(optimizer))
+    return [(p, g._values() if g.is_sparse else local_part(g)) for p, g in every if g is not None]
+
+
+class LocalGradients:
+    """A stand-in for an optimizer whose gradients are this rank's parts, for torch's check.
+
+    torch's check refuses lists that mix plain tensors with DTensors, as a tensor-parallel plan
+    leaves them, and complex tensors. It works element-wise, so this rank's parts will do. They
+    share memory with the gradients, which are first redistributed like their parameters: partial
+    sums could still overflow when they are added up.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        found = (local_gradient(parameter) for parameter in with_gradients(optimizer))
+        self.param_groups = [{"params": [_carrier(grad) for grad in found if grad is not None]}]
+
+
+def _carrier(gradient: Tensor) -> Tensor:
+    """A real tensor whose ``grad`` is this gradient, in place of the parameter."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    carrier = gradient.detach().requires_grad_()
+    carrier.grad = gradient
+    return carrier
+
+
+def kinds(optimizer: Optimizer) -> set[str]:
+    """Tell the kinds of an optimizer's gradients: ``"sharded"``, ``"plain"``, ``"complex"``."""
+    every = with_gradients(optimizer)
+    found = {"sharded" if is_sharded(p) else "plain" for p in every}
+    return found | {"complex"} if any(p.is_complex() for p in every) else found
+
+
+@contextmanager
+def on_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Show an optimizer of halfstep, which takes plain tensors, this rank's parts of DTensors."""
+    parts: dict[Tensor, Tensor] = {}
+    if isinstance(optimizer, KeepsMasters):
+        for parameter in filter(is_sharded, owned(optimizer)):
+            parts[parameter] = as_target(local_part(parameter), parameter)
+            parts[parameter].grad = local_gradient(parameter)
+    _exchange(optimizer, parts)
+    try:
+        yield
+    finally:
+        _exchange(optimizer, {part: parameter for parameter, part in parts.items()})
+
+
+def _exchange(optimizer: Optimizer, new: dict[Tensor, Tensor]) -> None:
+    if new:
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(p, p) for p in group["params"]]
+        for old in [p for p in optimizer.state if p in new]:
+            optimizer.state[new[old]] = optimizer.state.pop(old)
