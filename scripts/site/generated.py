@@ -174,7 +174,7 @@ def sections() -> dict[str, tuple[str, tuple[str, ...]]]:
 MODULES = {
     "integrations": tuple(
         f"halfstep.integrations.{name}"
-        for name in ("accelerate", "hf_trainer", "hf_replay", "lightning", "fabric")
+        for name in ("accelerate", "hf_trainer", "lightning", "fabric")
     ),
     "formats": ("halfstep.formats.floats", "halfstep.formats.blocks"),
 }
