@@ -55,7 +55,7 @@ class Attention(nn.Module):  # noqa: D101
         self.n_head = n_head
         self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
 
-    def forward(self, x):  # noqa: D102
+    def forward(self, x):
         b, t, c = x.shape
         q, k, v = self.c_attn(x).split(c, dim=2)
         q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in (q, k, v))
@@ -72,7 +72,7 @@ class Block(nn.Module):  # noqa: D101
             nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd)
         )
 
-    def forward(self, x):  # noqa: D102
+    def forward(self, x):
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -94,7 +94,7 @@ class GPT(nn.Module):
             elif p.ndim > 1:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, input_ids, labels=None):  # noqa: D102
+    def forward(self, input_ids, labels=None):
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
         for block in self.h:
             x = block(x)

@@ -1,0 +1,72 @@
+"""The benchmark for one GPU: each part's code runs on a CPU, in tiny sizes."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+# torch warns as torch.compile traces, and optimizers of tiny models of moments in few bits
+pytestmark = pytest.mark.filterwarnings("ignore")
+PARTS = ("0", "A", "C", "D", "B", "E", "F")
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    import h100
+
+    return h100
+
+
+def run(h100, folder, *words):
+    file = h100.main(["--device", "cpu", "--tiny", "--out", str(folder), *words])
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_part_is_measured(h100, tmp_path, capsys):
+    rows = run(h100, tmp_path, "--policies", "bf16-mixed", "--minutes", "60")
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
+    assert [*dict.fromkeys(row["part"] for row in rows)] == [*PARTS]
+    assert {row["part"] for row in rows if row["status"] == "ok"} == {*PARTS}
+    for row in rows:
+        text = row.get("text", "")
+        if row["status"] == "failed":  # what cannot be one graph says why
+            assert row["size"] == "fullgraph"
+            assert row["variant"] in ("fp16-mixed", "fp8,simulate=yes", "a whole step")
+        elif row["status"] == "missing":
+            assert text.startswith(("torchao", "liger_kernel", "transformers"))
+        elif row["status"] == "skipped":
+            assert text == "needs a CUDA device"
+    timed = {(row["part"], row["size"], row["variant"]): row for row in rows if "seconds" in row}
+    ours = timed["A", "gpt2-124m", "halfstep bf16-mixed, compiled"]
+    assert (ours["breaks"], ours["recompiles"]) == (0, 0)
+    assert ours["of"][1] == "bare bf16, compiled"
+    assert len(ours["seconds"]) == 2
+    assert timed["C", "resnet50", "halfstep fp32"]["of"][1] == "bare fp32"
+
+
+def test_a_missing_package_is_a_row(h100, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    rows = run(h100, tmp_path, "--parts", "E")
+    assert [(row["status"], row["text"]) for row in rows[:-1]] == [("missing", "transformers")]
+
+
+def test_what_does_not_fit_is_said_to_be_skipped(h100, tmp_path):
+    rows = run(h100, tmp_path, "--parts", "D", "F", "--minutes", "0.001")
+    assert {row["status"] for row in rows[:-1]} == {"skipped"}
+    assert {row["part"] for row in rows} == {"D", "F"}
+
+
+def test_time_is_up(h100):
+    with pytest.raises(TimeoutError, match="were left"), h100.within(0.01):
+        time.sleep(5)
+
+
+def test_resnet_50_has_the_published_number_of_parameters(h100):
+    model = h100.Jobs(torch.device("cpu"), False).resnet().model
+    # 25.6 M with the head of ImageNet, in torchvision's documentation; this head has 10 classes
+    published = 25_557_032 - 2049 * 1000 + 2049 * 10
+    assert sum(p.numel() for p in model.parameters()) == published
