@@ -62,6 +62,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device, self.tiny = torch.device(arguments.device), arguments.tiny
         self.policies, self.cuda = arguments.policies, self.device.type == "cuda"
+        self.kind = DeviceType.CUDA if self.cuda else DeviceType.CPU
         self.jobs = Jobs(self.device, self.tiny)
         # a tiny run looks at code paths, not at generated kernels
         self.backend = "eager" if self.tiny else "inductor"
@@ -99,12 +100,12 @@ class Bench:
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             self.say(size, variant, "failed", text=f"{type(error).__name__}: {first[:300]}")
-        gc.collect()
+        self.release()
         return None
 
     def release(self) -> None:
-        gc.collect()
         if self.cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def wait(self) -> None:
@@ -154,8 +155,7 @@ class Bench:
 
     def kernels(self, step: Callable[[], object]) -> int:
         """Kernels that a step launches; on a CPU, the operators that it calls."""
-        kind = DeviceType.CUDA if self.cuda else DeviceType.CPU
-        events = [e for e in self.profiled(step).events() if e.device_type == kind]
+        events = [e for e in self.profiled(step).events() if e.device_type == self.kind]
         kernels = [e for e in events if not getattr(e, "is_user_annotation", False)]
         return sum(not e.name.startswith(("Memcpy", "Memset")) for e in kernels)
 
@@ -358,7 +358,9 @@ def llama(bench: Bench) -> None:
     kinds += ["bare bf16, torchao tensorwise", f"halfstep {bench.fp8}"]
     kinds += ["bare bf16, torchao rowwise"]
     names = [*(f"{kind}, compiled" for kind in kinds), f"halfstep {bench.fp8}"]
-    compare(bench, bench.jobs.llama(), names, alone=True)
+    job = bench.attempt("llama-1.1b", "model", bench.jobs.llama)
+    if job is not None:
+        compare(bench, job, names, alone=True)
 
 
 def launch_bound(bench: Bench) -> None:
@@ -412,7 +414,8 @@ def explained(bench: Bench, job: Job, name: str) -> None:
     own = {f"{Path(file).name}:{line} {call}": round(1e3 * row[2] / count, 2)
            for (file, line, call), row in calls}  # fmt: skip
     key = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
-    kernels = sorted(bench.profiled(step).key_averages(), key=lambda each: -getattr(each, key))
+    found = [each for each in bench.profiled(step).key_averages() if each.device_type == bench.kind]
+    kernels = sorted(found, key=lambda each: -getattr(each, key))
     saved = bench.seconds(functools.partial(save, step))
     with torch.no_grad(), step.autocast():
         evaluated = bench.seconds(lambda: [step.model(*job.batch).item() for _ in range(10)])

@@ -10,7 +10,6 @@ import torch
 
 # torch warns as torch.compile traces, and optimizers of tiny models of moments in few bits
 pytestmark = pytest.mark.filterwarnings("ignore")
-PARTS = ("0", "A", "C", "D", "B", "E", "F")
 
 
 @pytest.fixture
@@ -26,11 +25,14 @@ def run(h100, folder, *words):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_every_part_is_measured(h100, tmp_path, capsys):
-    rows = run(h100, tmp_path, "--policies", "bf16-mixed", "--minutes", "60")
+@pytest.mark.parametrize(
+    "parts", [["0", "A", "C", "D", "E", "F"], pytest.param(["B"], marks=pytest.mark.slow)]
+)
+def test_every_part_is_measured(parts, h100, tmp_path, capsys):
+    options = "--policies", "bf16-mixed", "--minutes", "60"
+    rows = run(h100, tmp_path, *options, "--parts", *parts)
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
-    assert [*dict.fromkeys(row["part"] for row in rows)] == [*PARTS]
-    assert {row["part"] for row in rows if row["status"] == "ok"} == {*PARTS}
+    assert [*dict.fromkeys(row["part"] for row in rows)] == parts
     for row in rows:
         text = row.get("text", "")
         if row["status"] == "failed":  # what cannot be one graph says why
@@ -40,18 +42,17 @@ def test_every_part_is_measured(h100, tmp_path, capsys):
             assert text.startswith(("torchao", "liger_kernel", "transformers"))
         elif row["status"] == "skipped":
             assert text == "needs a CUDA device"
-    timed = {(row["part"], row["size"], row["variant"]): row for row in rows if "seconds" in row}
-    ours = timed["A", "gpt2-124m", "halfstep bf16-mixed, compiled"]
+    measured = {row["variant"]: row for row in rows if row["status"] == "ok"}
+    ours = measured["halfstep bf16-mixed, compiled"]
     assert (ours["breaks"], ours["recompiles"]) == (0, 0)
     assert ours["of"][1] == "bare bf16, compiled"
     assert len(ours["seconds"]) == 2
-    assert timed["C", "resnet50", "halfstep fp32"]["of"][1] == "bare fp32"
 
 
 def test_a_missing_package_is_a_row(h100, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    rows = run(h100, tmp_path, "--parts", "E")
-    assert [(row["status"], row["text"]) for row in rows[:-1]] == [("missing", "transformers")]
+    rows = run(h100, tmp_path, "--parts", "B", "E")
+    assert [(row["status"], row["text"]) for row in rows[:-1]] == [("missing", "transformers")] * 2
 
 
 def test_what_does_not_fit_is_said_to_be_skipped(h100, tmp_path):
