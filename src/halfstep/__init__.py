@@ -36,4 +36,4 @@ def __getattr__(name: str) -> Any:
 def _require_torch(name: str) -> None:
     # The error classes can be imported, to be caught, without torch: so they are not checked.
     if "torch" in sys.modules and not name.endswith("Error"):
-        importlib.import_module("halfstep.torch_version").require_torch(name)
+        importlib.import_module("halfstep.torch_compat").require_torch(name)

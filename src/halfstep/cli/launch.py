@@ -29,7 +29,6 @@ from halfstep.cli.grammar import LANG
 from halfstep.cli.outcome import FOLDER, INTERRUPTED, read_outcomes
 from halfstep.cli.words import told
 from halfstep.errors import ConfigError, PeerError
-from halfstep.torch_version import LAUNCHER, require_torch
 from halfstep.words import spoken
 
 _SCRIPT = "<nothing>"  # placeholder for the program, which torchrun's parser requires
@@ -40,7 +39,6 @@ _FORBIDDEN = ("module", "no_python", "run_path", "virtual_local_rank")
 
 def run(request: Request) -> int:
     """Train on ``--nproc`` ranks of this machine, and return the run's exit code."""
-    require_torch(LAUNCHER)
     nproc = request.start.nproc or 0
     if nproc < 1:
         given = request.start.nproc

@@ -97,7 +97,7 @@ def _cause(error: Exception) -> Exception:
     if isinstance(error, ImportError | AttributeError) and "torch" in sys.modules:
         try:
             # By name, as the commands are: it imports torch.
-            importlib.import_module("halfstep.torch_version").require_torch()
+            importlib.import_module("halfstep.torch_compat").require_torch()
         except HalfstepError as cause:
             return cause
     return error

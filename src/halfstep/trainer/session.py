@@ -31,7 +31,7 @@ from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
-from halfstep.torch_version import MACHINES, require_torch
+from halfstep.torch_compat import require_torch
 from halfstep.trainer.checkpoint.pieces import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.config.config import config_to_table
@@ -248,7 +248,7 @@ def open_session(
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
             used. No run folder exists yet.
     """
-    require_torch(*([MACHINES] if world.size > 1 else []))
+    require_torch(*(["gradients over several machines"] if world.size > 1 else []))
     run = config.run
     device = choose_device(run.device, world.local_rank)
     if world.size > 1 and run.device.startswith("cuda:"):
