@@ -8,6 +8,7 @@
 # make test-distributed   all tests with several processes, slow ones included
 # make test-strangers   programs nobody here wrote, in an environment of their own (.venv-strangers)
 # make site        the site of docs/, into build/site; make serve shows it while it is written
+# make lab       run the experiments of lab/, and write the course's figures and pages from them
 # make ways        one text classifier trained in every way that tutorials compare; WAYS="--train FILE": on your data
 # make benchmark   the figures of benchmarks/README.md on this machine
 
@@ -23,7 +24,7 @@ UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden t
 # The tests' tensors are small: threads that wait for each other cost more than they give.
 test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve ways benchmark clean
+.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve lab ways benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh train plot
@@ -85,6 +86,11 @@ serve:
 benchmark:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@$(BIN)/python benchmarks/train_cpu.py
+
+lab:
+	@VENV=$(VENV) scripts/setup-venv.sh test
+	@for script in $(filter-out lab/common.py,$(wildcard lab/*.py)); do $(BIN)/python $$script --out docs/figures/lab || exit 1; done
+	@$(BIN)/python scripts/lab_page.py
 
 ways:
 	@VENV=$(VENV) scripts/setup-venv.sh test

@@ -36,8 +36,7 @@ ALLOWED = {
     "trainer.models": {"errors", "files", "kernels", "precision"},
     "trainer.data": {"errors", "files", "words"},
     "trainer.checkpoint": {"errors", "files", "optim", "precision"},
-    "lab": {*LIBRARY, "report", "trainer"},
-    "cli": {*LIBRARY, "integrations", "lab", "report", "trainer"},
+    "cli": {*LIBRARY, "integrations", "report", "trainer"},
     "__init__": set(),
     "__main__": {"cli"},
 }

@@ -241,7 +241,7 @@ SHORT = {
 }
 """What makes a command short: the last of an option that is given twice counts."""
 
-ELSEWHERE = ("lab", "ways", "data", "demo")
+ELSEWHERE = ("ways", "data", "demo")
 """Commands whose own tests run them."""
 
 

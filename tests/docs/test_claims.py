@@ -11,11 +11,10 @@ from torch import Tensor
 
 import halfstep
 from halfstep.cli.commands import COMMANDS
-from halfstep.lab.course import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/claims.md", "docs/claims.zh.md", "docs/concepts.md", "docs/concepts.zh.md")
-PLANNED = 12  # experiments: until all are there, those that are not cannot be told from typos
+EXPERIMENTS = {f"lab/{path.name}" for path in (ROOT / "lab").glob("*.py")} - {"lab/common.py"}
 
 
 def code(page: str) -> list[str]:
@@ -26,7 +25,7 @@ def code(page: str) -> list[str]:
 def test_files_that_a_page_names_exist(page):
     folder = ROOT / "tests"
     for name in code(page):
-        if name.startswith(("tests/", "examples/", "benchmarks/")):
+        if name.startswith(("tests/", "examples/", "benchmarks/", "lab/")):
             folder = (ROOT / name).parent
             assert (ROOT / name).is_file(), name
         elif name.startswith("test_") and (folder / name).suffix == ".py":
@@ -37,17 +36,14 @@ def test_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_that_a_page_names_exist(page):
     told = [name.split()[1:] for name in code(page) if name.startswith("halfstep ")]
-    assert len(told) > 10
+    assert len(told) > 5
     for words in told:
         assert any(" ".join(words).startswith(command) for command in COMMANDS), words
-        if words[0] == "lab" and len(words) > 1 and len(EXPERIMENTS) >= PLANNED:
-            assert words[1] in EXPERIMENTS, words
 
 
 def test_a_page_names_every_experiment():
     for page in PAGES:
-        named = {name.split()[2] for name in code(page) if name.startswith("halfstep lab ")}
-        assert set(EXPERIMENTS) <= named, page
+        assert {*code(page)} >= EXPERIMENTS, page
 
 
 @pytest.mark.parametrize("policy", ["fp16-mixed", "bf16-mixed"])

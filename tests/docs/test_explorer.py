@@ -158,7 +158,7 @@ def test_blocks_are_scaled_and_rounded_alike(js, name):
 def test_the_slider_says_what_the_course_measured(js, batch):
     """The experiment counted each gradient; its limit, 2^-25, lies between two bars."""
     histogram = json.dumps(DATA["histogram"][batch])
-    for scale, lost in enumerate(DATA["lost"][batch]):
+    for scale, lost in enumerate(DATA["zeros"][batch]):
         call = f"JSON.stringify(Formats.shares(Formats.byName.fp16, {histogram}, {scale}))"
         found = json.loads(js.eval(call))
         assert found["zero"] == pytest.approx(lost, abs=1e-6)  # gradients of exactly 2^-25

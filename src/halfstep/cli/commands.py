@@ -383,24 +383,6 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lab:
-    """Make an experiment that shows what mixed precision does: a question, a figure, a sentence.
-
-    Without a name: the experiments and their questions. Each takes less than a minute on two cores,
-    and writes its figure and, beside it, its numbers as JSON.
-    """
-
-    experiment: str = field(default="", metadata=POSITIONAL)
-    """The experiment's name, or all."""
-    settings: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """What to change, as NAME=VALUE; each experiment says what it has."""
-    out: str = "figures"
-    """The folder to write into."""
-    notebook: bool = False
-    """Write NAME.ipynb as well: the experiment as a Jupyter notebook, to be changed there."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Replay:
     """Take a captured step again, bit for bit, or in another precision."""
 
@@ -444,7 +426,6 @@ COMMANDS: Mapping[str, type[Any]] = {
     "data alpaca-sample": AlpacaSample,
     "data emotions-sample": EmotionsSample,
     "demo": Demo,
-    "lab": Lab,
     "bench": Bench,
     "report": Report,
     "replay": Replay,

@@ -1,1 +1,0 @@
-"""What mixed precision does to the results: sums, training below and at 16 bits."""

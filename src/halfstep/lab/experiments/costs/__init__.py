@@ -1,1 +1,0 @@
-"""What mixed precision saves, and what it does not: memory, traffic, time."""

@@ -1,0 +1,263 @@
+"""Every experiment runs in a tiny form, and is right; page and notebook follow the script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import jupytext
+import numpy as np
+import pytest
+import torch
+
+from reference import floats
+from reference.loss_scale import exponents
+
+ROOT = Path(__file__).parents[1]
+LAB, DOCS = ROOT / "lab", ROOT / "docs"
+
+
+def imported(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lab_page = imported(ROOT / "scripts" / "lab_page.py")
+NAMES = lab_page.ORDER
+
+
+def run(name, folder, capsys, *words):
+    """What a script prints, and what it writes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(LAB))
+        patch.setattr(sys, "argv", [f"{name}.py", "--out", str(folder), *words])
+        runpy.run_path(str(LAB / f"{name}.py"), run_name="__main__")
+    found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return capsys.readouterr().out, found
+
+
+def formats(n, quick):
+    tables = {"bf16": (floats.BF16, math.inf), "fp16": (floats.FP16, math.inf),
+              "e4m3fn": (floats.E4M3FN, math.nan), "e5m2": (floats.E5M2, math.inf),
+              "e2m1": (floats.E2M1, 6.0)}  # fmt: skip
+    for name, (table, beyond) in tables.items():
+        (nearest,) = floats.nearest(np.array([0.1]), table, beyond)
+        assert float(n["rounded"][name]) == nearest
+        inside = table[(table >= 1) & (table <= 1.0625)]
+        assert n["lines"][name] == inside.tolist()
+
+
+def small_updates(n, quick):
+    for name, table in (("fp16", floats.FP16), ("bf16", floats.BF16)):
+        weight, (update,) = 1.0, floats.nearest(np.array([1e-3]), table, math.inf)
+        for step in range(1, 101):
+            weight = float(floats.nearest(np.array([weight + update]), table, math.inf)[0])
+            assert n["curves"][name][step] == weight
+    exact = np.float32(1)
+    for _ in range(100):
+        exact = exact + np.float32(1e-3)
+    assert n["curves"]["fp32"][-1] == n["curves"]["bf16-split"][-1] == exact
+    # A residual of 16 bits below a weight of gap 2^-7 leaves 2^-16 of the sum at each step.
+    assert n["curves"]["bf16-kahan"][-1] == pytest.approx(float(exact), abs=100 * 2.0**-17)
+    # A step goes up one gap of 2^-7 with probability p = 0.128: a binomial of 100 draws, of whose
+    # mean over seeds four standard errors are allowed.
+    p, seeds = 1e-3 * 2**7, 4 if quick else 64
+    four = 4 * 2.0**-7 * math.sqrt(100 * p * (1 - p) / seeds)
+    assert n["curves"]["bf16-sr"][-1] == pytest.approx(1.1, abs=four)
+
+
+def underflow(n, quick):
+    small, large = (n["histogram"][key] for key in n["histogram"])
+    for counts, lost in zip((small, large), n["zeros"].values(), strict=True):
+        below = sum(count for e, count in counts.items() if int(e) < -25)
+        assert lost[0] == below / sum(counts.values())
+        assert lost == sorted(lost, reverse=True)
+    of_small, of_large = n["zeros"].values()
+    assert of_small[0] < of_large[0]
+    # fp16's own rounding agrees at the border: a number just above 2^-25 survives, 2^-25 does not
+    edge = torch.tensor([2.0**-25, 2.0**-25 * (1 + 2.0**-20)]).half()
+    assert edge.tolist() == [0.0, 2.0**-24]
+    tokens = [*n["tokens"].values()]
+    mean = [sum(int(e) * c for e, c in h.items()) / sum(h.values()) for h in (small, large)]
+    # k times the tokens make every gradient about k times smaller: within half a power of two
+    assert mean[0] - mean[1] == pytest.approx(math.log2(tokens[1] / tokens[0]), abs=0.5)
+    if not quick:
+        assert 0.02 < of_small[0] < 0.25 < of_large[0] < 0.5
+
+
+def loss_scale(n, quick):
+    for trace in n["dynamic"]:  # every trace is what the rule makes of its overflows
+        flags = [step in trace["skipped"] for step in range(1, len(trace["scales"]) + 1)]
+        following = exponents(flags, start=16, interval=n["growth"])
+        assert trace["scales"] == [2.0**e for e in [16, *following[:-1]]]
+    assert n["dynamic"][0]["skipped"]
+    small, large = sorted({int(key.split()[0]) for key in n["far"]})
+    assert n["far"][f"{small} fp32"] == 0.0
+    # powers of two are exact in fp32: a part of a large batch trains as the batch itself
+    assert n["far"][f"{large} fp32"] == pytest.approx(0, abs=1e-4)
+    if not quick:  # only the large batch needs a scale, and then it does not matter which
+        assert n["far"][f"{large} none"] > 0.2
+        others = [far for key, far in n["far"].items() if key != f"{large} none"]
+        assert max(map(abs, others)) < 0.15
+
+
+def overflow(n, quick):
+    losses = n["losses"]
+    for size, fp32, bf16, *fp16 in zip(n["sizes"], *losses.values(), strict=True):
+        assert bf16 == pytest.approx(fp32, abs=0.01)
+        for loss in fp16:
+            assert (loss is None) == (size > 65504), size
+            assert loss is None or loss == pytest.approx(fp32, abs=0.01)
+    assert losses["fp16 1"].count(None) >= 2
+    assert n["cause"].endswith(("layers.0.proj", "layers.0.down"))
+
+
+def lost_updates(n, quick):
+    assert n["lost"].pop("bf16-pure") > 0.5
+    assert max(n["lost"].values()) < 0.02
+    assert n["loss"]["bf16-pure"] > n["loss"]["fp32"] + (0 if quick else 0.05)
+    for policy in ("bf16-split", "bf16-kahan", "bf16-sr"):
+        assert n["loss"][policy] == pytest.approx(n["loss"]["fp32"], abs=0.01)
+
+
+def accumulation(n, quick):
+    table, total = floats.BF16, 0.0
+    (term,) = floats.nearest(np.array([1e-3]), table, math.inf)
+    for added in n["sums"]["bf16"][1:]:
+        total = float(floats.nearest(np.array([total + term]), table, math.inf)[0])
+        assert added == total
+    assert n["sums"]["bf16"][-1] == 0.5
+    assert n["sums"]["fp32"][-1] == pytest.approx(1.0, abs=1000 * 2**-24)
+    narrow, wide = n["products"]["bf16"], n["products"]["fp32"]
+    assert narrow == sorted(narrow)
+    assert narrow[-1] > 5 * narrow[0]
+    assert max(wide) < 2**-8  # one rounding of the result
+    assert n["gradients"]["bf16"][0] == 0.0  # one micro-batch is no sum
+    assert n["gradients"]["bf16"][-1] > 2**-10
+    assert max(n["gradients"]["fp32"]) < 2**-22  # fp32's unit roundoff is 2^-24
+
+
+def memory(n, quick):
+    size = {p: {part: sum(by.values()) for part, by in parts.items()}
+            for p, parts in n["bytes"].items()}  # fmt: skip
+    total = {policy: sum(parts.values()) for policy, parts in size.items()}
+    fp32, mixed = size["fp32"], size["bf16-mixed"]
+    for part, bytes_each in (("weights", 4), ("gradients", 4), ("moments", 8)):
+        parameters = n["bytes"]["fp32"][part]["fp32"] // bytes_each
+        assert n["bytes"]["bf16-mixed"][part] == {"fp32": bytes_each * parameters}
+    assert fp32["weights"] == fp32["gradients"] == fp32["moments"] / 2
+    assert fp32["cast copies"] == 0
+    assert 0 < mixed["cast copies"] < mixed["weights"] / 2
+    assert mixed["logits"] == fp32["logits"]
+    assert 0.5 < mixed["activations"] / fp32["activations"] < 0.75
+    assert 0.6 < total["bf16-mixed"] / total["fp32"] < 1
+    assert total["bf16-split,moments=8bit"] < total["bf16-split"] < total["bf16-mixed"]
+
+
+def communication(n, quick):
+    assert n["sent"]["bf16"] == n["sent"]["fp32"] / 2
+    assert n["errors"]["fp32"] == 0.0
+    # Each rank's gradient and their sum are rounded once, by at most half a gap of 2^-8
+    assert 2**-11 < n["errors"]["bf16"] < 2 * 2**-9 * 1.5
+    assert n["errors"]["fp16"] < n["errors"]["bf16"] < 0.1 * n["noise"]
+
+
+def speed(n, quick):
+    assert len(n["by_width"]) == (2 if quick else 4)
+    assert all(0.02 < ratio < 50 for found in n.values() for ratio in found.values())
+
+
+def parity(n, quick):
+    for kind in ("GPT", "BERT"):
+        fp32 = [run[-1] for run in n["losses"][f"{kind} fp32"]]
+        assert n["losses"][f"{kind} bf16-mixed"] != n["losses"][f"{kind} fp32"]
+        for policy in ("bf16-mixed", "fp16-mixed"):
+            other = [run[-1] for run in n["losses"][f"{kind} {policy}"]]
+            far = fmean(abs(a - b) for a, b in zip(other, fp32, strict=True))
+            assert n["moved"][f"{kind} {policy}"] == pytest.approx(far)
+            assert far < 0.1
+            assert quick or far < n["noise"][kind]
+        assert n["noise"][kind] == pytest.approx(np.std(fp32, ddof=1))
+
+
+def low_bit(n, quick):
+    one, mean = n["one"], n["mean"]
+    assert one["bf16"] < one["mxfp8"] < one["nvfp4"] / 2
+    assert one["bf16"] < one["fp8"] < one["nvfp4"] / 2
+    for name in one:  # nvfp4 rounds at random; to nearest it is the same error each time
+        same = mean[name] == pytest.approx(one[name], rel=1e-9)
+        assert same != name.startswith("nvfp4")
+        assert mean[name] <= one[name] * (1 + 1e-9)
+    assert one["nvfp4, 0 bf16"] < one["nvfp4"] * (1 if quick else 0.8)
+    assert max(n["blocks"]) < one["nvfp4"]
+
+
+def numbers(text):
+    return {*re.findall(r"(?<![a-z\d.])[-+]?\d[\d.,]*(?<![.,])", text.replace("\u2212", "-"))}
+
+
+def stands_there(name, found):
+    """The check of an experiment, and that both languages say the same numbers."""
+    globals()[name](json.loads(json.dumps(found["numbers"])), found["quick"])
+    if name not in ("overflow", "speed"):  # where a language says a number once more
+        assert numbers(found["en"].replace("one sequence", "1")) == numbers(found["zh"])
+
+
+COSTLY = {("communication", "zh")}  # starts processes
+CASES = [
+    pytest.param(name, lang, marks=[pytest.mark.slow] * ((name, lang) in COSTLY))
+    for name in NAMES
+    for lang in ("en", "zh")
+]
+
+
+@pytest.mark.parametrize(("name", "lang"), CASES)
+def test_an_experiment_says_what_it_does_and_finds_what_is_true(name, lang, tmp_path, capsys):
+    printed, found = run(name, tmp_path, capsys, "--quick", "--lang", lang)
+    stands_there(name, found)
+    before, _, after = printed.partition(found[lang])
+    assert len([line for line in before.splitlines() if line.endswith(("...", "……"))]) >= 1
+    assert len([line for line in before.splitlines() if line.startswith("   ")]) >= 2, "a table"
+    assert ("。" in printed) == (lang == "zh")
+    assert after
+    for suffix in ("", ".zh"):
+        svg = (tmp_path / f"{name}{suffix}.svg").read_text(encoding="utf-8")
+        assert bool(re.search(">[^<]*[\u4e00-\u9fff]", svg)) == (suffix == ".zh")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notebook_has_the_cells_of_the_script(name):
+    script = jupytext.read(LAB / f"{name}.py")
+    book = jupytext.reads(jupytext.writes(script, fmt="ipynb"), fmt="ipynb")
+    assert [cell.source for cell in book.cells] == [cell.source for cell in script.cells]
+    words = [cell for cell in script.cells if cell.cell_type == "markdown"]
+    assert [cell.metadata["lang"] for cell in words] == ["en", "zh", "en", "zh"]
+    assert len(words) < len(script.cells) - 2
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_is_what_scripts_and_findings_make_of_it(language):
+    page = (DOCS / f"lab{lab_page.SUFFIX[language]}.md").read_text(encoding="utf-8")
+    assert page == lab_page.page(language), "run python scripts/lab_page.py"
+    assert {path.stem for path in LAB.glob("*.py")} == {*NAMES, "common"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_findings_of_the_page_hold_at_full_size(name):
+    found = json.loads((DOCS / lab_page.FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+    assert not found["quick"]
+    stands_there(name, found)
+
+
+def test_the_explorer_has_the_gradients_of_the_course():
+    found = json.loads((DOCS / lab_page.FIGURES / "underflow.json").read_text(encoding="utf-8"))
+    shown = json.loads((DOCS / "javascripts" / "gradients.json").read_text(encoding="utf-8"))
+    assert shown["data"] == found["numbers"]
