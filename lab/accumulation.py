@@ -1,12 +1,10 @@
 # %% [markdown] lang="en"
 # # Sums in 16 bits drift and stand still
 #
-# What happens when many small numbers are added up in 16 bits: in a sum, in a matrix product, in
-# gradients of micro-batches?
+# What happens when many small numbers are added up in 16 bits: in a sum, in a matrix product, in gradients of micro-batches?
 #
-# First one sum, each result rounded to the format. Then a matrix product of positive numbers. A
-# product of two bf16 numbers is exact in fp32, so only the additions round. Last the gradients of
-# a GPT: `bf16-pure` adds those of micro-batches in bf16, `bf16-split` in fp32.
+# First one sum, each result rounded to the format. Then a matrix product of positive numbers. A product of two bf16 numbers is exact in fp32, so
+# only the additions round. Last the gradients of a GPT: `bf16-pure` adds those of micro-batches in bf16, `bf16-split` in fp32.
 
 # %% [markdown] lang="zh"
 # # 16 位求和会漂移，然后停住不动
@@ -135,12 +133,11 @@ def draw(figure):
 lab.figure(draw, 6.4, 8.4)
 
 # %% [markdown] lang="en"
-# The blue line of the first panel runs at twice the slope, and then stands still: between 0.25 and
-# 0.5 the gap of bf16 is 2⁻⁹, and 0.001 rounds up to a whole gap; from 0.5 on it is less than half
-# a gap, and rounds to nothing.
+# The blue line of the first panel runs at twice the slope, and then stands still: between 0.25 and 0.5 the gap of bf16 is 2⁻⁹, and 0.001 rounds up
+# to a whole gap; from 0.5 on it is less than half a gap, and rounds to nothing.
 #
-# Change `TERM` to 0.0009765625, a power of two: bf16 adds without any error up to 0.25, and then
-# stands still there. Read on: [the idea](../docs/concepts.md#sums-in-fp32).
+# Change `TERM` to 0.0009765625, a power of two: bf16 adds without any error up to 0.25, and then stands still there. Read on: [the
+# idea](../docs/concepts.md#sums-in-fp32).
 
 # %% [markdown] lang="zh"
 # 看第一幅的蓝线：先以两倍斜率上升，随后停住不动。在 0.25 到 0.5 之间 bf16 的间隔是 2⁻⁹，0.001 被进位成一整个间隔；到 0.5 以后 0.001 不足半个间隔，被舍成零。

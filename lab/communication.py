@@ -1,12 +1,10 @@
 # %% [markdown] lang="en"
 # # Gradients sent in 16 bits: half the bytes
 #
-# How many bytes of gradients does a rank send in a step, and what does it cost to send them in 16
-# bits?
+# How many bytes of gradients does a rank send in a step, and what does it cost to send them in 16 bits?
 #
-# Each rank has the same GPT and a batch of its own. `reduce=bf16` in the policy rounds gradients
-# to bf16 before they are sent, and their sum once more. Of n ranks each sends 2 (n - 1) / n of its
-# gradients.
+# Each rank has the same GPT and a batch of its own. `reduce=bf16` in the policy rounds gradients to bf16 before they are sent, and their sum once
+# more. Of n ranks each sends 2 (n - 1) / n of its gradients.
 
 # %% [markdown] lang="zh"
 # # 用 16 位发送梯度：字节数减半
@@ -124,12 +122,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 4.4)
 
 # %% [markdown] lang="en"
-# The bars above are halved; below, the dashed line is what another batch changes in the same
-# gradient.
+# The bars above are halved; below, the dashed line is what another batch changes in the same gradient.
 #
-# Change `RANKS` to 3: each of them sends a third more. Change `WIDTH` to 256: nearly four times as
-# many bytes are sent, since they grow with the weights. Read on: [many
-# devices](../docs/distributed.md), [the idea](../docs/concepts.md#communication).
+# Change `RANKS` to 3: each of them sends a third more. Change `WIDTH` to 256: nearly four times as many bytes are sent, since they grow with the
+# weights. Read on: [many devices](../docs/distributed.md), [the idea](../docs/concepts.md#communication).
 
 # %% [markdown] lang="zh"
 # 上图的条形减半；下图的虚线是换一个批次给同一梯度带来的变化。

@@ -3,8 +3,8 @@
 #
 # What do the bits of each format buy: how far do its numbers reach, and how close do they lie?
 #
-# A number is sign, exponent and mantissa. The exponent says between which powers of two it lies,
-# the mantissa where between them: *m* bits make 2^m equal steps from each power to the next.
+# A number is sign, exponent and mantissa. The exponent says between which powers of two it lies, the mantissa where between them: *m* bits make 2^m
+# equal steps from each power to the next.
 
 # %% [markdown] lang="zh"
 # # 指数位决定范围，尾数位决定间隔
@@ -89,12 +89,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 5.6)
 
 # %% [markdown] lang="en"
-# With the same 16 bits, bf16 has the range of fp32 and few numbers; fp16 has eight times as many
-# numbers and a short range.
+# With the same 16 bits, bf16 has the range of fp32 and few numbers; fp16 has eight times as many numbers and a short range.
 #
-# Change `VALUE` to 70000: fp16 and e5m2 become inf, and bf16 keeps 70144. Change `AT` to 1000:
-# bf16 has a number at every fourth integer only. Read on: [the number
-# line](../docs/number-line.md), [the idea](../docs/concepts.md#formats-range-and-precision).
+# Change `VALUE` to 70000: fp16 and e5m2 become inf, and bf16 keeps 70144. Change `AT` to 1000: bf16 has a number at every fourth integer only. Read
+# on: [the number line](../docs/number-line.md), [the idea](../docs/concepts.md#formats-range-and-precision).
 
 # %% [markdown] lang="zh"
 # 同样是 16 位，bf16 有 fp32 的范围，但数很稀；fp16 的数密 8 倍，但范围很短。

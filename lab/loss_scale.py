@@ -3,9 +3,8 @@
 #
 # When does fp16 need a loss scale, and does it matter which?
 #
-# The large batch is one micro-batch whose loss is divided as if it were one of many, and whose
-# finished gradients are multiplied by as many: forward and backward compute what they would within
-# such a batch.
+# The large batch is one micro-batch whose loss is divided as if it were one of many, and whose finished gradients are multiplied by as many: forward
+# and backward compute what they would within such a batch.
 
 # %% [markdown] lang="zh"
 # # 同一个 GPT、两种批次，有无损失缩放
@@ -128,12 +127,11 @@ def draw(figure):
 lab.figure(draw, 6.4, 8.4)
 
 # %% [markdown] lang="en"
-# Without a scale only the large batch fails to learn. The dynamic scale doubles after `GROWTH`
-# good steps; at an overflow (x) it halves, and the step is skipped.
+# Without a scale only the large batch fails to learn. The dynamic scale doubles after `GROWTH` good steps; at an overflow (x) it halves, and the
+# step is skipped.
 #
-# Change `MICRO_BATCHES` to 16: fewer gradients become 0, and training without a scale is nearly
-# that of fp32. Change `GROWTH` to 2: the scale climbs faster and overflows more often. Read on:
-# [loss scaling](../docs/loss-scaling.md), [the loss scale, live](../docs/loss-scale.md).
+# Change `MICRO_BATCHES` to 16: fewer gradients become 0, and training without a scale is nearly that of fp32. Change `GROWTH` to 2: the scale climbs
+# faster and overflows more often. Read on: [loss scaling](../docs/loss-scaling.md), [the loss scale, live](../docs/loss-scale.md).
 
 # %% [markdown] lang="zh"
 # 没有缩放时，只有大批次学不会。动态缩放在连续 `GROWTH` 步正常后翻倍；溢出（x）时减半，并跳过这一步。

@@ -3,9 +3,8 @@
 #
 # What does a GPT lose at a small learning rate when its weights are bf16, and what prevents it?
 #
-# `bf16-pure` has nothing but bf16 weights; `bf16-split` and `bf16-kahan` keep 16 more bits of
-# each; `bf16-sr` keeps nothing, and rounds up or down at random. The meter takes a sample of the
-# weights, and compares their bits before and after a step that should have changed them.
+# `bf16-pure` has nothing but bf16 weights; `bf16-split` and `bf16-kahan` keep 16 more bits of each; `bf16-sr` keeps nothing, and rounds up or down
+# at random. The meter takes a sample of the weights, and compares their bits before and after a step that should have changed them.
 
 # %% [markdown] lang="zh"
 # # GPT 训练中被舍入吞掉的更新
@@ -93,11 +92,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 6)
 
 # %% [markdown] lang="en"
-# bf16-pure loses most of its updates and learns more slowly; bf16-split, bf16-kahan and bf16-sr
-# lie on fp32.
+# bf16-pure loses most of its updates and learns more slowly; bf16-split, bf16-kahan and bf16-sr lie on fp32.
 #
-# Change `LEARNING_RATE` to 1e-3: far fewer updates are lost, and bf16-pure ends close to fp32.
-# Read on: [the idea](../docs/concepts.md#master-weights), [policies](../docs/policies.md).
+# Change `LEARNING_RATE` to 1e-3: far fewer updates are lost, and bf16-pure ends close to fp32. Read on: [the
+# idea](../docs/concepts.md#master-weights), [policies](../docs/policies.md).
 
 # %% [markdown] lang="zh"
 # bf16-pure 丢失大部分更新，学得更慢；bf16-split、bf16-kahan 和 bf16-sr 与 fp32 重合。

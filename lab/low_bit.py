@@ -1,12 +1,10 @@
 # %% [markdown] lang="en"
 # # Gradients below 16 bits: how far off they are
 #
-# How far off is a gradient in 8 and in 4 bits, how much of that averages away, and which block
-# does it come from?
+# How far off is a gradient in 8 and in 4 bits, how much of that averages away, and which block does it come from?
 #
-# Recipes are simulated: operands are rounded to what a GPU's 8- or 4-bit matmul would read. The
-# gradient of one batch is compared with that of fp32, once, and as the mean of several passes with
-# other random bits.
+# Recipes are simulated: operands are rounded to what a GPU's 8- or 4-bit matmul would read. The gradient of one batch is compared with that of fp32,
+# once, and as the mean of several passes with other random bits.
 
 # %% [markdown] lang="zh"
 # # 低于 16 位的梯度：误差有多大
@@ -113,12 +111,11 @@ def draw(figure):
 lab.figure(draw, 6.4, 6)
 
 # %% [markdown] lang="en"
-# A blue bar is shorter than its orange one where rounding is random (stochastic), as in nvfp4:
-# over steps that part of the error averages away. Below, the error that each block makes by
-# itself.
+# A blue bar is shorter than its orange one where rounding is random (stochastic), as in nvfp4: over steps that part of the error averages away.
+# Below, the error that each block makes by itself.
 #
-# Change `DRAWS` to 1: both bars are the same. Change `KEPT` to the last block, and compare. Read
-# on: [formats below 16 bits](../docs/low-bit.md), [glossary](../docs/glossary.md).
+# Change `DRAWS` to 1: both bars are the same. Change `KEPT` to the last block, and compare. Read on: [formats below 16 bits](../docs/low-bit.md),
+# [glossary](../docs/glossary.md).
 
 # %% [markdown] lang="zh"
 # 蓝条比橙条短的地方使用了随机舍入（如 nvfp4）：这部分误差会随训练步平均掉。下图是每个块单独造成的误差。

@@ -3,8 +3,7 @@
 #
 # What holds the memory of a training step, and why does mixed precision not halve it?
 #
-# halfstep's meter counts what a step holds: state from the optimizer, and what autograd saves
-# between forward and backward.
+# halfstep's meter counts what a step holds: state from the optimizer, and what autograd saves between forward and backward.
 
 # %% [markdown] lang="zh"
 # # 为什么 16 位没有让内存减半
@@ -102,12 +101,10 @@ def draw(figure):
 lab.figure(draw, 6.8, 5.6)
 
 # %% [markdown] lang="en"
-# In the second column only the activations have shrunk; the hatched parts are still fp32, and the
-# 16-bit copies of weights come on top.
+# In the second column only the activations have shrunk; the hatched parts are still fp32, and the 16-bit copies of weights come on top.
 #
-# Change `SEQUENCES` to 1: there are few activations to save on, and bf16-mixed holds more than
-# fp32. Change `VOCABULARY` to 16000: the logits are the largest part of bf16-mixed. Read on:
-# [memory](../docs/memory.md), [the idea](../docs/concepts.md#memory-does-not-halve).
+# Change `SEQUENCES` to 1: there are few activations to save on, and bf16-mixed holds more than fp32. Change `VOCABULARY` to 16000: the logits are
+# the largest part of bf16-mixed. Read on: [memory](../docs/memory.md), [the idea](../docs/concepts.md#memory-does-not-halve).
 
 # %% [markdown] lang="zh"
 # 第二列中只有激活值变小了；带斜线的部分仍是 fp32，而权重的 16 位转换副本是额外增加的。

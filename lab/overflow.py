@@ -1,11 +1,10 @@
 # %% [markdown] lang="en"
 # # The same GPT with larger and larger activations
 #
-# What happens when activations, not gradients, become too large for fp16, and does a loss scale
-# help?
+# What happens when activations, not gradients, become too large for fp16, and does a loss scale help?
 #
-# What goes into the residual stream is multiplied by 2^k, and each LayerNorm, which divides by the
-# size of what it reads, takes the factor out again: all these models compute the same function.
+# What goes into the residual stream is multiplied by 2^k, and each LayerNorm, which divides by the size of what it reads, takes the factor out
+# again: all these models compute the same function.
 
 # %% [markdown] lang="zh"
 # # 同一个 GPT，激活值越来越大
@@ -131,11 +130,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 4.6)
 
 # %% [markdown] lang="en"
-# LayerNorm takes out the factor by which the residual stream was enlarged; what is wrong beyond
-# 65504 is the format.
+# LayerNorm takes out the factor by which the residual stream was enlarged; what is wrong beyond 65504 is the format.
 #
-# Change `POWERS` to 10: nothing reaches 65504, and all three formats agree. Read on: [the
-# idea](../docs/concepts.md#operations-that-stay-in-fp32), [diagnostics](../docs/diagnostics.md).
+# Change `POWERS` to 10: nothing reaches 65504, and all three formats agree. Read on: [the idea](../docs/concepts.md#operations-that-stay-in-fp32),
+# [diagnostics](../docs/diagnostics.md).
 
 # %% [markdown] lang="zh"
 # 残差流被放大的倍数由 LayerNorm 消去；超过 65504 之后出错的只是格式。

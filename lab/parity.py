@@ -1,11 +1,10 @@
 # %% [markdown] lang="en"
 # # What a format changes, and what a seed changes
 #
-# Does a GPT on text or a BERT on labelled posts end elsewhere in 16 bits than in fp32, or does
-# another seed change more?
+# Does a GPT on text or a BERT on labelled posts end elsewhere in 16 bits than in fp32, or does another seed change more?
 #
-# The GPT reads Python's manual. The BERT (an encoder: no causal mask, read at its first position)
-# learns which emotion a post has; a byte is a token, and posts are put together from a few words.
+# The GPT reads Python's manual. The BERT (an encoder: no causal mask, read at its first position) learns which emotion a post has; a byte is a
+# token, and posts are put together from a few words.
 
 # %% [markdown] lang="zh"
 # # 数值格式的影响与随机种子的影响
@@ -121,11 +120,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 6.4)
 
 # %% [markdown] lang="en"
-# The three lines lie on each other, and the band, the range of the seeds, is wider than what is
-# between them.
+# The three lines lie on each other, and the band, the range of the seeds, is wider than what is between them.
 #
-# Change `STEPS` to 20: neither model has learned much, and the formats lie on each other just as
-# well. Read on: [measured](../docs/measured.md), [the idea](../docs/concepts.md#quality).
+# Change `STEPS` to 20: neither model has learned much, and the formats lie on each other just as well. Read on: [measured](../docs/measured.md),
+# [the idea](../docs/concepts.md#quality).
 
 # %% [markdown] lang="zh"
 # 三条曲线重合；色带是不同种子的范围，比曲线之间的差别宽。

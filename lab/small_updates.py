@@ -3,9 +3,8 @@
 #
 # What happens to a weight of 1 when each update is smaller than half the gap between numbers?
 #
-# First as any 16-bit weight is updated: the sum is rounded to the nearest number of the format.
-# Then with optimizers that keep more than the bf16 weight: 16 more bits of it (`split`), the part
-# that rounding took away (`kahan`), or nothing, but rounding up or down at random (`stochastic`).
+# First as any 16-bit weight is updated: the sum is rounded to the nearest number of the format. Then with optimizers that keep more than the bf16
+# weight: 16 more bits of it (`split`), the part that rounding took away (`kahan`), or nothing, but rounding up or down at random (`stochastic`).
 
 # %% [markdown] lang="zh"
 # # 从 1 开始累加微小更新：各格式得到什么
@@ -96,12 +95,11 @@ def draw(figure):
 lab.figure(draw, 6.4, 5)
 
 # %% [markdown] lang="en"
-# bf16 has numbers at the grey lines only, and every update is too small to reach the next one; the
-# band is one standard deviation of stochastic rounding.
+# bf16 has numbers at the grey lines only, and every update is too small to reach the next one; the band is one standard deviation of stochastic
+# rounding.
 #
-# Change `UPDATE` to 0.004, more than half a gap: bf16 moves a whole gap at a time, and goes twice
-# as far as it should. Change `SEEDS` to 1: stochastic rounding is a single random walk. Read on:
-# [the number line](../docs/number-line.md), [the
+# Change `UPDATE` to 0.004, more than half a gap: bf16 moves a whole gap at a time, and goes twice as far as it should. Change `SEEDS` to 1:
+# stochastic rounding is a single random walk. Read on: [the number line](../docs/number-line.md), [the
 # idea](../docs/concepts.md#what-goes-wrong-in-16-bits).
 
 # %% [markdown] lang="zh"

@@ -3,8 +3,8 @@
 #
 # From which width and batch on is training in 16 bits faster than in fp32 on this machine?
 #
-# Steps of the two policies are timed in turn, one after the other, so that what else the machine
-# does hits both alike; the figure shows the median of the pairs' ratios.
+# Steps of the two policies are timed in turn, one after the other, so that what else the machine does hits both alike; the figure shows the median
+# of the pairs' ratios.
 
 # %% [markdown] lang="zh"
 # # 16 位什么时候划算？
@@ -107,12 +107,10 @@ def draw(figure):
 lab.figure(draw, 6.4, 5.6)
 
 # %% [markdown] lang="en"
-# Where the line is in the red area, 16 bits are slower than fp32: casts cost more than the
-# products save.
+# Where the line is in the red area, 16 bits are slower than fp32: casts cost more than the products save.
 #
-# Change `POLICY` to "fp16-mixed": most CPUs are slower than in fp32 at every width, because they
-# have no instructions for fp16. On a busy machine more `ROUNDS` are needed. Read on: [measure your
-# own model](../docs/bench.md), [the idea](../docs/concepts.md#speed-and-when-it-does-not-pay).
+# Change `POLICY` to "fp16-mixed": most CPUs are slower than in fp32 at every width, because they have no instructions for fp16. On a busy machine
+# more `ROUNDS` are needed. Read on: [measure your own model](../docs/bench.md), [the idea](../docs/concepts.md#speed-and-when-it-does-not-pay).
 
 # %% [markdown] lang="zh"
 # 曲线落在红色区域时，16 位比 fp32 还慢：类型转换的开销超过了矩阵乘法省下的时间。

@@ -3,8 +3,8 @@
 #
 # How many gradients of a real GPT are too small for fp16, and which loss scale brings them back?
 #
-# The gradients of what leaves each layer are counted by power of two. Below 2⁻²⁵ fp16 has 0 only:
-# its smallest number is 2⁻²⁴, and half of that, a tie, is rounded to 0.
+# The gradients of what leaves each layer are counted by power of two. Below 2⁻²⁵ fp16 has 0 only: its smallest number is 2⁻²⁴, and half of that, a
+# tie, is rounded to 0.
 
 # %% [markdown] lang="zh"
 # # GPT 的激活梯度中，有多少在 fp16 里变成 0
@@ -110,12 +110,11 @@ def draw(figure):
 lab.figure(draw, 6.4, 6)
 
 # %% [markdown] lang="en"
-# The loss is a mean over tokens, so the larger batch moves the whole histogram to the left, across
-# the line of 2⁻²⁵; each doubling of the scale moves it one power of two to the right.
+# The loss is a mean over tokens, so the larger batch moves the whole histogram to the left, across the line of 2⁻²⁵; each doubling of the scale
+# moves it one power of two to the right.
 #
-# Change `LARGE`: twice the batch needs about twice the scale. Change `STEPS` to 1: before it has
-# learned, the model has larger gradients, and less becomes 0. Read on: [the loss scale,
-# live](../docs/loss-scale.md), [the idea](../docs/concepts.md#loss-scaling).
+# Change `LARGE`: twice the batch needs about twice the scale. Change `STEPS` to 1: before it has learned, the model has larger gradients, and less
+# becomes 0. Read on: [the loss scale, live](../docs/loss-scale.md), [the idea](../docs/concepts.md#loss-scaling).
 
 # %% [markdown] lang="zh"
 # 损失是对词元的平均，所以批次越大，整个直方图越往左移，越过 2⁻²⁵ 这条线；缩放每翻一倍，直方图就右移一个 2 的幂次。
