@@ -68,7 +68,7 @@ for tokens, share in ((SEQUENCES * LENGTH * n, n) for n in (1, MICRO_BATCHES)):
 # %%
 small, large = sorted({tokens for tokens, _ in runs})
 end = {key: fmean(fmean(run["losses"][-10:]) for run in found) for key, found in runs.items()}
-far = {key: end[key] - end[key[0], "fp32"] for key in end}
+far = {key: end[key] - end[small, "fp32"] for key in end}
 skips = {tokens: runs[tokens, "dynamic"][0]["skipped"] for tokens in (small, large)}
 head = lab.say("loss scale,small batch,large batch", "损失缩放,小批次,大批次").split(",")
 lab.table(

@@ -64,6 +64,7 @@ def small_updates(n, quick):
     p, seeds = 1e-3 * 2**7, 4 if quick else 64
     four = 4 * 2.0**-7 * math.sqrt(100 * p * (1 - p) / seeds)
     assert n["curves"]["bf16-sr"][-1] == pytest.approx(1.1, abs=four)
+    assert all((x * 2**7 * seeds).is_integer() for x in n["curves"]["bf16-sr"]), "whole gaps"
 
 
 def underflow(n, quick):
@@ -91,10 +92,8 @@ def loss_scale(n, quick):
         following = exponents(flags, start=16, interval=n["growth"])
         assert trace["scales"] == [2.0**e for e in [16, *following[:-1]]]
     assert n["dynamic"][0]["skipped"]
-    small, large = sorted({int(key.split()[0]) for key in n["far"]})
-    assert n["far"][f"{small} fp32"] == 0.0
-    # powers of two are exact in fp32: a part of a large batch trains as the batch itself
-    assert n["far"][f"{large} fp32"] == pytest.approx(0, abs=1e-4)
+    large = max(int(key.split()[0]) for key in n["far"])
+    assert n["far"][f"{large} fp32"] == pytest.approx(0, abs=1e-4), "powers of two are exact"
     if not quick:  # only the large batch needs a scale, and then it does not matter which
         assert n["far"][f"{large} none"] > 0.2
         others = [far for key, far in n["far"].items() if key != f"{large} none"]
@@ -104,6 +103,8 @@ def loss_scale(n, quick):
 def overflow(n, quick):
     losses = n["losses"]
     for size, fp32, bf16, *fp16 in zip(n["sizes"], *losses.values(), strict=True):
+        # all are one function; LayerNorm's epsilon, 1e-5 beside a variance of 1e-3, is what differs
+        assert fp32 == pytest.approx(losses["fp32"][0], abs=0.001)
         assert bf16 == pytest.approx(fp32, abs=0.01)
         for loss in fp16:
             assert (loss is None) == (size > 65504), size
@@ -148,7 +149,7 @@ def memory(n, quick):
     assert fp32["weights"] == fp32["gradients"] == fp32["moments"] / 2
     assert fp32["cast copies"] == 0
     assert 0 < mixed["cast copies"] < mixed["weights"] / 2
-    assert mixed["logits"] == fp32["logits"]
+    assert mixed["logits"] == fp32["logits"] > 0
     assert 0.5 < mixed["activations"] / fp32["activations"] < 0.75
     assert 0.6 < total["bf16-mixed"] / total["fp32"] < 1
     assert total["bf16-split,moments=8bit"] < total["bf16-split"] < total["bf16-mixed"]
@@ -203,9 +204,8 @@ def stands_there(name, found):
         assert numbers(found["en"].replace("one sequence", "1")) == numbers(found["zh"])
 
 
-COSTLY = {("communication", "zh")}  # starts processes
-CASES = [
-    pytest.param(name, lang, marks=[pytest.mark.slow] * ((name, lang) in COSTLY))
+CASES = [  # the experiment on communication starts processes, which cost more than all others
+    pytest.param(name, lang, marks=[pytest.mark.slow] * ((name, lang) == ("communication", "zh")))
     for name in NAMES
     for lang in ("en", "zh")
 ]
