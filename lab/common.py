@@ -1,6 +1,7 @@
 """What the experiments share: two languages, the figure, and a small transformer to train."""
 
 import argparse
+import io
 import json
 import logging
 import sys
@@ -33,6 +34,14 @@ STYLE["font.family"] = ["DejaVu Sans", "Noto Sans CJK SC", "PingFang SC", "Micro
 logging.getLogger("matplotlib.font_manager").setLevel("ERROR")  # it says which fonts are missing
 
 
+class Drawn(Figure):
+    """A figure that the cell of a notebook shows."""
+
+    def _repr_svg_(self):
+        self.savefig(written := io.StringIO(), format="svg")
+        return written.getvalue()
+
+
 class Lab:
     """An experiment while it runs: its language, what it says, and where its figure goes."""
 
@@ -45,11 +54,9 @@ class Lab:
         self.name, self.lang, self.out, self.quick = name, given.lang, given.out, given.quick
 
     def say(self, en, zh):
-        """The text in the language that is spoken."""
         return zh if self.lang == "zh" else en
 
     def tell(self, en, zh):
-        """Print the text in the language that is spoken, now."""
         print(self.say(en, zh), flush=True)
 
     def table(self, *rows):
@@ -72,7 +79,7 @@ class Lab:
         for lang in ("en", "zh") if self.out else (spoken,):
             self.lang = lang
             with matplotlib.rc_context({**STYLE, "svg.hashsalt": self.name}):
-                draw(figure := Figure(figsize=(width, height), layout="constrained"))
+                draw(figure := Drawn(figsize=(width, height), layout="constrained"))
                 if self.out:
                     path = self.out / f"{self.name}{'.zh' if lang == 'zh' else ''}.svg"
                     with warnings.catch_warnings(action="ignore"):  # letters that no font here has

@@ -27,7 +27,6 @@ NAMES = lab_page.ORDER
 
 
 def run(name, folder, capsys, *words):
-    """What a script prints, and what it writes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(LAB))
         patch.setattr(sys, "argv", [f"{name}.py", "--out", str(folder), *words])
@@ -62,8 +61,8 @@ def small_updates(n, quick):
     # A step goes up one gap of 2^-7 with probability p = 0.128: a binomial of 100 draws, of whose
     # mean over seeds four standard errors are allowed.
     p, seeds = 1e-3 * 2**7, 4 if quick else 64
-    four = 4 * 2.0**-7 * math.sqrt(100 * p * (1 - p) / seeds)
-    assert n["curves"]["bf16-sr"][-1] == pytest.approx(1.1, abs=four)
+    error = 2.0**-7 * math.sqrt(100 * p * (1 - p) / seeds)
+    assert n["curves"]["bf16-sr"][-1] == pytest.approx(1.1, abs=4 * error)
     assert all((x * 2**7 * seeds).is_integer() for x in n["curves"]["bf16-sr"]), "whole gaps"
 
 
@@ -127,7 +126,6 @@ def accumulation(n, quick):
     for added in n["sums"]["bf16"][1:]:
         total = float(floats.nearest(np.array([total + term]), table, math.inf)[0])
         assert added == total
-    assert n["sums"]["bf16"][-1] == 0.5
     assert n["sums"]["fp32"][-1] == pytest.approx(1.0, abs=1000 * 2**-24)
     narrow, wide = n["products"]["bf16"], n["products"]["fp32"]
     assert narrow == sorted(narrow)
@@ -231,6 +229,15 @@ def test_the_notebook_has_the_cells_of_the_script(name):
     assert [cell.source for cell in book.cells] == [cell.source for cell in script.cells]
     words = [cell for cell in script.cells if cell.cell_type == "markdown"]
     assert [cell.metadata["lang"] for cell in words] == ["en", "zh", "en", "zh"]
+    assert script.cells[-3].source.splitlines()[-1].startswith("lab.figure(draw, ")
+
+
+def test_a_notebook_shows_the_figure(monkeypatch):
+    monkeypatch.syspath_prepend(str(LAB))
+    monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    cells, names = jupytext.read(LAB / "formats.py").cells, {}
+    exec("\n".join(cell.source for cell in cells if cell.cell_type == "code"), names)
+    assert "Range" in names["lab"].figure(names["draw"], 6, 5)._repr_svg_()
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -245,9 +252,6 @@ def test_the_findings_of_the_page_hold_at_full_size(name):
     found = json.loads((DOCS / lab_page.FIGURES / f"{name}.json").read_text(encoding="utf-8"))
     assert not found["quick"]
     stands_there(name, found)
-
-
-def test_the_explorer_has_the_gradients_of_the_course():
-    found = json.loads((DOCS / lab_page.FIGURES / "underflow.json").read_text(encoding="utf-8"))
-    shown = json.loads((DOCS / "javascripts" / "gradients.json").read_text(encoding="utf-8"))
-    assert shown["data"] == found["numbers"]
+    if name == "underflow":  # the page on the loss scale has the same gradients
+        shown = json.loads((DOCS / "javascripts" / "gradients.json").read_text(encoding="utf-8"))
+        assert shown["data"] == found["numbers"]

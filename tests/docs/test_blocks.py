@@ -174,7 +174,7 @@ OTHERS = {
     "pip": pip, "make": make, "python": python, "python3": python, "torchrun": torchrun,
     "accelerate": anything, "deepspeed": anything, "git": anything, "cd": anything,
     "source": anything, ".": anything, "export": anything, "srun": anything, "cat": anything,
-    "head": anything, "tensorboard": anything, "jupyter": anything, "jupytext": anything, "iconv": anything,
+    "head": anything, "tensorboard": anything, "jupytext": anything, "iconv": anything,
 }  # fmt: skip
 
 
