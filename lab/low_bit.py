@@ -114,10 +114,10 @@ lab.figure(draw, 6.4, 6)
 # A blue bar is shorter than its orange one where rounding is random (stochastic), as in nvfp4: over steps that part of the error averages away.
 # Below, the error that each block makes by itself.
 #
-# Change `DRAWS` to 1: both bars are the same. Change `KEPT` to the last block, and compare. Read on: [formats below 16 bits](../docs/low-bit.md),
+# Change `DRAWS` to 1: both bars are the same. Change `KEPT` to 2, the last block: keeping that one helps little. Read on: [formats below 16 bits](../docs/low-bit.md),
 # [glossary](../docs/glossary.md).
 
 # %% [markdown] lang="zh"
 # 蓝条比橙条短的地方使用了随机舍入（如 nvfp4）：这部分误差会随训练步平均掉。下图是每个块单独造成的误差。
 #
-# 把 `DRAWS` 改为 1：两条相同。把 `KEPT` 改为最后一个块，再作比较。接着读：[16 位以下的格式](../docs/low-bit.zh.md)、[术语表](../docs/glossary.zh.md)。
+# 把 `DRAWS` 改为 1：两条相同。把 `KEPT` 改为 2（最后一个块）：保留它帮助不大。接着读：[16 位以下的格式](../docs/low-bit.zh.md)、[术语表](../docs/glossary.zh.md)。
