@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+from halfstep.cli.completion import following
 
 from halfstep.cli import bench as command
 from halfstep.cli.bench import split_policies
-from halfstep.cli.completion import following
 from halfstep.cli.grammar import read_words
 from halfstep.errors import ConfigError
 from trainer.bench.test_report import report, row

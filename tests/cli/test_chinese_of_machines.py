@@ -14,7 +14,7 @@ from halfstep.diagnostics.scripts.rules import RULES
 from halfstep.precision.policy import devices, probe
 from halfstep.precision.policy.devices import DEVICES, choose
 from halfstep.shown import columns
-from halfstep.trainer.config.config import config_to_toml, shipped_configs
+from halfstep.trainer.config.config import config_to_toml
 from halfstep.trainer.doctor import machine
 from halfstep.trainer.doctor.machine import diagnose
 from halfstep.trainer.doctor.runs import RUN_RULES, changed
@@ -194,9 +194,3 @@ def test_the_columns_of_a_table_stand_in_line():
     lines = table([("精度策略", "最大批次"), ("fp32", "25"), ("权重", "-")], {1}).splitlines()
     assert lines == ["精度策略  最大批次", "fp32            25", "权重             -"]
     assert {columns(line) for line in lines} == {18}
-
-
-def test_every_configuration_is_listed(capsys):
-    lines = printed(capsys, "configs", "ls").splitlines()
-    assert [line.split()[0] for line in lines] == list(shipped_configs())
-    assert all(CJK.search(line) for line in lines)

@@ -1,4 +1,4 @@
-"""Options follow from dataclasses: their spellings, values, help, suggestions and completion."""
+"""Options follow from dataclasses: their spellings, values, help and suggestions."""
 
 import dataclasses
 import re
@@ -6,7 +6,6 @@ import re
 import pytest
 
 from halfstep.cli.commands import ANSWERS, COMMANDS, OTHER_NAMES, Start
-from halfstep.cli.completion import SCRIPTS, following
 from halfstep.cli.grammar import leaves, option_name, read_words, short_options
 from halfstep.cli.main import extra_with, main
 from halfstep.errors import ConfigError
@@ -67,7 +66,6 @@ def test_only_what_is_given_is_known():
         (["export", "--run", "r", "--output", "o"], "--to is missing"),
         (["export", "--run", "r", "--output", "o", "--to", "gguf"], "--to: 'gguf'; allowed: hf"),
         (["train", "--seed"], "expected one argument; see halfstep train --help"),
-        (["configs", "show"], "the following arguments are required: NAME: A shipped"),
         (["replay"], "the following arguments are required: CAPTURE: A folder in captures/"),
         (["train", "book.txt"], "files of text are given by --data book.txt"),
         (["train", "--lr", "1"], "unknown option --lr, did you mean '--learning-rate'?"),
@@ -132,20 +130,6 @@ def test_every_command_is_a_dataclass_with_a_docstring():
         assert dataclasses.is_dataclass(kind), name
         assert not (kind.__doc__ or "").startswith(f"{kind.__name__}("), f"{name} has no docstring"
         assert all(option.text for option in leaves(kind)), name
-
-
-def test_completion_gives_what_may_follow(capsys):
-    assert {"train", "finetune", "configs", "completion"} <= set(following([]))
-    assert following(["configs"]) == ["ls", "show", "cp"]
-    assert {"--max-steps", "--run.max-steps", "--nproc"} <= set(following(["train"]))
-    assert following(["finetune", "lm", "--format"]) == [
-        "auto", "alpaca", "chat", "text", "prompt-completion",
-    ]  # fmt: skip
-    for shell, script in SCRIPTS.items():
-        assert main(["completion", shell]) == 0
-        assert capsys.readouterr().out == f"{script}\n"
-    assert main(["completion", "words", "--", "train", "--report-to"]) == 0
-    assert capsys.readouterr().out == "none\ncsv\nmlflow\ntensorboard\nwandb\n"
 
 
 def test_a_missing_package_is_answered_with_the_line_that_installs_it(monkeypatch, capsys):

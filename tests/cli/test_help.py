@@ -12,11 +12,10 @@ import pytest
 
 from halfstep.cli.commands import ANSWERS, COMMANDS, Start
 from halfstep.cli.grammar import choices_of, keys_of, leaves, option_name, parser_of, split_language
-from halfstep.cli.help import CONFIGS, DOC, WORDS, chinese, docstrings, english, wrapped
+from halfstep.cli.help import DOC, WORDS, chinese, docstrings, english, wrapped
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.shown import columns
-from halfstep.trainer.config.config import shipped_configs
 from halfstep.trainer.config.read import sections
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.words import speaking
@@ -61,8 +60,7 @@ def test_every_field_has_its_chinese(name):
 
 
 def test_no_chinese_is_left_of_what_is_gone():
-    assert set(chinese()) - {WORDS, CONFIGS} <= set(CLASSES)
-    assert set(chinese()[CONFIGS]) == set(shipped_configs())
+    assert set(chinese()) - {WORDS} <= set(CLASSES)
     assert set(chinese()[WORDS]) == set(ANSWERS)
 
 
@@ -133,7 +131,7 @@ def test_the_language_is_taken_out_of_a_command_line_and_not_of_another_programs
     assert split_language(["train", "--lang", "zh", "--seed", "1"]) == (
         ["train", "--seed", "1"], "zh",
     )  # fmt: skip
-    words = ["completion", "words", "--", "train", "--lang"]
+    words = ["train", "--", "--lang"]
     assert split_language(words) == (words, "")
     with pytest.raises(ConfigError, match="--lang"):
         split_language(["--lang="])

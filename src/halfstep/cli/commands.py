@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.run import BaseConfig
@@ -25,7 +25,9 @@ class Start:
     """The options of every command that starts a run, besides the keys of its configuration."""
 
     config: str = ""
-    """A shipped configuration (halfstep configs ls) or a TOML file; default: the task's."""
+    """A TOML file, or a configuration that is shipped: gpt-tiny, gpt-small-cpu, gpt2, gpt2-medium,
+    gpt2-large, gpt2-xl, classify-scratch, classify-pretrained, lm-lora, lm-full; default: the
+    task's."""
     resume: bool = False
     """Go on with the run in --output-dir, bit for bit."""
     quiet: bool = False
@@ -229,78 +231,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListConfigs:
-    """List the names and first lines of the shipped configurations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowConfig:
-    """Print a configuration with every key, default ones included."""
-
-    name: str = field(metadata=POSITIONAL)
-    """A shipped configuration or a TOML file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyConfig:
-    """Copy a configuration to a file to edit."""
-
-    name: str = field(metadata=POSITIONAL)
-    """A shipped configuration or a TOML file."""
-    path: str = field(metadata=POSITIONAL)
-    """The file to write, or its folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlpacaSample:
-    """Write sample instructions for finetune lm: docstrings of Python's standard library.
-
-    Each record asks what a function or a class is for, and its docstring is the answer. finetune lm
-    needs the folder of a model besides; halfstep train makes one, and halfstep export writes it.
-    """
-
-    out: str = ""
-    """The file to write, which must not exist; default: alpaca.jsonl."""
-    count: int = 1000
-    """Number of records."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range."""
-        _require_count(self.count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmotionsSample:
-    """Write sample posts in Chinese with one of six emotions, for finetune classify.
-
-    The posts are synthetic: a grammar of templates makes them, so a classifier learns them almost
-    without a mistake. They show how the task works and say nothing about a model's quality.
-    """
-
-    out: str = ""
-    """The file to write, which must not exist; default: emotions.jsonl, for pairs emotions.json."""
-    count: int = 600
-    """Number of posts."""
-    format: Literal["records", "pairs"] = "records"
-    """records: {"text", "label"} a line; pairs: [["words with blanks", id], ...] in .json, with the
-    table of the labels beside it."""
-    seed: int = 0
-    """Seed of the draw."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number or a name out of range."""
-        _require_count(self.count)
-        suffix = {"records": ".jsonl", "pairs": ".json"}[self.format]
-        if self.out and not self.out.endswith(suffix):
-            raise ConfigError(f"--out {self.out}: --format {self.format} is written to {suffix}")
-
-
-def _require_count(count: int) -> None:
-    if count < 1:
-        raise ConfigError(f"--count {count}; allowed: integers >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Demo:
     """Train the same model in several precisions, one after the other, and draw them together."""
 
@@ -396,16 +326,6 @@ class Replay:
     """Print one JSON object on stdout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Print a script that makes a shell complete commands and options."""
-
-    shell: Literal["bash", "zsh", "fish", "words"] = field(metadata=POSITIONAL)
-    """The shell; words: the possible next words of a command line, for the shells' scripts."""
-    words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """The command line so far, after --."""
-
-
 COMMANDS: Mapping[str, type[Any]] = {
     **{kind.COMMAND: kind for kind in TASKS.values() if kind.COMMAND},
     "predict": Predicting,
@@ -420,16 +340,10 @@ COMMANDS: Mapping[str, type[Any]] = {
     "env": Env,
     "doctor": Doctor,
     "estimate": Estimate,
-    "configs ls": ListConfigs,
-    "configs show": ShowConfig,
-    "configs cp": CopyConfig,
-    "data alpaca-sample": AlpacaSample,
-    "data emotions-sample": EmotionsSample,
     "demo": Demo,
     "bench": Bench,
     "report": Report,
     "replay": Replay,
-    "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""
 

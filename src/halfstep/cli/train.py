@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.cli.commands import Request
 from halfstep.cli.console import RunDisplay, megabytes
-from halfstep.cli.outcome import INTERRUPTED
+from halfstep.cli.main import INTERRUPTED
 from halfstep.cli.words import told
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
