@@ -59,7 +59,6 @@ OPTIONAL = {
     ("trainer/models/pretrained/hub.py", "peft"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.utils"),
-    ("trainer/bench/figure.py", "matplotlib.figure"),
     ("report/figures.py", "matplotlib.figure"),
     ("report/figures.py", "matplotlib"),
     ("trainer/tasks/scores.py", "matplotlib.figure"),

@@ -71,7 +71,6 @@ COMMANDS = [
     "estimate --params 1.3B --optimizer adafactor",
     "estimate --params 1.3B --precision bf16-split24 --release-gradients",
     "estimate --config gpt-tiny --parallel shard=2",
-    "configs ls",
     "formats",
     *(f"formats {value}" for value in ("0.1", "1e-8", "1e-300", "500", "1e39", "nan")),
     *(f"formats 0.1 6 --block {name}" for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")),

@@ -6,10 +6,9 @@ it uses the task's configuration. Nothing here imports torch, so that --help is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.run import BaseConfig
@@ -246,35 +245,22 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure precision policies on this machine, with your model and shapes, and recommend one.
+    """Measure precision policies on this machine, with your model, shapes and data.
 
-    Each policy trains in a process of its own, and the processes take their steps in turn. Without
-    data of yours they learn from synthetic tokens or texts.
+    Each policy trains for a moment in a process of its own, one after the other. Options of the
+    training follow after --, as in halfstep bench -- --data book.txt --batch-size 16.
     """
 
-    CONFIGS: ClassVar[tuple[type[BaseConfig], ...]] = tuple(
-        kind for kind in TASKS.values() if kind.COMMAND
-    )
-    """The configurations whose keys are options too: each key once, whichever task has it."""
-    LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
-        r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
-        r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
-    )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
-    policy to measure says by itself that it is simulated."""
-
-    config: str = ""
-    """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
-    that of finetune lm."""
+    words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Options of the configuration's command (train or finetune), after --."""
+    config: str = "gpt-small-cpu"
+    """A shipped configuration or a TOML file, of any task."""
     precision: tuple[str, ...] = ("fp32,bf16-mixed,fp16-mixed,bf16-split,bf16-split,moments=8bit",)
     """Policies, separated by spaces or commas."""
-    steps: int = 0
-    """Measure at most this many steps of each policy; 0: as many as fit into --seconds."""
-    seconds: float = 100.0
-    """End after this many seconds at the latest."""
+    steps: int = 30
+    """Optimizer steps under each policy."""
     out: str = ""
-    """Folder for bench.json and bench.png; default runs/bench-TIME."""
+    """Folder for the runs; default runs/bench-TIME."""
     json: bool = False
     """Print one JSON object on stdout instead of the table."""
     quiet: bool = False
@@ -282,19 +268,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers out of range."""
-        if self.steps < 0:
-            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 0")
-        if self.seconds <= 0:
-            raise ConfigError(f"--seconds {self.seconds:g}; allowed: > 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """The parsed command line of ``halfstep bench``."""
-
-    bench: Bench
-    given: Mapping[str, Any]
-    """Configuration keys that the command line sets, with their values as text."""
+        if self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,6 @@ from halfstep.cli.commands import (
     COMMANDS,
     OTHER_NAMES,
     POSITIONAL,
-    Bench,
-    BenchRequest,
     Request,
     Start,
 )
@@ -76,7 +74,7 @@ def split_language(words: Sequence[str]) -> tuple[list[str], str]:
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     """Parse a command line: return the command's name, and its dataclass or a request.
 
-    A command that takes a configuration's keys has a ``Request``, or a ``BenchRequest``.
+    A command that takes a configuration's keys has a ``Request``.
 
     Raises:
         ConfigError: For words that do not parse, with a suggestion.
@@ -95,8 +93,6 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     own = {field.name for field in fields(first)}
     start = build(first, {k: v for k, v in given.items() if k in own}, named=option_name)
     keys = {key: value for key, value in given.items() if key not in own}
-    if kind is Bench:
-        return name, BenchRequest(bench=start, given=keys)
     if not runs:
         return name, start
     if launcher is not None and start.nproc is None:
@@ -195,7 +191,8 @@ def _made(name: str) -> argparse.ArgumentParser:
     for option in leaves(Start if runs else kind):
         named = option.field.metadata != POSITIONAL
         _add(options if named else positionals, option, [option_name(option.key)])
-    keys, shorts = keys_of(kind), short_options(*_configs(kind))
+    keys = [*leaves(kind)] if runs else []
+    shorts = short_options(kind) if runs else {}
     groups: dict[str, Any] = {"": options}
     for option in keys:
         section = option.key.rpartition(".")[0]
@@ -205,21 +202,6 @@ def _made(name: str) -> argparse.ArgumentParser:
         names = dict.fromkeys([*short, option_name(option.key)])
         _add(groups[section], option, list(names), sets=True)
     return parser
-
-
-def _configs(kind: type[Any]) -> tuple[type[BaseConfig], ...]:
-    """Return the configurations whose keys are options of a command."""
-    if issubclass(kind, BaseConfig):
-        return (kind,)
-    return Bench.CONFIGS if kind is Bench else ()
-
-
-def keys_of(kind: type[Any]) -> list[Option]:
-    """Return the configuration keys that are options of a command, each once."""
-    every = [option for config in _configs(kind) for option in leaves(config)]
-    kept = {option.key: option for option in reversed(every)}
-    left_out = Bench.LEFT_OUT if kind is Bench else None
-    return [o for key, o in reversed(kept.items()) if not (left_out and left_out.fullmatch(key))]
 
 
 def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
@@ -268,12 +250,10 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
             yield Option(key, hint, field, texts.get(field.name, ""))
 
 
-def short_options(*kinds: type[BaseConfig]) -> dict[str, str]:
+def short_options(kind: type[BaseConfig]) -> dict[str, str]:
     """Map short options to keys: each key's last part (first section wins), and ``SHORT``."""
-    short: dict[str, str] = {}
-    for kind in kinds:
-        short |= {name: key for name, key in kind.SHORT.items() if name not in short}
-    for option in (option for kind in kinds for option in leaves(kind)):
+    short = dict(kind.SHORT)
+    for option in leaves(kind):
         short.setdefault(option_name(option.key.rpartition(".")[2])[2:], option.key)
     return short
 
