@@ -214,8 +214,7 @@ class Session:
         if self.ema is not None:
             self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})
         for name, buffer in self._buffers().items():
-            if name in buffers:  # older checkpoints hold no buffers
-                buffer.copy_(buffers[name])
+            buffer.copy_(buffers[name])
         self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
 
     def _require_averages(self, averages: Mapping[str, Tensor], where: Path) -> None:
@@ -352,7 +351,7 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
         name, _, kind = path.rpartition("/")
         if kind in others:
             others[kind][name] = tensor
-        elif name != "rng":  # format 1 saved random state; it now follows from seed and step
+        else:
             moments[path] = tensor
     return moments, others[AVERAGE], others[BUFFER]
 

@@ -58,8 +58,8 @@ class RunConfig:
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
     patience: Count = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: tuple[Literal["none", "csv", "mlflow", "tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl; none, found in older files, means nowhere else."""
+    report_to: tuple[Literal["csv", "mlflow", "tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
     parallel: Spelled = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
@@ -85,7 +85,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_ranges("run", self)
-        object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n != "none"))
         _require_path(self.output_dir)
         if self.watch_formats and not self.watch:
             raise ConfigError(

@@ -152,7 +152,7 @@ def made_by_auto(path: Path) -> str:
     try:
         found: Any = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
         return str(found["device_name"]) if found["auto"] else ""
-    except (OSError, ValueError, LookupError, TypeError):  # of an older halfstep, or edited
+    except (OSError, ValueError, LookupError, TypeError):  # missing, or edited
         return ""
 
 

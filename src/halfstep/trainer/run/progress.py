@@ -54,18 +54,8 @@ def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
         _refuse(where, "precision.policy", precision.get("policy"), "a policy")
     best = _best(_table(state, "best", where), where) if "best" in state else None
     updates = _count({"ema_updates": 0, **state}, "ema_updates", where)
-    return SavedProgress(step, tokens, precision, best, _made_with(state, where), updates)
-
-
-def _made_with(state: Mapping[str, Any], where: Path) -> dict[str, str]:
-    """Names and hashes of what a checkpoint was made with; older checkpoints use other keys."""
-    if "made_with" in state:
-        return _table(state, "made_with", where)
-    data = state.get("data", ["", ""])
-    if not isinstance(data, list) or len(data) != 2:
-        _refuse(where, "data", data, "two hashes")
-    found = {"training data": data[0], "validation data": data[1]}
-    return {**found, "tokenizer": state.get("tokenizer", "")}
+    made_with = _table(state, "made_with", where)
+    return SavedProgress(step, tokens, precision, best, made_with, updates)
 
 
 def _best(saved: dict[str, Any], where: Path) -> Best:

@@ -34,7 +34,6 @@ from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, 
 from halfstep.trainer.models.pretrained.scratch import (
     SCRATCH,
     make_classifier,
-    refuse_old_run,
     scratch_parameters,
     scratch_size,
     train_tokenizer,
@@ -120,7 +119,6 @@ class ClassifyTask(EpochTask):
         """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
-        refuse_old_run(Path(config.run.output_dir))
         vocabulary = choice.vocab_size or size.vocabulary
         require_host_room(scratch_parameters(size, 0, choice.max_length), 0, "--max-length")
         self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
