@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 import docstring_data
 from common import save, summary
 from english_encoder import pretrained_folder
-from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.labelled import read_labelled
+from halfstep.trainer.data.config import LabelledConfig
+from halfstep.trainer.data.labelled import read_labelled
 from halfstep.trainer.tasks.classify import Predictor
 
 CPU = torch.device("cpu")

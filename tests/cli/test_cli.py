@@ -141,7 +141,6 @@ def test_explain_and_env(halfstep):
         ("data.txt", b"abc\xff\xfe", ["data.txt", "UTF-8"]),
         ("data.txt", b"short", ["data", "block_size"]),
         ("d/picture.png", b"\x89PNG", ["/d"]),
-        ("train.bin", b"\x01\x00" * 500 + b"\x00\x40", ["train.bin", "16384", "256"]),
     ],
 )
 def test_bad_data_leaves_no_run_folder(tmp_path, name, content, words, halfstep):

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.evaluate import Judge
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import finish_run, reopen_run

@@ -24,7 +24,7 @@ from halfstep.errors import CheckpointError, ConfigError, DataError, PrecisionEr
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm

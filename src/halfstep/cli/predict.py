@@ -15,7 +15,7 @@ from halfstep.cli.words import told
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Predicting
-from halfstep.trainer.data.labelled.texts import read_texts
+from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.memory import require_rows
 from halfstep.trainer.tasks.trained import open_trained
 

@@ -22,11 +22,9 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
-from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
-from halfstep.trainer.data.labelled.examples import Examples, encode_examples, padded
-from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
-from halfstep.trainer.data.labelled.length_batches import evaluation_batches
-from halfstep.trainer.data.labelled.texts import join_words
+from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
+from halfstep.trainer.data.config import LabelledData, LabelledTexts
+from halfstep.trainer.data.labelled import join_words, read_known, read_labelled
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
@@ -164,7 +162,7 @@ class ClassifyTask(EpochTask):
 
     def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
         before = self.tokenizer.truncated
-        examples = encode_examples(self.tokenizer, texts, progress)
+        examples = encode_examples(self.tokenizer.encode_batch, texts, progress)
         cut = self.tokenizer.truncated - before
         if cut:
             self.notes.append(
@@ -294,7 +292,9 @@ class Predictor(InUse):
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
         """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
         as_trained = [join_words(text) for text in texts] if self._join_words else texts
-        examples = encode_examples(self.tokenizer, LabelledTexts(as_trained, [0] * len(texts)))
+        examples = encode_examples(
+            self.tokenizer.encode_batch, LabelledTexts(as_trained, [0] * len(texts))
+        )
         found = np.zeros((len(texts), len(self.labels)))
         with keeping_casts(self.device):
             for indices in evaluation_batches(examples.lengths, batch_size):
@@ -322,7 +322,7 @@ class Predictor(InUse):
         Raises:
             NonFiniteError: If the loss is not finite.
         """
-        examples = encode_examples(self.tokenizer, texts)
+        examples = encode_examples(self.tokenizer.encode_batch, texts)
         batches = example_batches(examples, batch_size, self.tokenizer.pad_id, most)
         found = classifier_scores(self.model, batches, self.labels, self.judge)
         if not math.isfinite(found.loss):

@@ -20,10 +20,9 @@ from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
-from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
-from halfstep.trainer.data.instructions.packing import Rows, lm_batch
-from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.data.batches import IGNORED, evaluation_shares
+from halfstep.trainer.data.instructions import prompt_ids, read_instructions
+from halfstep.trainer.data.packing import Rows, lm_batch
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
@@ -189,7 +188,7 @@ class TunedLM(InUse):
     model: PretrainedLM
     tokenizer: InstructionTokenizer
     template: str
-    """The prompt template of training; see :mod:`halfstep.trainer.data.instructions.config`."""
+    """The prompt template of training; see :mod:`halfstep.trainer.data.config`."""
 
     def answer(self, prompt: str, *, raw: bool = False, **options: float | None) -> str:
         """Return what the model writes to a prompt, without an end-of-text token.
@@ -439,7 +438,7 @@ def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
 
 
 class InstructionTokenizer:
-    """Adapts to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
+    """Adapts to :class:`~halfstep.trainer.data.instructions.LMTokenizer`."""
 
     def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
         """Wrap a tokenizer.

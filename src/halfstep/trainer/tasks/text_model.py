@@ -17,8 +17,8 @@ from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
-from halfstep.trainer.data.corpus.batches import validation_batches
-from halfstep.trainer.data.corpus.prepare import prepare, prepare_one
+from halfstep.trainer.data.batches import validation_batches
+from halfstep.trainer.data.corpus import prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
