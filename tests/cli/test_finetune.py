@@ -394,8 +394,7 @@ def test_empty_texts_can_be_left_out(files, tmp_path, halfstep):
     assert "60 training" in err
 
 
-def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep, monkeypatch):
-    monkeypatch.delitem(sys.modules, "matplotlib.figure")
+def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep):
     names = dict(zip(TELLING, ("$_$", "tab\there", "[red]x"), strict=True))
     files = tuple(
         write_csv(tmp_path / f"{i}.csv", [(t, names[n]) for t, n in rows(60, i)]) for i in (1, 2)
@@ -404,7 +403,6 @@ def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep, monkeypatc
     assert code == 0, err
     report = json.loads((tmp_path / "r" / "report.json").read_text("utf-8"))
     assert set(report["labels"]) == set(names.values())
-    assert (tmp_path / "r" / "confusion.png").stat().st_size > 1000
 
 
 def test_predictions_are_utf8_under_any_locale(finished, monkeypatch):

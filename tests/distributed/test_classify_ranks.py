@@ -286,7 +286,7 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     assert {p.name for p in path.iterdir()} == {
         "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
-        "model", "report.txt", "report.json", "confusion.png",
+        "model", "report.txt", "report.json",
     }  # fmt: skip
 
 

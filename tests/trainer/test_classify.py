@@ -107,7 +107,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, picture
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
         "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
-        "model", "report.txt", "report.json", "confusion.png",
+        "model", "report.txt", "report.json",
     }  # fmt: skip
     best = session.best.step
     report = json.loads((tmp_path / "r" / "report.json").read_text("utf-8"))

@@ -91,7 +91,8 @@ def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
 
     Any layout can resume any other's checkpoint; the first line of a run shows which is used.
     """
-    if not config.run.parallel or config.run.parallel.size == ranks:
+    parallel = config.run.parallel
+    if isinstance(parallel, str) or parallel.size == ranks:  # empty, or a layout that fits
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
 

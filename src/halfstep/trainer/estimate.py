@@ -288,7 +288,8 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
     alone = of_rank.release  # it takes neither several micro-batches nor several ranks
     if not alone:
         of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
-    policy: PrecisionPolicy = config.precision
+    policy = config.precision
+    assert isinstance(policy, PrecisionPolicy)  # the session knows the device
     yield of_rank.memory(policy, least=True), "", now
     if of_rank.batch is not None and isinstance(config, TrainConfig):
         on = _typed(task, "model.activation_checkpointing", "true")

@@ -148,8 +148,6 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(items, Sequence):
             raise _refused(value, where, _told("strings"))
         return tuple(_convert(item, parts[0], where) for item in items)
-    if hint is Any:  # a ``Spelled`` field, which load_config parses later
-        hint = str
     if hint is str and isinstance(value, str) and "\0" in value:
         raise ConfigError(_told("nul", where=where, value=shown(value)))
     try:

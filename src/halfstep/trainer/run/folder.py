@@ -11,7 +11,7 @@
     causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
-    report.txt      for a classifier: scores of its classes; also report.json and confusion.png
+    report.txt      for a classifier: scores of its classes; also report.json
     checkpoints/    step-00000100 ...
     run.lock        held by the process that writes here
 """

@@ -211,7 +211,7 @@ class ClassifyTask(EpochTask):
         self.tokenizer.save(folder / "tokenizer")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Write the report on the best state so far: report.txt, report.json, confusion.png."""
+        """Write the report on the best state so far: report.txt, report.json."""
         about = {
             "step": step,
             "loss": evaluation.loss,

@@ -23,7 +23,7 @@ from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
 from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapted_lm
@@ -110,6 +110,7 @@ class LMTask(EpochTask):
             "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
         }
         world.require_same(self.identity)
+        assert isinstance(config.precision, PrecisionPolicy)  # the session knows the device
         held = hold_weights_(self.model, config.precision)
         self.notes = [*notes, *self.data.notes, *([held] if held else [])]
         self.deal(config, self.data.train_rows.lengths)
@@ -236,7 +237,7 @@ def open_tuned_lm(
         CheckpointError: If a file is damaged.
         PrecisionError: If the policy cannot be honoured.
     """
-    policy = parse_policy(precision or config.precision, device)
+    policy = parse_policy(precision, device) if precision else policy_on(config.precision, device)
     require_support(policy, device)
     folder, about = model_folder(run), prompt_settings(run)
     model = _open_model(folder, config, trust_remote_code)

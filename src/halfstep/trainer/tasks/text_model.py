@@ -20,7 +20,7 @@ from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.batches import validation_batches
 from halfstep.trainer.data.corpus import prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
@@ -123,7 +123,10 @@ class TrainedText(Trained):
             tokenizer = load_tokenizer(self.path)
         else:
             model, tokenizer, config = load_trained(self.path)
-        policy = parse_policy(use.precision or (config.precision if config else "fp32"), device)
+        if use.precision or config is None:
+            policy = parse_policy(use.precision or "fp32", device)
+        else:
+            policy = policy_on(config.precision, device)
         require_support(policy, device)
         cast_to_policy_(model, policy)
         return _Opened(model.to(device).eval(), policy, device, tokenizer, config)
