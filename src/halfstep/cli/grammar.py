@@ -9,7 +9,6 @@ docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
@@ -18,14 +17,12 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from halfstep.cli.commands import (
-    ANSWERS,
     COMMANDS,
-    OTHER_NAMES,
     POSITIONAL,
     Request,
     Start,
 )
-from halfstep.cli.help import DOC, Formatter, answer, docstrings, overview
+from halfstep.cli.help import DOC, Formatter, docstrings, overview
 from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
@@ -133,12 +130,7 @@ def _meant(word: str) -> str:
         if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
             return hint
         return told("command_first", word=f"{word:.40}")
-    commands = [name.split()[0] for name in COMMANDS]
-    # A name of this program goes before one of another.
-    closest = difflib.get_close_matches(word.lower()[:100], [*commands, *ANSWERS], n=1, cutoff=0.7)
-    if closest and closest[0] in ANSWERS:
-        return told("answered", answer=answer(closest[0]))
-    return did_you_mean(word.lower(), commands)
+    return did_you_mean(word.lower(), [name.split()[0] for name in COMMANDS])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -274,8 +266,7 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         if word.startswith("--"):
             name = name.replace("_", "-")
             if name not in known:
-                other = OTHER_NAMES.get(name[2:], "")
-                hint = did_you_mean(other if other in known else name, known)
+                hint = did_you_mean(name, known)
                 message = told("unknown_option", name=f"{name:.80}", hint=hint)
                 raise ConfigError(told("see_help", message=message, program=parser.prog))
         done.append(name + equals + value)
