@@ -93,7 +93,7 @@ def test_help_shows_docstrings_and_both_spellings(capsys):
     assert main(["train", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--max-steps N, --run.max-steps N Optimizer steps, skipped ones included." in text
-    assert "--report-to csv|mlflow|tensorboard|wandb" in text
+    assert "--report-to mlflow|tensorboard|wandb" in text
     assert "exit codes: 0 done" in text
 
 

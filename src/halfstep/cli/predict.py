@@ -29,7 +29,7 @@ def run(arguments: Predicting) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
     source: Path | TextIO = sys.stdin if arguments.input == "-" else Path(arguments.input)
-    texts = (text for _, text in read_texts(source, arguments.text_column))
+    texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)
     if arguments.output == "-" or _is_stdout(arguments.output):

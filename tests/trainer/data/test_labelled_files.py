@@ -100,7 +100,7 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
         content = json.dumps(rows)
     assert pairs(write(f"a.{kind}", content)) == rows
     if kind == "jsonl":
-        texts = [(number, text) for number, (text, _) in enumerate(rows, 1)]
+        texts = [text for text, _ in rows]
         assert list(read_texts(io.StringIO(content))) == texts
 
 
@@ -235,7 +235,7 @@ def test_only_a_line_feed_ends_a_line(write):
     assert pairs(write("a.jsonl", line + "\n")) == [(text, "x")]
 
 
-EXPECTED = [(1, "x y"), (2, "z")]
+EXPECTED = ["x y", "z"]
 
 
 def text_refusal(source, column=""):
@@ -270,10 +270,10 @@ def test_a_stream_is_lines_or_objects(content):
     assert list(read_texts(io.StringIO(content))) == EXPECTED
 
 
-def test_texts_are_numbered_by_records_and_a_line_of_text_is_never_a_header(write):
+def test_a_record_may_hold_line_ends_and_a_line_of_text_is_never_a_header(write):
     path = write("a.csv", 'text\n"a\nb"\nc\n')
-    assert list(read_texts(path)) == [(1, "a\nb"), (2, "c")]
-    assert list(read_texts(write("a.txt", "text\nreview\n"))) == [(1, "text"), (2, "review")]
+    assert list(read_texts(path)) == ["a\nb", "c"]
+    assert list(read_texts(write("a.txt", "text\nreview\n"))) == ["text", "review"]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_texts_come_before_the_end_is_known():
             return "more\n"
 
     found = read_texts(Endless())
-    assert [next(found) for _ in range(3)] == [(1, "more"), (2, "more"), (3, "more")]
+    assert [next(found) for _ in range(3)] == ["more"] * 3
 
 
 def test_memory_does_not_grow_with_the_input(write):

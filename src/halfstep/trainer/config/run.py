@@ -65,7 +65,7 @@ class RunConfig:
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
     patience: Count = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: tuple[Literal["csv", "mlflow", "tensorboard", "wandb"], ...] = ()
+    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
     parallel: Parallel = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or

@@ -120,8 +120,8 @@ def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> Na
     return found
 
 
-def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[tuple[int, str]]:
-    """Yields (number of the record from 1, text) as the texts are asked for.
+def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
+    """Yields texts as they are asked for.
 
     The source is a file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
     its first line that is not blank begins a JSON object, else one text a line.
@@ -161,12 +161,12 @@ def label_name(value: Any, place: str) -> str:
     raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
 
 
-def _texts(records: Records, column: Column) -> Iterator[tuple[int, str]]:
-    for count, (place, (text,)) in enumerate(_values(records, (column,)), 1):
+def _texts(records: Records, column: Column) -> Iterator[str]:
+    for place, (text,) in _values(records, (column,)):
         _check_text(text, place)
         if not text or text.isspace():
             raise DataError(f"{place}: the text is empty, so nothing can be predicted; remove it")
-        yield count, text
+        yield text
 
 
 def _check_text(text: object, place: str) -> None:

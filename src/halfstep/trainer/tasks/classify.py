@@ -58,7 +58,7 @@ from halfstep.trainer.tasks.scores import (
 from halfstep.trainer.tasks.task import (
     EpochTask,
     Exported,
-    InUse,
+    Loaded,
     Measured,
     Progress,
     Trained,
@@ -244,7 +244,7 @@ def balanced(labels: list[int], classes: int) -> list[float]:
 # Using a classifier from a model folder.
 
 
-class Predictor(InUse):
+class LoadedClassifier(Loaded):
     """A trained classifier, loaded from a folder to run under a precision policy."""
 
     def __init__(
@@ -383,8 +383,8 @@ class TrainedClassifier(Trained):
         copy_folder(model_folder(self.path), Path(use.output))
         return f"{use.output}: classifier in fp32"
 
-    def _open(self, use: Use) -> Predictor:
-        return Predictor(
+    def _open(self, use: Use) -> LoadedClassifier:
+        return LoadedClassifier(
             model_folder(self.path) if self.config else self.path,
             use.precision or (self.config.precision if self.config else "fp32"),
             choose_device(use.device),
@@ -420,7 +420,7 @@ class TrainedClassifier(Trained):
         return whole.dev, list(whole.notes)
 
 
-def _cut(predictor: Predictor) -> list[str]:
+def _cut(predictor: LoadedClassifier) -> list[str]:
     """Return a note on the texts that were cut, or no note if none was."""
     tokenizer = predictor.tokenizer
     cut = tokenizer.truncated

@@ -43,7 +43,7 @@ from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.task import (
     EpochTask,
     Exported,
-    InUse,
+    Loaded,
     Measured,
     Progress,
     Trained,
@@ -183,7 +183,7 @@ class LMTask(EpochTask):
 
 
 @dataclass
-class TunedLM(InUse):
+class LoadedLM(Loaded):
     """The best state of a run of ``finetune lm``, loaded under a precision policy."""
 
     model: PretrainedLM
@@ -219,14 +219,14 @@ class TunedLM(InUse):
         return decode([*ids, *written])[len(decode(ids)) :].strip()
 
 
-def open_tuned_lm(
+def load_tuned_lm(
     run: Path,
     config: LMConfig,
     device: torch.device,
     precision: str = "",
     *,
     trust_remote_code: bool = False,
-) -> TunedLM:
+) -> LoadedLM:
     """Open the model of a finished run.
 
     An empty ``precision`` means the run's. ``trust_remote_code`` must be given here: for safety,
@@ -255,7 +255,7 @@ def open_tuned_lm(
     cast_for_use_(model, policy)
     model.to(device).eval()
     source = InstructionTokenizer(tokenizer, str(folder))
-    return TunedLM(model, policy, device, source, about["template"])
+    return LoadedLM(model, policy, device, source, about["template"])
 
 
 def prompt_settings(run: Path) -> dict[str, str]:
@@ -359,8 +359,8 @@ class TrainedLM(Trained):
         written = f"{target}: {count:,} parameters in {dtype_name(dtype or model.stored_dtype)}"
         return f"{written}\n{model.last_merge}" if isinstance(model, LoraLM) else written
 
-    def _open(self, use: Use) -> TunedLM:
-        return open_tuned_lm(
+    def _open(self, use: Use) -> LoadedLM:
+        return load_tuned_lm(
             self.path,
             self.config,
             choose_device(use.device),

@@ -228,7 +228,7 @@ class Trained:
 
 
 @dataclass
-class InUse:
+class Loaded:
     """A model in evaluation mode on its device, under a policy."""
 
     model: Any

@@ -26,12 +26,12 @@ from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
 from halfstep.trainer.session import EXPORTED, exported
-from halfstep.trainer.tasks.task import InUse, Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.trainer.tasks.text import FAMILIES
 
 
 @dataclasses.dataclass
-class _Opened(InUse):
+class LoadedGPT(Loaded):
     """A loaded model with its tokenizer and, if it comes from a run, its configuration."""
 
     model: LanguageModel
@@ -115,7 +115,7 @@ class TrainedText(Trained):
         tokenizer.save(target)
         return f"{target}: {model.num_parameters():,} parameters in {dtype}"
 
-    def _open(self, use: Use) -> _Opened:
+    def _open(self, use: Use) -> LoadedGPT:
         device = choose_device(use.device)
         config: TrainConfig | None = None
         if self.config is None:
@@ -129,7 +129,7 @@ class TrainedText(Trained):
             policy = policy_on(config.precision, device)
         require_support(policy, device)
         cast_to_policy_(model, policy)
-        return _Opened(model.to(device).eval(), policy, device, tokenizer, config)
+        return LoadedGPT(model.to(device).eval(), policy, device, tokenizer, config)
 
 
 def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
