@@ -34,6 +34,7 @@ def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_pat
         asked.append(config)
         folder.mkdir(parents=True)
         lines = [{"step": n, "loss": 4.0 - n, "tokens_per_second": 10.0 * n, "applied": True,
+                  "learning_rate": 1e-3,
                   "peak_memory_bytes": 10_000_000} for n in range(1, 5)]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
         return command.subprocess.CompletedProcess([], 0, "", "")

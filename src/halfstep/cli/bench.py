@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from halfstep.cli.formats import table
 from halfstep.cli.grammar import read_words
 from halfstep.cli.train import require_trust
 from halfstep.cli.words import told
+from halfstep.diagnostics.lost_updates.report import lost_share
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import write_whole
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -147,8 +149,9 @@ def _config(arguments: Bench) -> BaseConfig:
         config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0, report_to=(),
         parallel="", lost_update_every=_METER_EVERY, simulate=False,
     )  # fmt: skip
-    warmup = min(config.schedule.warmup_steps, steps)
-    return replace(config, run=run, schedule=replace(config.schedule, warmup_steps=warmup))
+    # at its peak soon, so that few steps teach something
+    schedule = replace(config.schedule, warmup_steps=min(5, steps), decay="constant")
+    return replace(config, run=run, schedule=schedule)
 
 
 def _row(folder: Path, policy: PrecisionPolicy) -> Row:
@@ -156,13 +159,18 @@ def _row(folder: Path, policy: PrecisionPolicy) -> Row:
     losses = record.series("loss")[1]
     timed = [line for line in record.steps[_WARM_UP:] if not line.get("lost_updates")]
     rates = [line["tokens_per_second"] for line in timed or record.steps[-1:]]
-    lost = [values[-1] for _, values in record.groups("lost_updates").values()]
+    numbers, learning = record.series("learning_rate")
+    at = dict(zip(numbers, learning, strict=True))
+    shares = [
+        lost_share(((at[step], share) for step, share in zip(*found, strict=True)), max(learning))
+        for found in record.groups("lost_updates").values()
+    ]
     return Row(
         policy=str(policy),
         tokens_per_second=median(rates),
         peak_memory_bytes=int(record.series("peak_memory_bytes")[1][-1]),
         loss=fmean(losses[-max(1, len(losses) // 4) :]),
-        lost=max(lost, default=None),
+        lost=max(filter(math.isfinite, shares), default=None),
     )
 
 
