@@ -133,7 +133,7 @@ FAILURES = {
     "refuse rank 1": (2, "rank 1: no GPU on this rank"),
     "guard": (3, "step 3: the loss is NaN"),
     "crash rank 1": (1, "rank 1: unexpected ValueError: this one; HALFSTEP_DEBUG=1 shows where"),
-    "exit rank 1": (1, "exitcode: 7"),
+    "exit rank 1": (1, "exitcode: "),  # of the rank whose end torch sees first
     "crash main_only": (
         1, "rank 0: unexpected ZeroDivisionError: division by zero; HALFSTEP_DEBUG=1 shows where",
     ),
