@@ -468,7 +468,7 @@ class InstructionFiles:
         spare = METADATA | KNOWN if explicit else METADATA
         matching = [shape for shape in allowed if record.keys() >= set(shape.required)]
         if len(matching) == 1:
-            (shape,) = matching
+            (shape,) = allowed = matching
             others = set(record).difference(shape.required, shape.optional)
             if others <= spare:
                 self.unused |= others

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -110,8 +111,7 @@ class LMTask(EpochTask):
             "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
         }
         world.require_same(self.identity)
-        assert isinstance(config.precision, PrecisionPolicy)  # the session knows the device
-        held = hold_weights_(self.model, config.precision)
+        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
         self.notes = [*notes, *self.data.notes, *([held] if held else [])]
         self.deal(config, self.data.train_rows.lengths)
         self._matrices = matrix_parameters(self.model)
