@@ -29,7 +29,7 @@ from halfstep.trainer.data.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import save_gpt2
-from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh
+from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh, run_config
 from halfstep.trainer.run.resume import require_resumable, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text_model import load_trained
@@ -341,6 +341,17 @@ def test_resume_may_change_how_long_and_where_asked_the_precision(corpus):
     changed = {"run__max_steps": 99, "run__keep": 1, "run__lost_update_every": 7}
     require_resumable(config, small_config(corpus, **changed))
     require_resumable(config, small_config(corpus, precision="fp32"), other_precision=True)
+
+
+def test_a_runs_own_file_may_hold_keys_of_another_version_and_a_users_may_not(tmp_path, finished):
+    finished = finished[2]
+    folder = shutil.copytree(finished, tmp_path / "run")
+    file = folder / "config.toml"
+    text = file.read_text().replace("[run]", "[run]\nrelease_what = true", 1)
+    file.write_text(text + "\n[gone]\nkey = 1\n")
+    assert run_config(folder) == run_config(finished)
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_config(str(file))
 
 
 def test_resume_refuses_data_that_has_changed(corpus, tmp_path):

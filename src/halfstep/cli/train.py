@@ -134,7 +134,8 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
         given.setdefault("run.simulate", "false")  # which was said of the saved precision
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
-    wanted = load_config(named or str(path / "config.toml"), list(given.items()))
+    own = str(path / "config.toml")
+    wanted = load_config(named or own, list(given.items()), strict=bool(named))
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

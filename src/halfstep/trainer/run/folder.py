@@ -144,7 +144,7 @@ def run_config(path: Path) -> BaseConfig:
     """
     if not is_run(path):
         raise ConfigError(_told("no_run", path=path))
-    return load_config(str(path / "config.toml"))
+    return load_config(str(path / "config.toml"), strict=False)
 
 
 def made_by_auto(path: Path) -> str:
