@@ -37,9 +37,7 @@ OTHERS = {
     "accelerator._optimizers": "accelerate",
     "trainer.accelerator._optimizers": "accelerate",
     "wrapped._forward_module": "Lightning Fabric",
-    "r._forward_module": "Lightning Fabric",
     "self.accelerator._models": "accelerate",
-    "self._wrap_closure": "Lightning",
     "self._after_closure": "Lightning",
     "self.core.config._attn_implementation": "transformers",
 }

@@ -55,8 +55,6 @@ def test_names_and_values_mean_the_same(policy, device):
     assert halfstep.GradScaler(device, init_scale=8.0).scale(torch.ones(())) == 8
     for plugin in (fabric.HalfstepPrecision, lightning.HalfstepPrecision):
         assert str(plugin(policy).policy) == "bf16-mixed"
-    for plugin in (fabric.ScaledPrecision, lightning.ScaledPrecision):
-        assert plugin(device=device).scaler.get_scale() == 2.0**16
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "torch.float16", torch.float16])
@@ -204,7 +202,6 @@ def wrong_calls():
         "scaler of a number of names": lambda: halfstep.GradScaler("cpu", names=5),
         "plugin of no policy": lambda: lightning.HalfstepPrecision(None),
         "plugin of a dtype": lambda: fabric.HalfstepPrecision(torch.bfloat16),
-        "plugin on a planet": lambda: fabric.ScaledPrecision(device="mars"),
         "attach to a model": lambda: accelerate.attach(model),
         "attach a model to a trainer": lambda: hf_trainer.attach(model),
         "policy by names of dtypes": lambda: halfstep.PrecisionPolicy(param_dtype="bf16"),
