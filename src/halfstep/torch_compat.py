@@ -49,7 +49,6 @@ PRIVATE = {
         "GradScaler._check_scale_growth_tracker "
         "GradScaler._found_inf_per_device"
     ),
-    "the Fabric plugin": "torch._dynamo",
     "gradients over several machines": "ProcessGroup._get_backend Options._timeout",
     "estimate": "torch._subclasses.fake_tensor",
 }
