@@ -24,9 +24,9 @@ ERRORS = [
     (["train", "--max-steps", "ten"], "配置 gpt-small-cpu: 键 run.max_steps: 'ten'；允许：整数"),
     (["train", "--max-steps", "0"], "run.max_steps=0；允许：整数 >= 1"),
     (["train", "--data", "absent.txt"], "absent.txt：没有这个文件或目录；请检查路径"),
-    (["env", "--device", "gpu"], "run.device='gpu'；允许：auto, cpu, mps, cuda, cuda:N"),
-    (["env", "--device", "cuda"], "torch 找到 0 个 CUDA 设备；请用 --device cpu"),
-    (["env", "--device", "mps"], "torch 没有找到 Mac 的 GPU；请用 --device cpu"),
+    (["explain", "--device", "gpu"], "run.device='gpu'；允许：auto, cpu, mps, cuda, cuda:N"),
+    (["explain", "--device", "cuda"], "torch 找到 0 个 CUDA 设备；请用 --device cpu"),
+    (["explain", "--device", "mps"], "torch 没有找到 Mac 的 GPU；请用 --device cpu"),
     (["estimate", "--params", "many"], "--params 'many'；允许：不小于 1 的数"),
     (["memory", "absent"], "absent 里没有运行（缺少 config.toml）；请给出一个运行目录"),
     (["train", "--resume", "--output-dir", "absent"], "absent 里没有运行"),
@@ -36,8 +36,6 @@ ERRORS = [
     (["finetune", "classify", "--train", "a.csv"], "没有常用来存放标签的列（这里的列：'text'"),
     (["finetune", "classify", "--train", "a.csv"], "'mood'）；请给出 --label-column NAME"),
     (["finetune", "classify", "--train", "a.csv", "--text-column", "x"], "没有列 'x'（这里的列："),
-    (["doctor", "absent.py"], "absent.py：没有这个文件或目录；请给出训练脚本（.py）或运行目录"),
-    (["doctor", "a.txt"], "a.txt 既不是运行目录，也不是 .py 文件"),
 ]  # fmt: skip
 FILES = {
     "policy.toml": 'base = "fp61"\n',

@@ -118,39 +118,6 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advise(OneStep):
-    """Find the cheapest formats that each linear layer tolerates, and prove them by short runs.
-
-    Give a run rather than a configuration: its weights are trained, and errors of new ones differ.
-    The exit code is 3 where the advice is not proved.
-    """
-
-    formats: tuple[str, ...] = ("bf16,mxfp8,nvfp4",)
-    """The reference, bf16 or fp32, and recipes to choose from; after fp32, fp16. Default:
-    bf16,mxfp8,nvfp4."""
-    tolerance: str = "0.3%"
-    """How much higher than the reference's the loss may be, as 0.3% (the default) or 0.003."""
-    rates: str = "b200"
-    """Whose peak rates count: b200, h200 or h100; or a .toml file with a rate for each format."""
-    steps: int = 60
-    """Optimizer steps of each run of the proof; default: 60; 0: none is made."""
-    seeds: int = 3
-    """Pairs of runs, each with another order of the batches; as many fresh ones prove a choice."""
-    seconds: float = 600.0
-    """No run is begun or continued after this many seconds."""
-    batches: int = 16
-    """Batches of the data that runs take, again and again."""
-    out: str = ""
-    """Write the policy into this .toml file, which --precision reads."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless there is a step to look at and a batch to take it on."""
-        super().__post_init__()
-        if self.batches < 1:
-            raise ConfigError(f"--batches {self.batches}; allowed: 1 and more")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Formats:
     """Show the number formats, and what each makes of a number.
 
@@ -168,26 +135,13 @@ class Formats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Env:
-    """Report what this machine is and how fast each precision is here."""
-
-    device: str = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say which precision a machine is good for, or what is wrong with a script or a run.
+    """Say which precision a machine is good for and why, and report what the machine is.
 
     A device of this machine is measured at your shapes; one that is only named, such as T4, is
-    looked up in halfstep's table. Scripts are read, and never imported or run. The exit code is 3
-    where something is wrong with one of them.
+    looked up in halfstep's table. Paste the output of --json into an issue.
     """
 
-    targets: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Run folders and training scripts (.py) to look for mistakes in; none: the machine."""
     device: tuple[str, ...] = ("auto",)
     """auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'."""
     shapes: tuple[str, ...] = ()
@@ -415,9 +369,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
-    "advise": Advise,
     "formats": Formats,
-    "env": Env,
     "doctor": Doctor,
     "estimate": Estimate,
     "configs ls": ListConfigs,
@@ -435,14 +387,14 @@ COMMANDS: Mapping[str, type[Any]] = {
 
 ANSWERS: Mapping[str, str] = {
     "chat": "generate continues a prompt",
-    "check": "doctor looks for mistakes in a script or a run, halfstep trace --check pins formats",
+    "check": "report RUN says what went wrong in a run",
     "classify": "finetune classify trains a classifier of texts",
     "compare": "report A B puts runs side by side, and halfstep bench policies",
-    "diagnose": "report RUN says what went wrong, and halfstep doctor finds mistakes in a script",
+    "diagnose": "report RUN says what went wrong in a run",
     "eval": "evaluate measures a run on labelled data",
     "fit": "train, or halfstep finetune classify|lm",
     "infer": "generate continues a prompt, and halfstep predict labels texts",
-    "info": "env describes this machine",
+    "info": "doctor describes this machine",
     "inspect": "trace RUN shows what a step runs in, and halfstep report RUN what happened",
     "lm": "train makes a language model from text, and halfstep finetune lm tunes one",
     "plot": "report RUN draws the curves of a run",

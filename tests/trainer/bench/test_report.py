@@ -21,12 +21,12 @@ def losses(seed=0, above=0.0, noise=0.01):
     return [9 - 2 * n / (STEPS - 1) + x + above for n, x in enumerate(drawn)]
 
 
-def row(policy, seconds=1.0, *, loss=None, peak=1e9, lost=0.0, why_not="", waiting=0.0):
+def row(policy, seconds=1.0, *, loss=None, peak=1e9, lost=0.0, why_not=""):
     loss = losses() if loss is None else loss
     steps = [
         StepLine(
             seconds=seconds * (1 + 0.01 * (n % 3)), rows=4, tokens=100, loss=value, applied=n != 1,
-            peak_memory_bytes=int(peak), waiting=waiting, lost=lost if n % 8 == 7 else None,
+            peak_memory_bytes=int(peak), lost=lost if n % 8 == 7 else None,
         )
         for n, value in enumerate(loss)
     ]  # fmt: skip
@@ -127,10 +127,6 @@ def test_doubts_are_told():
     assert "Steps counted: only 3; raise --seconds." in few.recommendation()
     alone = report(row("fp32"), together=False)
     assert "not all took turns" in alone.recommendation()
-    busy = report(row("fp32", waiting=0.4))
-    assert "This machine is busy: a thread waited 40%" in busy.recommendation()
-    assert "busy" not in report(row("fp32", waiting=0.02)).recommendation()
-    assert "busy" not in report(row("fp32", waiting=None)).recommendation()
     other = report(row("fp32", why_not="too slow"), row("bf16-mixed"), row("bf16-split", 0.5))
     assert "fp32 was not measured, so that nothing is compared with it" in other.recommendation()
     assert "of bf16-mixed" in other.recommendation()

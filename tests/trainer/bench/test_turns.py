@@ -54,7 +54,7 @@ class Planned:
         number = len(self.row.steps)
         self.row.steps.append(
             StepLine(
-                seconds=self.seconds, rows=1, tokens=1, loss=1.0, applied=True, waiting=0.0,
+                seconds=self.seconds, rows=1, tokens=1, loss=1.0, applied=True,
                 peak_memory_bytes=1000, lost=0.0 if number % 8 == 7 else None,
             )
         )  # fmt: skip

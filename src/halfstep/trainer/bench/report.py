@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from halfstep.diagnostics.lost_updates.report import LOUD, lost_share
 from halfstep.files import write_whole
 from halfstep.trainer.bench.turns import LEAST, Row
-from halfstep.trainer.cores import remark
 from halfstep.words import Phrase, Told, phrase_of, spoken
 
 _told = Told("halfstep.trainer.bench")
@@ -127,14 +126,6 @@ class BenchReport:
         return self.reference.steps[0].loss - self.loss(self.reference) if self.reference else 0.0
 
     @property
-    def waiting(self) -> float | None:
-        """The share of the time in which the slowest thread of a step waited for a core."""
-        steps = [step for row in self.measured for step in row.timed or row.steps[-1:]]
-        if not steps or any(step.waiting is None for step in steps):
-            return None
-        return median(step.waiting or 0.0 for step in steps)
-
-    @property
     def threads(self) -> int:
         """Threads that each row computed with."""
         return int(self.reference.opened["threads"]) if self.reference else 0
@@ -230,8 +221,6 @@ class BenchReport:
             found.append(_told("flat", fell=self.learned, noise=self.noise))
         if not self.together:
             found.append(_told("not_together"))
-        if busy := remark(self.waiting, self.threads):
-            found.append(_told("remark", text=f"{busy[0].upper()}{busy[1:]}"))
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -249,7 +238,6 @@ class BenchReport:
             "steps_timed": self.timed,
             "seconds": self.seconds,
             "took_turns": self.together,
-            "waiting_for_cores": self.waiting,
             "reference": str(reference.policy) if reference else None,
             "noise": self.noise,
             "learned": self.learned,

@@ -22,7 +22,6 @@ from halfstep.errors import HalfstepError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.cores import Waiting
 from halfstep.trainer.data.progress import no_progress
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.loop import train
@@ -56,8 +55,6 @@ class StepLine:
     """Whether the weights were updated."""
     peak_memory_bytes: int
     """Of the process so far; on CUDA of its tensors."""
-    waiting: float | None
-    """As :meth:`~halfstep.trainer.cores.Waiting.share`."""
     lost: float | None
     """If the step was measured: the share of updates that rounding swallowed, in the parameter
     group that lost most."""
@@ -119,7 +116,7 @@ def _take_turns(session: Session, folder: Path, say: Callable[[Mapping[str, Any]
     ticks = train(session, folder)
     while sys.stdin.readline():
         before, rows = session.tokens, session.task.batch_size(session.step)
-        waiting, begin = Waiting(), time.perf_counter()
+        begin = time.perf_counter()
         record = next(ticks).record
         seconds = time.perf_counter() - begin
         line = StepLine(
@@ -129,7 +126,6 @@ def _take_turns(session: Session, folder: Path, say: Callable[[Mapping[str, Any]
             loss=float("nan") if record.loss is None else record.loss,
             applied=record.applied,
             peak_memory_bytes=record.peak_memory_bytes or 0,
-            waiting=waiting.share(),
             lost=max(record.lost_updates.values()) if record.lost_updates else None,
         )
         say(dataclasses.asdict(line))
