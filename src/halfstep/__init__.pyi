@@ -6,8 +6,8 @@ from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory.estimate import estimate as estimate
 from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
 from .diagnostics.memory.table import Memory as Memory
-from .diagnostics.nonfinite.again import first_cause as first_cause
 from .diagnostics.nonfinite.cause import Cause as Cause
+from .diagnostics.nonfinite.first_cause import first_cause as first_cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .diagnostics.recording.recorder import Recorder as Recorder
 from .diagnostics.sensitivity import Sensitivity as Sensitivity, sensitivity as sensitivity

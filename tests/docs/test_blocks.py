@@ -302,7 +302,8 @@ def test_a_line_of_shell_is_split_into_its_commands():
         "A=1 halfstep train --data 'a b' \\\n  --quiet  # a comment\nhalfstep demo | head -n 1 > x"
     )
     assert commands_of(code) == [
-        ["halfstep", "train", "--data", "a b", "--quiet"], ["halfstep", "demo"], ["head", "-n", "1"],
+        ["halfstep", "train", "--data", "a b", "--quiet"], ["halfstep", "demo"],
+        ["head", "-n", "1"],
     ]  # fmt: skip
     assert commands_of("$ halfstep demo\nlinux | cpu\n", console=True) == [["halfstep", "demo"]]
     assert shlex.join(commands_of("halfstep generate --prompt 'a; b'")[0]).endswith("'a; b'")

@@ -99,9 +99,7 @@ class Trace(OneStep):
     precision: str = ""
     """Policy; default: that of the run or configuration."""
     save: str = ""
-    """Write the trace to this file, for --check."""
-    check: str = ""
-    """Compare with a file of --save, and fail with the difference."""
+    """Write the trace to this file, for the report or for Trace.check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +280,7 @@ class Bench:
     """The configurations whose keys are options too: each key once, whichever task has it."""
     LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
         r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
-        r"|lost_update_every|watch(_formats)?|save_every|keep|capture|output_dir|patience|report_to|parallel"
+        r"|lost_update_every|watch|save_every|keep|capture|output_dir|patience|report_to|parallel"
         r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
     )
     """Keys that say how long a run is and what it leaves, which a measurement has its own of; a

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.capture.captures import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.again import search
 from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.nonfinite.first_cause import search
 from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (

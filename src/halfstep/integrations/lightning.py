@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from halfstep.diagnostics.capture.replay import Replayed, read_capture, take_again
-from halfstep.diagnostics.nonfinite.again import explained
+from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.diagnostics.recording.recorder import Recorder
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.lightning_common import (

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from halfstep.diagnostics.statistics.exponent_map import SHOWN
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
@@ -35,7 +33,7 @@ def what_ifs(step: StepNumerics, most: int = 12) -> list[WhatIfRow]:
     rows = [
         WhatIfRow(tensor.kind, tensor.name, tensor.absmax, [*_shares(tensor)], _scales(tensor))
         for tensor in step.tensors
-        if tensor.kind in SHOWN and tensor.nonzero
+        if tensor.kind != "weight" and tensor.nonzero
     ]
     return sorted(rows, key=lambda row: (-row.shares[0][1], -row.shares[0][0]))[:most]
 
@@ -51,51 +49,6 @@ def _scales(tensor: TensorStatistics) -> str:
     if fit is None:
         return ""
     return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"
-
-
-@dataclass(frozen=True, slots=True)
-class LowBitTable:
-    """What recipes below 16 bits would change of the products of a watched step.
-
-    Attributes:
-        heads: The recipe and the product of each column.
-        median: Of each column over all layers, as text.
-        layers: How many were measured.
-        rows: The layers with the largest errors, worst first: name and texts.
-    """
-
-    heads: Sequence[tuple[str, str]]
-    median: Sequence[str]
-    layers: int
-    rows: Sequence[tuple[str, Sequence[str]]]
-
-
-def low_bit(step: StepNumerics, most: int = 12) -> LowBitTable | None:
-    """The table of a step; None where the watch was asked for no recipe."""
-    found = {(one.layer, one.recipe, one.product): one for one in step.products}
-    recipes = dict.fromkeys(one.recipe for one in step.products)
-    products = dict.fromkeys(one.product for one in step.products)  # fprop comes first in a step
-    heads = [(recipe, product) for recipe in recipes for product in products]
-    worst: dict[str, float] = {}
-    for (layer, _, _), one in found.items():
-        worst[layer] = max(worst.get(layer, 0.0), one.error)
-    if not worst:
-        return None
-    middle = []
-    for recipe, product in heads:
-        some = [one for (_, r, p), one in found.items() if (r, p) == (recipe, product)]
-        biases, spreads = [one.bias for one in some], [one.spread for one in some]
-        middle.append(error_text(median(biases), median(spreads)) if some else "-")
-    rows = []
-    for layer in sorted(worst, key=worst.__getitem__, reverse=True)[:most]:
-        those = [found.get((layer, *head)) for head in heads]
-        rows.append((layer, [error_text(one.bias, one.spread) if one else "-" for one in those]))
-    return LowBitTable(heads, middle, len(worst), rows)
-
-
-def error_text(bias: float, spread: float) -> str:
-    """A relative error in per cent, with its spread where it has some."""
-    return f"{bias:.1%}" + (f" ± {spread:.1%}" if spread else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.statistics.exponent_map import SHOWN, WORDS, ExponentMap, exponent_maps
 from halfstep.errors import ConfigError
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
 from halfstep.report.events import (
@@ -35,7 +34,6 @@ from halfstep.report.memory import memory_json, memory_view
 from halfstep.report.numbers import (
     FORMATS,
     different,
-    low_bit,
     product_bars,
     stored_bars,
     what_ifs,
@@ -124,9 +122,6 @@ class Report:
                     "events": [_strict(asdict(event)) for event in events(row.record)],
                     "causes": _strict([*row.record.causes]),
                     "damaged": dict(row.record.damaged),
-                    "low_bit": [
-                        one.to_dict() for step in row.record.numerics[-1:] for one in step.products
-                    ],
                     **memory_json(row.record, self.language),
                 }
                 for row in self.rows
@@ -171,7 +166,7 @@ class Report:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {**_FILTERS, "cause": self._cause, "svg": self._svg}
+        environment.filters |= {**_FILTERS, "cause": self._cause}
         environment.filters |= {"cause_text": self._cause_text, "cause_of": self._cause_of}
         environment.filters["stored_bars"] = self._stored_bars
         made = environment.get_template(template)
@@ -190,11 +185,6 @@ class Report:
         products, stored = product_bars(trace), stored_bars(trace)
         drawn = bars(products, phrase("ran_title", self.language))
         return Markup(drawn + bars(stored, phrase("stored_title", self.language)))
-
-    def _svg(self, drawn: ExponentMap) -> Markup:
-        words: dict[str, str] = {key: phrase(f"kind_{key}", self.language) for key in SHOWN}
-        words |= {key: phrase(key, self.language) for key in WORDS if key not in words}
-        return Markup(drawn.svg(words))
 
     def write(self, path: Path) -> Path:
         """Write the report in the form that the path's suffix names; whole or not at all.
@@ -314,8 +304,6 @@ def _one_line(value: Any) -> str:
 _FILTERS: Mapping[str, Callable[..., Any]] = {
     "line": _one_line,
     "flat": lambda table: [*flattened(table).items()],
-    "maps": lambda step: exponent_maps(step.tensors, step.loss_scale),
-    "low_bit": low_bit,
     "what_ifs": what_ifs,
     "what_ran": what_ran,
     "stored": what_is_stored,

@@ -342,10 +342,7 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     if not every:
         return nullcontext()
     file, start = path / NUMERICS, session.step
-    formats = session.config.run.watch_formats
-    return watch(
-        session.task.model, session.precision, every=every, to=file, start=start, formats=formats
-    )
+    return watch(session.task.model, session.precision, every=every, to=file, start=start)
 
 
 def _due(step: int, every: int) -> bool:

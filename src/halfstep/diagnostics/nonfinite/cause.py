@@ -73,16 +73,10 @@ class Cause:
             ``autograd.Function`` written in Python.
         cause_class: What went wrong, such as ``"overflow in attention scores"``: a class with one
             remedy.
-        shape: Shape of the output that is not finite.
-        rows: Indices, along its first dim, of the rows that are not finite; 16 at most.
         gain: The median over the model's matrices of rms * sqrt(fan in), of the order of 1 in
             healthy models; 0 if it has none.
         micro_batch: Number of the micro-batch in which it happened, from 1; 0: not known.
         micro_batches: Number of micro-batches of the step; 0: not known.
-        samples: The rows of that micro-batch that make the NaN, from 0; empty if not known, or if
-            it is none of them in particular.
-        rank: The process that met it; 0 if there is one only.
-        ranks: Number of processes of the run.
     """
 
     kind: Kind
@@ -99,14 +93,9 @@ class Cause:
     node: str = ""
     source: str = ""
     cause_class: str = "overflow"
-    shape: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
     gain: float = 0.0
     micro_batch: int = 0
     micro_batches: int = 0
-    samples: tuple[int, ...] = ()
-    rank: int = 0
-    ranks: int = 1
 
     @property
     def remedy(self) -> Phrase:
@@ -132,24 +121,10 @@ class Cause:
             where = _told("in_block", place=where, block=self.block)
         return _told("at_node", place=where, node=self.node) if self.node else where
 
-    @property
-    def coordinates(self) -> Phrase:
-        """Rank, micro-batch and sample, as far as known; empty if none of them is."""
-        return phrase_of(self._coordinates)
-
-    def _coordinates(self) -> str:
-        words = []
-        if self.ranks > 1:
-            words.append(_told("rank", rank=self.rank))
-        if self.micro_batches:
-            words.append(_told("micro_batch", number=self.micro_batch, count=self.micro_batches))
-        if self.samples:
-            listed = ", ".join(map(str, self.samples))
-            several = len(self.samples) > 1
-            words.append(
-                _told("samples", listed=listed) if several else _told("sample", listed=listed)
-            )
-        return _told("comma").join(words)
+    def _micro_batch(self) -> str:
+        if not self.micro_batches:
+            return ""
+        return _told("micro_batch", number=self.micro_batch, count=self.micro_batches)
 
     @property
     def summary(self) -> Phrase:
@@ -165,7 +140,7 @@ class Cause:
             if operand.role == "parameter" and operand.nan:
                 line += _told("also", name=operand.name)
         line += _told("called_at", source=self.source) if self.source else ""
-        where = self._coordinates()
+        where = self._micro_batch()
         return line + _told("and_where", coordinates=where) if where else line
 
     def _operation(self, what: str) -> str:
@@ -199,8 +174,6 @@ class Cause:
                 for operand in known["inputs"]
             ]
             known["inputs"] = tuple(Operand(**operand) for operand in inputs)
-            for name in ("shape", "rows", "samples"):
-                known[name] = tuple(known[name])
             found = cls(**known)
             _ = str(found), found.summary  # fails where a value is of another type
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
@@ -226,7 +199,7 @@ class Cause:
             *map(self._input, self.inputs),
         ]
         lines += self._bound(torch.finfo(self.dtype).max)
-        where = self._coordinates()
+        where = self._micro_batch()
         lines += [where] if where else []
         lines += [_told("source", source=self.source)] if self.source else []
         to_do = _told("to_do", remedy=self.remedy)

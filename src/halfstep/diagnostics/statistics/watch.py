@@ -3,7 +3,7 @@
 It is a context around anybody's loop. Every so many steps it counts, for each tensor, how many
 numbers have which binary exponent; the other steps run without its hooks. Weights and losses are
 bit for bit those of a run without it, wherever a model computes the same with hooks as without.
-halfstep's own GPT does: its kernels serve hooks that only look (``kernels/onlookers.py``).
+Where compiled kernels compute a block of halfstep's own GPT, a watched step is torch's instead.
 ``docs/watch.md`` says how to read what it shows.
 """
 
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.statistics.collect import Collector
+from halfstep.diagnostics.statistics.collect import Collector, over_ranks
 from halfstep.diagnostics.statistics.numerics import StepNumerics
-from halfstep.diagnostics.statistics.over_ranks import over_ranks
 from halfstep.diagnostics.statistics.steps import OptimizerSteps, PrecisionSteps, bare_optimizer
 from halfstep.errors import CheckpointError, DataError, PrecisionError
 from halfstep.files import write_whole
-from halfstep.formats import FloatFormat, block_format
+from halfstep.formats import FloatFormat
 from halfstep.precision.agreement import ManyRanks, as_ranks, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
@@ -51,10 +50,8 @@ class Watch:
         to: Path | None,
         start: int,
         ranks: Ranks,
-        formats: Sequence[str] = (),
     ) -> None:
         """Use :func:`watch`, which checks the arguments."""
-        self._formats = formats
         self._model, self._source, self._scaler = bare_model(model), source, scaler
         self._every, self._to, self._start, self._ranks = every, to, start, ranks
         self._step = start
@@ -148,7 +145,7 @@ class Watch:
     def _arm(self) -> None:
         due = self._step + 1
         if self._steps is not None and (due % self._every == 0 or due == 1):
-            self._collector = Collector(self._model, self._steps.scale, self._formats)
+            self._collector = Collector(self._model, self._steps.scale)
             if isinstance(self._source, Precision):
                 parameters = self._source.masters.parameter_of
                 named = self._source.named_parameters().items()
@@ -177,7 +174,6 @@ class Watch:
             loss_scale=scale if math.isfinite(scale) else math.nan,
             policy=str(self._source.policy) if isinstance(self._source, Precision) else "",
             tensors=tuple(tensors),
-            products=tuple(collector.products()),
         )
         if self._to is not None:
             try:
@@ -211,7 +207,6 @@ def watch(
     to: str | Path | None = None,
     start: int = 0,
     ranks: Ranks | None = None,
-    formats: Sequence[str] = (),
 ) -> Watch:
     """Count the exponents of a model's weights, activations, gradients and updates in a loop.
 
@@ -233,10 +228,6 @@ def watch(
             whole run would; later lines of the file are dropped.
         ranks: The ranks whose counts are merged, which must all watch. None: those of the
             Precision, or all of ``torch.distributed``'s default group. Rank 0 writes the file.
-        formats: Names of block formats, as ``("mxfp8", "nvfp4")``: some rows of each tensor are
-            rounded to them on each rank's own, and rank 0's relative errors are in ``rounding``.
-            Of names that are recipes, ``products`` of the report has what each would change of
-            the products of each linear layer.
 
     Returns:
         The context. Its ``report()`` gives the newest watched step as values, and ``print`` shows
@@ -286,10 +277,7 @@ def watch(
         ranks = ranks_of_this_process(_device(model))
     first = not isinstance(ranks, ManyRanks) or dist.get_rank() == 0
     path = Path(to) if to is not None and first else None
-    if isinstance(formats, str):
-        formats = (formats,)
-    names = [block_format(form).name for form in formats]
-    return Watch(model, source, scaler, every, path, start, ranks, names)
+    return Watch(model, source, scaler, every, path, start, ranks)
 
 
 def _device(model: nn.Module) -> torch.device:

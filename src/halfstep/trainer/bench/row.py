@@ -69,7 +69,7 @@ def config_of_row(config: BaseConfig, policy: PrecisionPolicy) -> BaseConfig:
     run = dataclasses.replace(
         config.run, max_steps=_ENDLESS, max_seconds=0.0, eval_every=_ENDLESS, save_every=0,
         patience=0, report_to=(), parallel="", sequence_parallel=False, agree_every=0,
-        lost_update_every=_METER_EVERY, watch=0, watch_formats=(), output_dir="",
+        lost_update_every=_METER_EVERY, watch=0, output_dir="",
     )  # fmt: skip
     schedule = dataclasses.replace(config.schedule, warmup_steps=_WARM_UP, decay="constant")
     return dataclasses.replace(config, precision=policy, run=run, schedule=schedule)
