@@ -164,7 +164,7 @@ class Estimate:
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
     precision: tuple[str, ...] = ()
     """Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and
-    bf16-split, which but for Adafactor also with moments=8bit."""
+    bf16-split, which also with moments=8bit."""
     optimizer: str = ""
     """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0
@@ -174,8 +174,6 @@ class Estimate:
     "data=2,tensor=2", as for halfstep train; default: one device."""
     memory: str = ""
     """The device's memory, such as 16GB; default: of the device that this machine trains on."""
-    release_gradients: bool = False
-    """Gradients are released during backward (optimizer.release_gradients), one at a time."""
     json: bool = False
     """Print one JSON object on stdout."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
-from halfstep.kernels.forward import cast_copy, is_plain
+from halfstep.kernels.forward import is_plain
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,
@@ -54,7 +54,7 @@ class Weights(NamedTuple):
         low = [p.ndim == 2 or p is self.qkv_bias for p in self]
         return Weights(
             *(
-                cast_copy(p, _LOW if is_low else torch.float32)
+                p.to(_LOW if is_low else torch.float32).contiguous()
                 for p, is_low in zip(self, low, strict=True)
             )
         )
