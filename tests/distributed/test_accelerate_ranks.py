@@ -217,9 +217,7 @@ def first_cause_of(rank, folder, how):
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_the_rank_that_made_it_names_the_first_cause(pool2, tmp_path, how):
     """Rows go to ranks four at a time: the 21st is the second of rank 1's third batch."""
-    other, (op, direction, micro_batch) = pool2.run(
-        first_cause_of, folder=str(tmp_path), how=how
-    )
+    other, (op, direction, micro_batch) = pool2.run(first_cause_of, folder=str(tmp_path), how=how)
     assert other is None
     assert (direction, micro_batch) == (how, 1)
     assert op.startswith("aten.div" if how == "forward" else "aten.")
