@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from halfstep.diagnostics.capture.replay import Replayed, read_capture, take_again
+from halfstep.diagnostics.capture import Replayed, read_capture, take_again
 from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.diagnostics.recording.recorder import Recorder
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError

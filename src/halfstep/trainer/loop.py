@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.capture.captures import CAPTURES
+from halfstep.diagnostics.capture import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
