@@ -10,8 +10,7 @@ import torch
 
 from halfstep.cli.bench import text_of
 from halfstep.cli.main import main
-from halfstep.diagnostics.nonfinite.cause import Cause, Operand
-from halfstep.diagnostics.nonfinite.remedies import CHANGES
+from halfstep.diagnostics.nonfinite.cause import CHANGES, Cause, Operand
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.words import said, speaking
 from trainer.bench.test_report import losses, report, row

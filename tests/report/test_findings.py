@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from halfstep.diagnostics.nonfinite.remedies import CHANGES
+from halfstep.diagnostics.nonfinite.cause import CHANGES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import RULES, findings, verdict
 from halfstep.report.record import read_run

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.diagnostics.nonfinite.remedies import Kind
+from halfstep.diagnostics.nonfinite.cause import Kind
 from halfstep.precision.scaling.gradients import in_fp64
 
 _ALLOCATES = frozenset(

@@ -41,7 +41,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.nonfinite.cause import Cause, Operand, block_of
+from halfstep.diagnostics.nonfinite.cause import (
+    Cause,
+    Facts,
+    Kind,
+    Operand,
+    Role,
+    block_of,
+    cause_class,
+)
 from halfstep.diagnostics.nonfinite.operations import (
     Counts,
     Input,
@@ -56,7 +64,6 @@ from halfstep.diagnostics.nonfinite.operations import (
     storage_key,
     stored,
 )
-from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_class
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.scaling import calibrate, gradients
