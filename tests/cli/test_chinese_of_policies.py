@@ -152,7 +152,7 @@ def test_bench():
     ]  # fmt: skip
     for found in (
         report(*rows),
-        report(row("fp32", loss=[7.0, 7.1] * 12, waiting=0.5), unit="examples", together=False),
+        report(row("fp32", loss=[7.0, 7.1] * 12), unit="examples", together=False),
         report(row("fp32", loss=[7.0] * 4)),
         report(row("fp32", loss=[float("nan")] * 24)),
     ):
