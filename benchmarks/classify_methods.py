@@ -58,8 +58,8 @@ from classify_ways import DEFAULTS, NINE, absent, note
 from common import save
 from english_encoder import pretrained_folder
 from halfstep.precision.casting.autocast import cpu_has_bf16
-from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.labelled import read_labelled
+from halfstep.trainer.data.config import LabelledConfig
+from halfstep.trainer.data.labelled import read_labelled
 
 HERE = Path(__file__).parent
 TWO = [name for name in ROWS if name.startswith("2 x ")]

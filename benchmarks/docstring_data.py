@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.trainer.data.corpus.prepare import standard_library
+from halfstep.trainer.data.corpus import standard_library
 
 PACKAGES, LEAST_FILES, LEAST_CHARACTERS, DEV_SHARE = 10, 4, 20, 0.2
 MASK = "thing"

@@ -27,9 +27,9 @@ from transformers.utils.logging import disable_progress_bar
 import docstring_data
 from common import save, summary
 from english_encoder import pretrained_folder
-from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.labelled import read_labelled
-from halfstep.trainer.tasks.classify import Predictor
+from halfstep.trainer.data.config import LabelledConfig
+from halfstep.trainer.data.labelled import read_labelled
+from halfstep.trainer.tasks.classify import LoadedClassifier
 
 CPU = torch.device("cpu")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -51,7 +51,7 @@ def trained(arguments: argparse.Namespace, data: Path) -> Path:
 
 def by_halfstep(folder: Path, policy: str) -> Labels:
     """What ``halfstep predict`` does between its files."""
-    predictor = Predictor(folder, policy, CPU, max_length=MAX_LENGTH)
+    predictor = LoadedClassifier(folder, policy, CPU, max_length=MAX_LENGTH)
     return lambda texts, batch_size: [label for _, label, _ in predictor.predict(texts, batch_size)]
 
 

@@ -28,7 +28,7 @@ from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.corpus.prepare import standard_library
+from halfstep.trainer.data.corpus import standard_library
 from halfstep.trainer.environment import environment, keep_freed_memory
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import make_optimizer

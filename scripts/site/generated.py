@@ -46,7 +46,7 @@ def commands(language: str) -> str:
         options = list(grammar.leaves(Start if runs else kind))
         rows = [_row(one, _spelling(one), language) for one in options]
         parts.append(table(("option", "values", "default", "meaning"), rows, words))
-        if grammar.keys_of(kind):
+        if runs:
             parts.append(words["plus"])
     parts += [f"## {words['exit']} {{: #exit-codes }}", plain(told("exit_codes"))]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -64,7 +64,7 @@ def configuration(language: str) -> str:
         short = {key: f"--{word}" for word, key in grammar.short_options(kind).items()}
         parts.append(f"## {words['of'].format(name=name)} {{: #{name.replace(' ', '-')} }}")
         sections: dict[str, list[list[str]]] = {}
-        for option in grammar.keys_of(kind):
+        for option in grammar.leaves(kind):
             row = _row(option, f"`{option.key}`", language)
             if option.key in short and short[option.key] != grammar.option_name(option.key):
                 row[3] += f" ({words['also']} `{short[option.key]}`)"

@@ -1,4 +1,4 @@
-"""explain, trace, bench, replay by ``--lang zh``: no English sentence, tables aligned."""
+"""explain, trace, replay by ``--lang zh``: no English sentence, tables aligned."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import re
 import pytest
 import torch
 
-from halfstep.cli.bench import text_of
 from halfstep.cli.main import main
 from halfstep.diagnostics.nonfinite.cause import CHANGES, Cause, Operand
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.words import said, speaking
-from trainer.bench.test_report import losses, report, row
 
 SENTENCE = re.compile(r"(?<![\w./-])[A-Za-z']{2,}(?: [A-Za-z']{2,}){2,}(?![\w(])")
 """Three words or more with blanks between them, none of which has a digit or a dot."""
@@ -142,26 +140,3 @@ def test_every_class_of_causes(name):
     assert read == cause
     assert Cause.from_json({**cause.to_json(), "elements": 0}) is None
     assert Cause.from_json({}) is None
-
-
-def test_bench():
-    rows = [
-        row("fp32"), row("bf16-mixed", 0.5), row("bf16-pure", 0.4, lost=0.3),
-        row("fp16-mixed", 0.3, loss=losses(above=0.5)), row("bf16-split", peak=8e9),
-        row("bf16-master", 0.5, peak=5e8), row("bf16-kahan", loss=[float("nan")] * 24),
-    ]  # fmt: skip
-    for found in (
-        report(*rows),
-        report(row("fp32", loss=[7.0, 7.1] * 12), unit="examples", together=False),
-        report(row("fp32", loss=[7.0] * 4)),
-        report(row("fp32", loss=[float("nan")] * 24)),
-    ):
-        english_text = text_of(found)
-        with speaking("zh"):
-            text = text_of(found)
-            assert found.to_json()["recommendation"] == found.recommendation()
-        assert english_text == text_of(found)
-        assert english(text.replace("a model", "")) == []
-        assert braces(text) == []
-    with speaking("zh"):
-        assert said(report(*rows).recommendation()).startswith("建议用 bf16-mixed：每秒")

@@ -21,7 +21,7 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from halfstep.trainer.tasks.classify import Predictor
+from halfstep.trainer.tasks.classify import LoadedClassifier
 
 
 def trained(folder, source):
@@ -72,7 +72,7 @@ def test_other_texts_are_counted_as_by_hand(request, tmp_path, evaluate, which):
     run = request.getfixturevalue(which)
     texts = rows(45, seed=11)
     write_csv(tmp_path / "test.csv", texts)
-    predictor = Predictor(run / "model", "fp32", torch.device("cpu"))
+    predictor = LoadedClassifier(run / "model", "fp32", torch.device("cpu"))
     table = predictor.probabilities([text for text, _ in texts], 5)
     confusion = [[0] * 3 for _ in range(3)]
     loss = 0.0

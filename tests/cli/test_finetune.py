@@ -112,8 +112,6 @@ def test_notes_are_printed(tmp_path, halfstep):
     notes = [line.removeprefix("note: ") for line in err.splitlines() if "note: " in line]
     together = "\n".join(notes)
     assert re.search(r"\d+ of 63 training texts are longer than 9 tokens and were cut", together)
-    assert "differ only in case" in together
-    assert "1 texts occur more than once, with different labels" in together
     assert "1 of 2 dev texts also stand in train" in together
     assert "dev has no text of" in together
 
@@ -364,11 +362,6 @@ def test_a_classifier_from_scratch_is_trained_on(files, finished, tmp_path, half
     words = words_of(files, tmp_path / "r", "--model", finished / "model", "--quiet", steps=1)
     code, _, err = classify(halfstep, *words)
     assert code == 0, err
-    edit_json(shutil.copytree(finished / "model", tmp_path / "old") / "config.json",
-              model_type="halfstep-encoder")  # fmt: skip
-    code, _, err = classify(halfstep, *words_of(files, tmp_path / "s", "--model", tmp_path / "old"))
-    assert code == 2
-    assert_one_line(err, tmp_path / "old", "earlier halfstep made from scratch")
 
 
 @pytest.mark.parametrize(
@@ -401,8 +394,7 @@ def test_empty_texts_can_be_left_out(files, tmp_path, halfstep):
     assert "60 training" in err
 
 
-def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep, monkeypatch):
-    monkeypatch.delitem(sys.modules, "matplotlib.figure")
+def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep):
     names = dict(zip(TELLING, ("$_$", "tab\there", "[red]x"), strict=True))
     files = tuple(
         write_csv(tmp_path / f"{i}.csv", [(t, names[n]) for t, n in rows(60, i)]) for i in (1, 2)
@@ -411,7 +403,6 @@ def test_a_label_that_is_no_word_goes_all_the_way(tmp_path, halfstep, monkeypatc
     assert code == 0, err
     report = json.loads((tmp_path / "r" / "report.json").read_text("utf-8"))
     assert set(report["labels"]) == set(names.values())
-    assert (tmp_path / "r" / "confusion.png").stat().st_size > 1000
 
 
 def test_predictions_are_utf8_under_any_locale(finished, monkeypatch):

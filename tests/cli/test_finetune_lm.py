@@ -23,7 +23,7 @@ from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.lm import open_tuned_lm
+from halfstep.trainer.tasks.lm import load_tuned_lm
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
 
@@ -169,7 +169,7 @@ def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
             if ids[0, -1] == tokenizer.eos_token_id:
                 break
     assert base.strip() == tokenizer.decode(ids[0], skip_special_tokens=True).strip()
-    lm = open_tuned_lm(tuned, run_config(tuned), torch.device("cpu"), "fp32")
+    lm = load_tuned_lm(tuned, run_config(tuned), torch.device("cpu"), "fp32")
     with torch.no_grad():
         after, want = lm.model.model(ids).logits, model(ids).logits
         with lm.model.without_adapter():

@@ -26,12 +26,6 @@ def test_simulate_without_a_format_below_16_bits_is_refused(precision, halfstep,
     assert "simulate" in halfstep("explain", "fp32", "mxfp8", "--simulate").stdout
 
 
-def test_bench_says_in_the_policy_what_is_simulated(halfstep):
-    done = halfstep("bench", "--simulate")
-    assert done.returncode == 2
-    assert "unknown option --simulate" in done.stderr
-
-
 def test_a_run_goes_on_in_a_simulated_precision_and_back(corpus, halfstep, tmp_path):
     path = tmp_path / "r"
     words = ("train", *SMALL, "--data", corpus, "--output-dir", path, "--quiet")

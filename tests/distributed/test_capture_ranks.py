@@ -9,7 +9,7 @@ from tests.trainer.runs import small_config
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError
 from halfstep.trainer.checkpoint.store import list_checkpoints
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import create_run
 from halfstep.trainer.run.replay import replay

@@ -27,7 +27,7 @@ from distributed.commands import on_ranks
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import create_run, finish_run
 from halfstep.trainer.run.resume import resume, with_run_folder
@@ -286,7 +286,7 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     assert {p.name for p in path.iterdir()} == {
         "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
-        "model", "report.txt", "report.json", "confusion.png",
+        "model", "report.txt", "report.json",
     }  # fmt: skip
 
 

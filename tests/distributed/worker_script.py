@@ -85,11 +85,5 @@ if __name__ == "__main__":
     else:
         from halfstep.cli import launch
 
-        real = launch._worker_arguments
-
-        def ourselves(arguments: argparse.Namespace) -> list[str]:
-            return [__file__ if word == "halfstep" else word for word in real(arguments)
-                    if word != "-m"]  # fmt: skip
-
-        launch._worker_arguments = ourselves
+        launch._PROGRAM = (__file__,)
     sys.exit(program.main())

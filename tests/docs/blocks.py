@@ -49,7 +49,7 @@ REASONS = {
 }  # fmt: skip
 """Why a block may not run: what a machine for tests does not have."""
 
-PRINTS = ("explain", "formats", "estimate", "configs ls", "configs show", "completion")
+PRINTS = ("explain", "formats", "estimate")
 """Commands that print what is known, and take no time."""
 
 FILES = (

@@ -300,9 +300,3 @@ def test_the_ends_of_the_allowed_range_are_allowed():
     LossScaleConfig(kind="dynamic", init_scale=2.0**126, max_scale=2.0**126)
     LossScaleConfig(kind="dynamic", growth_interval=1, hysteresis=1, max_consecutive_skips=1)
     LossScaleConfig(kind="dynamic", backoff_factor=2.0**-10, growth_factor=2**10)
-
-
-def test_a_state_of_an_older_checkpoint_is_taken():
-    scale = DynamicLossScale(LossScaleConfig(kind="dynamic", hysteresis=2))
-    scale.load_state_dict({"value": 64.0, "good_steps": 7, "tracker": 1})
-    assert scale.state_dict() == {"value": 64.0, "good_steps": 7, "hysteresis_left": 1}

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from halfstep.trainer.data.instructions.chat import (
+from halfstep.trainer.data.chat import (
     ALPACA_WITH_INPUT,
     ALPACA_WITHOUT_INPUT,
     VICUNA_SYSTEM,

@@ -10,7 +10,7 @@ import torch
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import create_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder

@@ -30,13 +30,13 @@ from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.evaluate import Judge
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.classify import Predictor, balanced
+from halfstep.trainer.tasks.classify import LoadedClassifier, balanced
 
 pytestmark = pytest.mark.covering
 
@@ -107,7 +107,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, picture
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
         "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
-        "model", "report.txt", "report.json", "confusion.png",
+        "model", "report.txt", "report.json",
     }  # fmt: skip
     best = session.best.step
     report = json.loads((tmp_path / "r" / "report.json").read_text("utf-8"))
@@ -119,7 +119,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, picture
     assert report["labels"] == ["joy", "sad", "怒"]
     assert sum(map(sum, report["confusion"])) == 41
     # the model in the folder is the one that was measured
-    predictor = Predictor(tmp_path / "r" / "model", "fp32", torch.device("cpu"))
+    predictor = LoadedClassifier(tmp_path / "r" / "model", "fp32", torch.device("cpu"))
     dev = rows(41, seed=2)
     found = predictor.predict([text for text, _ in dev], 7)
     right = sum(label == mine for (_, label), (_, mine, _) in zip(dev, found, strict=True))
@@ -518,7 +518,7 @@ def test_every_mechanism_trains_and_leaves_a_model(files, bert, tmp_path, policy
     assert session.applied >= 1
     # three classes: near ln 3 from scratch; the random BERT's weights are larger
     assert ticks[0].record.loss < 6
-    fresh = Predictor(tmp_path / "r" / "model", policy, torch.device("cpu"))
+    fresh = LoadedClassifier(tmp_path / "r" / "model", policy, torch.device("cpu"))
     table = fresh.probabilities([text for text, _ in rows(41, seed=2)], 24)
     right = [("joy", "sad", "怒").index(name) for _, name in rows(41, seed=2)]
     share = (table.argmax(axis=1) == right).mean()

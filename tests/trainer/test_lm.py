@@ -24,7 +24,7 @@ from halfstep.errors import CheckpointError, ConfigError, DataError, PrecisionEr
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
@@ -32,7 +32,7 @@ from halfstep.trainer.models.pretrained.lora import add_lora
 from halfstep.trainer.run.folder import finish_run, reopen_run
 from halfstep.trainer.run.resume import resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.lm import hold_weights_, open_tuned_lm, validation_rows
+from halfstep.trainer.tasks.lm import hold_weights_, load_tuned_lm, validation_rows
 
 KINDS = ["GPT2", "Llama", "Qwen2"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -378,7 +378,7 @@ def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     }
     assert adapter.keys() == weights.keys()
     assert all(torch.equal(adapter[n], weights[n]) for n in adapter)
-    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    tuned = load_tuned_lm(tmp_path / "r", config, CPU)
     with quiet():
         base = transformers.AutoModelForCausalLM.from_pretrained(bases())
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "r" / "model")
@@ -464,7 +464,7 @@ def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
         learned += text.split("<|im_end|>")[:-1]
     wanted = [m["content"] for r in chats(24) for m in r["messages"] if m["role"] == "assistant"]
     assert sorted(learned) == sorted(wanted)
-    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    tuned = load_tuned_lm(tmp_path / "r", config, CPU)
     assert tuned.tokenizer.end_of_turn() == [lm_folders.END]
     with silence():
         text = tuned.answer("turn round: red blue", max_new_tokens=5, temperature=0)
@@ -480,7 +480,7 @@ def test_answers_come_through_the_template(bases, data, tmp_path):
     # so long that it knows how to answer, and to stop
     config = config_of(base, data, model__lora_r=0, run__max_steps=60, run__eval_every=60)
     run(config, tmp_path / "r")
-    tuned = open_tuned_lm(tmp_path / "r", config, CPU)
+    tuned = load_tuned_lm(tmp_path / "r", config, CPU)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "model")
     question = "turn round: red stone"
@@ -511,7 +511,7 @@ def test_a_tuned_model_is_used_as_it_was_trained(stored, policy, held, bases, da
     """The same dtypes, and the same logits to the bit."""
     config = config_of(bases("Llama", stored), data, policy)
     session, _ = run(config, tmp_path / "r")
-    tuned = open_tuned_lm(tmp_path / "r", session.config, CPU)
+    tuned = load_tuned_lm(tmp_path / "r", session.config, CPU)
     frozen = {p.dtype for n, p in tuned.model.named_parameters() if ".lora_" not in n}
     assert frozen == {DTYPES[held]}
     assert {p.dtype for n, p in tuned.model.named_parameters() if ".lora_" in n} == {
@@ -532,7 +532,7 @@ def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
     )
     base = bases("Llama", bos=True, chat=True)
     run(config_of(base, data, run__max_steps=1), tmp_path / "r")
-    tuned = open_tuned_lm(tmp_path / "r", config_of(base, data), CPU)
+    tuned = load_tuned_lm(tmp_path / "r", config_of(base, data), CPU)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tuned.answer("x y", top_k=3, max_new_tokens=7)
     tuned.answer("x y", raw=True)
@@ -598,7 +598,7 @@ def test_a_changed_base_is_noticed(data, tmp_path):
     session, _ = run(config, tmp_path / "r")
     save_base(base, seed=5)
     with pytest.raises(ConfigError, match=r"the base model .*base has changed since the run"):
-        open_tuned_lm(tmp_path / "r", config, CPU)
+        load_tuned_lm(tmp_path / "r", config, CPU)
     session = open_session(with_run_folder(config, tmp_path / "r"), no_progress, resuming=True)
     with pytest.raises(CheckpointError, match="made with another base model"):
         resume(session, tmp_path / "r" / "checkpoints")
@@ -642,4 +642,4 @@ def test_folders_that_cannot_be_tuned(data, tmp_path):
     # a run's own word for it is not believed when it is used
     trusting = config_of(base, data, model__trust_remote_code=True)
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        open_tuned_lm(tmp_path / "r", trusting, CPU)
+        load_tuned_lm(tmp_path / "r", trusting, CPU)

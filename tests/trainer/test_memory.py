@@ -19,7 +19,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.optimizer import OptimizerConfig
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.estimate import estimate_config, estimate_count, require_memory
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.memory import count_peak_from_here, peak_memory_bytes

@@ -24,7 +24,7 @@ from tests.trainer.classifiers import (
 
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
-from halfstep.trainer.tasks.classify import Predictor
+from halfstep.trainer.tasks.classify import LoadedClassifier
 
 NAMES = ("joy", "sad", "怒")
 TEXTS = [text for text, _ in rows(50, seed=4)]
@@ -69,7 +69,7 @@ def logits_by_hand(folder, text):
 
 @pytest.mark.parametrize(("kind", "batch_size"), [("scratch", 1), ("bert", 7), ("bert", 64)])
 def test_probabilities_are_a_softmax(runs, kind, batch_size):
-    predictor = Predictor(runs[kind] / "model", "fp32", CPU)
+    predictor = LoadedClassifier(runs[kind] / "model", "fp32", CPU)
     table = predictor.probabilities(TEXTS, batch_size)
     assert table.shape == (50, 3)
     assert table.dtype == np.float64
@@ -83,7 +83,7 @@ def test_probabilities_are_a_softmax(runs, kind, batch_size):
 
 
 def test_order_is_kept_and_the_best_label_is_told(runs):
-    predictor = Predictor(runs["bert"] / "model", "fp32", CPU)
+    predictor = LoadedClassifier(runs["bert"] / "model", "fp32", CPU)
     table = predictor.probabilities(TEXTS, 3)
     many = TEXTS * 5  # more than are sorted together
     found = list(predictor.predict(iter(many), 3))
@@ -99,7 +99,7 @@ def test_order_is_kept_and_the_best_label_is_told(runs):
 
 
 def test_texts_are_read_as_they_are_needed(runs):
-    predictor = Predictor(runs["scratch"] / "model", "fp32", CPU)
+    predictor = LoadedClassifier(runs["scratch"] / "model", "fp32", CPU)
     read = []
 
     def endless():
@@ -118,8 +118,8 @@ def test_texts_are_read_as_they_are_needed(runs):
      ("scratch", "fp16-master")],
 )  # fmt: skip
 def test_every_precision_predicts_nearly_the_same(runs, kind, policy):
-    exact = Predictor(runs[kind] / "model", "fp32", CPU).probabilities(TEXTS, 16)
-    found = Predictor(runs[kind] / "model", policy, CPU).probabilities(TEXTS, 16)
+    exact = LoadedClassifier(runs[kind] / "model", "fp32", CPU).probabilities(TEXTS, 16)
+    found = LoadedClassifier(runs[kind] / "model", policy, CPU).probabilities(TEXTS, 16)
     assert not np.array_equal(found, exact)
     # logits below 10 that went through a few roundings of 2^-9 each
     assert np.abs(found - exact).max() < 0.15
@@ -186,7 +186,7 @@ def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, name, w
     assert len(written.split("\n")) == len(UNICODE) + 1
     found = [json.loads(line) for line in written.split("\n")[:-1]]
     assert [each["text"] for each in found] == UNICODE
-    expected = Predictor(runs["scratch"] / "model", "fp32", CPU).predict(UNICODE, 64)
+    expected = LoadedClassifier(runs["scratch"] / "model", "fp32", CPU).predict(UNICODE, 64)
     assert [list(each) for each in found] == [["text", "label", "probability"]] * len(UNICODE)
     assert [tuple(each.values()) for each in found] == list(expected)
     assert {p.name for p in tmp_path.iterdir()} == {name, "out.jsonl"}
@@ -208,13 +208,13 @@ def test_stdin_to_stdout(runs, predict):
 
 def test_the_runs_own_precision_is_the_default(runs, tmp_path, predict, monkeypatch):
     used = []
-    real = Predictor.__init__
+    real = LoadedClassifier.__init__
 
     def spy(self, folder, precision, *more, **options):
         used.append(precision)
         real(self, folder, precision, *more, **options)
 
-    monkeypatch.setattr(Predictor, "__init__", spy)
+    monkeypatch.setattr(LoadedClassifier, "__init__", spy)
     path = shutil.copytree(runs["scratch"], tmp_path / "r")
     config = path / "config.toml"
     config.write_text(config.read_text().replace('precision = "fp32"', 'precision = "bf16-mixed"'))
@@ -359,7 +359,7 @@ def test_what_holds_no_classifier_is_refused(runs, tmp_path, predict):
         assert (code, out) == (2, ""), source
         assert_one_line(err, *expected)
     with pytest.raises(ConfigError, match="no trained classifier"):
-        Predictor(bert, "fp32", CPU)
+        LoadedClassifier(bert, "fp32", CPU)
 
 
 def test_a_damaged_folder_is_refused(runs, tmp_path, predict):

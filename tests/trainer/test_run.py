@@ -24,12 +24,12 @@ from tests.trainer.runs import (
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config, shipped_configs
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.data.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import save_gpt2
-from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh
+from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh, run_config
 from halfstep.trainer.run.resume import require_resumable, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text_model import load_trained
@@ -343,6 +343,17 @@ def test_resume_may_change_how_long_and_where_asked_the_precision(corpus):
     require_resumable(config, small_config(corpus, precision="fp32"), other_precision=True)
 
 
+def test_a_runs_own_file_may_hold_keys_of_another_version_and_a_users_may_not(tmp_path, finished):
+    finished = finished[2]
+    folder = shutil.copytree(finished, tmp_path / "run")
+    file = folder / "config.toml"
+    text = file.read_text().replace("[run]", "[run]\nrelease_what = true", 1)
+    file.write_text(text + "\n[gone]\nkey = 1\n")
+    assert run_config(folder) == run_config(finished)
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_config(str(file))
+
+
 def test_resume_refuses_data_that_has_changed(corpus, tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(corpus.read_text())
@@ -452,40 +463,37 @@ def test_a_checkpoint_copied_to_a_later_step_is_not_resumed_from(corpus, tmp_pat
     assert resume(session, checkpoints).name == "step-00000008"
 
 
+ODD = "step-00000008: its state is damaged or foreign"
 EVALUATION = {"loss": 1.0, "targets": 3, "score": -1.0, "text": "loss 1"}
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("step", "x", "step in its state is 'x', not a count"),
-        ("step", True, "step in its state is True"),
-        ("step", ..., "step in its state is missing"),
-        ("tokens", float("nan"), "tokens in its state is nan, not a count"),
-        ("tokens", -1, "tokens in its state is -1"),
-        ("tokens", "10**5000", "tokens in its state is a number of more than 4,300 digits"),
-        ("precision", ..., "precision in its state is missing, not a table"),
-        ("precision", [], r"precision in its state is \[\]"),
+        ("step", "x", ODD),
+        ("step", ..., ODD),
+        ("tokens", float("nan"), ODD),
+        ("precision", ..., ODD),
+        ("precision", [], "precision state has keys"),
         ("precision", {"policy": "bf16-mixed"}, "precision state has keys"),
         ("precision.loss_scale", 3, "loss_scale=3"),
         ("precision.loss_scale", {"scale": "x"}, "scale"),
         ("precision.applied_total", "many", "applied_total='many'"),
-        ("precision.policy", None, "precision.policy in its state is missing"),
-        ("best", {"step": 4}, "best.score|best.evaluation in its state is missing"),
-        ("best", {"step": 4, "score": 1.0, "evaluation": {}}, "best.evaluation in its state"),
-        ("best", {"step": 4, "score": "x", "evaluation": EVALUATION}, "best.score"),
-        ("best", {"score": 1.0, "evaluation": EVALUATION}, "best.step"),
+        ("best", {"step": 4}, ODD),
+        ("best", {"step": 4, "score": 1.0, "evaluation": {}}, ODD),
+        ("best", {"step": 4, "score": "x", "evaluation": EVALUATION}, ODD),
+        ("best", {"score": 1.0, "evaluation": EVALUATION}, ODD),
         (
             "best",
             {"step": 4, "score": 1.0, "evaluation": {**EVALUATION, "confusion": [[1], 2]}},
-            "confusion",
+            ODD,
         ),
-        ("best", {"step": 4, "score": 1.0, "evaluation": {**EVALUATION, "odd": 1}}, "odd"),
-        ("made_with", "x", "made_with in its state is 'x'"),
-        ("made_with", ..., "made with another|data in its state"),
+        ("best", {"step": 4, "score": 1.0, "evaluation": {**EVALUATION, "odd": 1}}, ODD),
+        ("made_with", "x", ODD),
+        ("made_with", ..., ODD),
     ],
 )
-def test_a_state_that_is_none_is_refused_by_its_key(finished, key, value, message):
+def test_a_state_that_is_none_is_refused(finished, key, value, message):
     session, checkpoint, _ = finished
     state = json.loads(json.dumps(checkpoint.state))
     *above, last = key.split(".")
@@ -493,7 +501,7 @@ def test_a_state_that_is_none_is_refused_by_its_key(finished, key, value, messag
     if value is ...:
         del level[last]
     else:
-        level[last] = 10**5000 if value == "10**5000" else value
+        level[last] = value
     where = Path("checkpoints") / "step-00000008"
     with pytest.raises((CheckpointError, PrecisionError), match=message):
         session.restore(dataclasses.replace(checkpoint, state=state), where)

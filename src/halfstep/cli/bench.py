@@ -1,85 +1,85 @@
-"""The command ``halfstep bench``: which precision policy to take on this machine."""
+"""The command ``halfstep bench``: precision policies on this machine, one run after the other."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 
-from halfstep.cli.commands import BenchRequest
-from halfstep.cli.console import megabytes
+from halfstep.cli.commands import Bench
+from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.formats import table
-from halfstep.cli.grammar import leaves, option_name, short_options
+from halfstep.cli.grammar import read_words
 from halfstep.cli.train import require_trust
 from halfstep.cli.words import told
+from halfstep.diagnostics.lost_updates.report import lost_share
 from halfstep.errors import ConfigError, PrecisionError
+from halfstep.files import write_whole
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.bench.bench import bench
-from halfstep.trainer.bench.figure import draw
-from halfstep.trainer.bench.report import BenchReport
-from halfstep.trainer.bench.turns import Row
-from halfstep.trainer.config.config import load_config, read_table
+from halfstep.report.record import read_run
+from halfstep.trainer.config.config import config_to_toml, load_config, read_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TASKS, ClassifyConfig, LMConfig, TrainConfig
+from halfstep.trainer.config.tasks import TASKS, TrainConfig
 from halfstep.trainer.environment import choose_device
-from halfstep.words import said
+from halfstep.trainer.session import open_session
+
+_WARM_UP = 3
+"""First steps, whose times do not count: they allocate, compile and fill caches."""
+_METER_EVERY = 8
+"""Steps between two measurements of lost updates, whose times do not count either."""
 
 
-def run(request: BenchRequest) -> int:
-    """Measure the policies, print a table and a recommendation, and write both with a figure."""
-    asked = request.bench
-    config = _config(request)
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one policy's run cost."""
+
+    policy: str
+    tokens_per_second: float
+    """The median over the steps."""
+    peak_memory_bytes: int
+    loss: float
+    """The mean training loss of the last quarter of the steps."""
+    lost: float | None
+    """The share of updates that rounding swallowed, in the parameter group that lost most."""
+
+
+def run(arguments: Bench) -> int:
+    """Train a moment under each policy, and print a table."""
+    config = _config(arguments)
     device = choose_device(config.run.device)
-    policies = [parse_policy(text, device) for text in split_policies(asked.precision)]
-    folder = Path(asked.out or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
-
-    def say(text: str) -> None:
-        if not asked.quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    with _writable(folder):
-        report = bench(config, policies, steps=asked.steps, seconds=asked.seconds, say=say)
-        if not report.measured:
-            reasons = dict.fromkeys(said(row.why_not) for row in report.rows)
-            why = told("separator").join(reasons)
-            raise PrecisionError(told("none_measured", why=why))
-    try:
-        path = report.write(folder)
-        missing = draw(report, folder / "bench.png")
-    except OSError as error:
-        raise _not_written(folder, error) from error
-    if asked.json:
-        print(json.dumps(report.to_json(), indent=1, allow_nan=False))
-    else:
-        print(text_of(report))
-        print("\n" + (told("written", path=path) if missing else told("bench_drawn", path=path)))
-    if missing:
-        say(told("note", text=missing))
+    policies = [parse_policy(text, device) for text in split_policies(arguments.precision)]
+    root = Path(arguments.out or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    with RunDisplay("bench", quiet=arguments.quiet) as display:
+        prepare(config, display)
+        rows, refused = [], {}
+        for policy in policies:
+            display.say(str(policy))
+            folder = root / str(policy).replace("/", "-")
+            done = train_apart(replace(config, precision=policy), folder, quiet=True)
+            if done.returncode == 0:
+                rows.append(_row(folder, policy))
+            else:
+                last = [*done.stderr.splitlines(), ""][0] or str(done.returncode)
+                refused[str(policy)] = last.removeprefix(told("error", message=""))
+    if not rows:
+        raise PrecisionError(told("none_measured", why=told("separator").join(refused.values())))
+    if arguments.json:
+        found = {"rows": [asdict(row) for row in rows], "not_measured": refused}
+        print(json.dumps(found, indent=1))
+        return 0
+    head = (told("policy"), told("rate tokens"), told("times"), told("peak"), told("the_loss"),
+            told("lost"))  # fmt: skip
+    print(table([head, *(_cells(row, rows[0]) for row in rows)], set(range(1, len(head)))))
+    for policy_name, why in refused.items():
+        print(told("not_measured", policy=policy_name, why=why))
     return 0
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Make a folder before minutes of measurement, not after; without a result it goes again."""
-    new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_written(folder, error) from error
-    try:
-        yield
-    except BaseException:
-        if new:
-            folder.rmdir()
-        raise
-
-
-def _not_written(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(told("out_not_written", path=folder, error=error))
 
 
 def split_policies(words: Sequence[str]) -> list[str]:
@@ -102,62 +102,84 @@ def split_policies(words: Sequence[str]) -> list[str]:
     return found
 
 
-def _config(request: BenchRequest) -> BaseConfig:
-    """Load the configuration to measure, of the task that the words name."""
-    given, named = dict(request.given), request.bench.config
-    kind: type[BaseConfig] = TrainConfig
-    if named:
-        kind = TASKS.get(read_table(named)[1].get("task", TrainConfig.TASK), TrainConfig)
-    elif "model.source" in given:
-        scratch = str(given["model.source"]).startswith("scratch:")
-        kind = ClassifyConfig if scratch else LMConfig
-    given = {_key_in(kind, key): value for key, value in given.items()}
-    config = load_config(named or kind.shipped(given), list(given.items()))
+def prepare(config: BaseConfig, display: RunDisplay) -> int:
+    """Prepare the data, so that it counts for no run's memory; return the model's parameters."""
+    fp32 = replace(config, precision=parse_policy("fp32"))
+    session = open_session(fp32, display.prepared)
+    try:
+        return sum(p.numel() for p in session.task.model.parameters())
+    finally:
+        session.task.close()
+        session.precision.close()
+
+
+def train_apart(
+    config: BaseConfig, folder: Path, *, quiet: bool
+) -> subprocess.CompletedProcess[str]:
+    """Train in a process of its own, because peak memory and caches belong to a process.
+
+    Args:
+        config: The run, without a folder.
+        folder: For the run; it does not exist.
+        quiet: Keep what the run says on stderr, instead of passing it on.
+    """
+    config = replace(config, run=replace(config.run, output_dir=str(folder)))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f"{folder.name}.toml")
+    write_whole(file, config_to_toml(config))
+    words = [*config.COMMAND.split(), "--config", str(file)]
+    words += ["--trust-remote-code"] * config.runs_foreign_code
+    return subprocess.run(
+        [sys.executable, "-m", "halfstep", *words, *["--quiet"] * quiet],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if quiet else None, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def _config(arguments: Bench) -> BaseConfig:
+    """Load the configuration to measure, short and without an evaluation on the way."""
+    kind = TASKS.get(read_table(arguments.config)[1].get("task", TrainConfig.TASK), TrainConfig)
+    if not kind.COMMAND:
+        raise ConfigError(told("bench_other_task", config=arguments.config, task=kind.TASK))
+    given = read_words([*kind.COMMAND.split(), *arguments.words])[1].given
+    config = load_config(arguments.config, list(given.items()))
     require_trust(given, config)
-    if not config.COMMAND:
-        raise ConfigError(told("bench_other_task", config=named, task=config.TASK))
-    return config
+    steps = arguments.steps
+    run = replace(
+        config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0, report_to=(),
+        parallel="", lost_update_every=_METER_EVERY, simulate=False,
+    )  # fmt: skip
+    # at its peak soon, so that few steps teach something
+    schedule = replace(config.schedule, warmup_steps=min(5, steps), decay="constant")
+    return replace(config, run=run, schedule=schedule)
 
 
-def _key_in(kind: type[BaseConfig], key: str) -> str:
-    """Return the key that an option means in a task, where another task's has the same name."""
-    if key in {option.key for option in leaves(kind)}:
-        return key
-    return short_options(kind).get(option_name(key.rpartition(".")[2])[2:], key)
-
-
-def text_of(report: BenchReport) -> str:
-    """Format a report: a table, the rows that were not measured, and the recommendation."""
-    head = (told("policy"), told(f"rate {report.unit}"), told("quartiles"), told("times"),
-            told("one_step"), told("peak"), told("the_loss"), told("lost"), "")  # fmt: skip
-    rows = [tuple(_cells(report, row)) for row in report.measured]
-    reference = report.reference
-    assert reference is not None
-    known = {"name": report.name, "summary": reference.opened["summary"], "where": report.where}
-    known["data"] = told("synthetic_data") if report.synthetic else told("your_data")
-    parts = [
-        told("bench_of", steps=report.timed, seconds=report.seconds, **known) + "\n",
-        table([head, *rows], set(range(1, len(head) - 1))),
-        *(
-            "\n" + told("not_measured", policy=str(row.policy), why=row.why_not)
-            for row in report.rows
-            if row.why_not
-        ),
-        "\n" + said(report.recommendation()),
+def _row(folder: Path, policy: PrecisionPolicy) -> Row:
+    record = read_run(folder)
+    losses = record.series("loss")[1]
+    timed = [line for line in record.steps[_WARM_UP:] if not line.get("lost_updates")]
+    rates = [line["tokens_per_second"] for line in timed or record.steps[-1:]]
+    numbers, learning = record.series("learning_rate")
+    at = dict(zip(numbers, learning, strict=True))
+    shares = [
+        lost_share(((at[step], share) for step, share in zip(*found, strict=True)), max(learning))
+        for found in record.groups("lost_updates").values()
     ]
-    return "\n".join(parts)
+    return Row(
+        policy=str(policy),
+        tokens_per_second=median(rates),
+        peak_memory_bytes=int(record.series("peak_memory_bytes")[1][-1]),
+        loss=fmean(losses[-max(1, len(losses) // 4) :]),
+        lost=max(filter(math.isfinite, shares), default=None),
+    )
 
 
-def _cells(report: BenchReport, row: Row) -> Iterator[str]:
-    assert report.reference is not None
-    rate = report.rate(row)
-    yield str(row.policy)
-    yield f"{rate.median:,.0f}"
-    yield f"{rate.low:,.0f} - {rate.high:,.0f}"
-    yield f"{rate.median / report.rate(report.reference).median:.2f}"
-    yield f"{report.seconds_of(row).median * 1e3:,.0f} ms"
-    yield megabytes(row.steps[-1].peak_memory_bytes)
-    yield f"{report.loss(row):.4f}"
-    lost = report.lost(row)
-    yield "-" if math.isnan(lost) else f"{lost:.1%}"
-    yield said(report.against(row))
+def _cells(row: Row, first: Row) -> tuple[str, ...]:
+    return (
+        row.policy,
+        f"{row.tokens_per_second:,.0f}",
+        f"{row.tokens_per_second / first.tokens_per_second:.2f}",
+        megabytes(row.peak_memory_bytes),
+        f"{row.loss:.4f}",
+        "-" if row.lost is None else f"{row.lost:.1%}",
+    )

@@ -6,10 +6,9 @@ it uses the task's configuration. Nothing here imports torch, so that --help is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.run import BaseConfig
@@ -25,7 +24,9 @@ class Start:
     """The options of every command that starts a run, besides the keys of its configuration."""
 
     config: str = ""
-    """A shipped configuration (halfstep configs ls) or a TOML file; default: the task's."""
+    """A TOML file, or a configuration that is shipped: gpt-tiny, gpt-small-cpu, gpt2, gpt2-medium,
+    gpt2-large, gpt2-xl, classify-scratch, classify-pretrained, lm-lora, lm-full; default: the
+    task's."""
     resume: bool = False
     """Go on with the run in --output-dir, bit for bit."""
     quiet: bool = False
@@ -179,78 +180,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListConfigs:
-    """List the names and first lines of the shipped configurations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowConfig:
-    """Print a configuration with every key, default ones included."""
-
-    name: str = field(metadata=POSITIONAL)
-    """A shipped configuration or a TOML file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyConfig:
-    """Copy a configuration to a file to edit."""
-
-    name: str = field(metadata=POSITIONAL)
-    """A shipped configuration or a TOML file."""
-    path: str = field(metadata=POSITIONAL)
-    """The file to write, or its folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlpacaSample:
-    """Write sample instructions for finetune lm: docstrings of Python's standard library.
-
-    Each record asks what a function or a class is for, and its docstring is the answer. finetune lm
-    needs the folder of a model besides; halfstep train makes one, and halfstep export writes it.
-    """
-
-    out: str = ""
-    """The file to write, which must not exist; default: alpaca.jsonl."""
-    count: int = 1000
-    """Number of records."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range."""
-        _require_count(self.count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmotionsSample:
-    """Write sample posts in Chinese with one of six emotions, for finetune classify.
-
-    The posts are synthetic: a grammar of templates makes them, so a classifier learns them almost
-    without a mistake. They show how the task works and say nothing about a model's quality.
-    """
-
-    out: str = ""
-    """The file to write, which must not exist; default: emotions.jsonl, for pairs emotions.json."""
-    count: int = 600
-    """Number of posts."""
-    format: Literal["records", "pairs"] = "records"
-    """records: {"text", "label"} a line; pairs: [["words with blanks", id], ...] in .json, with the
-    table of the labels beside it."""
-    seed: int = 0
-    """Seed of the draw."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number or a name out of range."""
-        _require_count(self.count)
-        suffix = {"records": ".jsonl", "pairs": ".json"}[self.format]
-        if self.out and not self.out.endswith(suffix):
-            raise ConfigError(f"--out {self.out}: --format {self.format} is written to {suffix}")
-
-
-def _require_count(count: int) -> None:
-    if count < 1:
-        raise ConfigError(f"--count {count}; allowed: integers >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Demo:
     """Train the same model in several precisions, one after the other, and draw them together."""
 
@@ -266,35 +195,22 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure precision policies on this machine, with your model and shapes, and recommend one.
+    """Measure precision policies on this machine, with your model, shapes and data.
 
-    Each policy trains in a process of its own, and the processes take their steps in turn. Without
-    data of yours they learn from synthetic tokens or texts.
+    Each policy trains for a moment in a process of its own, one after the other. Options of the
+    training follow after --, as in halfstep bench -- --data book.txt --batch-size 16.
     """
 
-    CONFIGS: ClassVar[tuple[type[BaseConfig], ...]] = tuple(
-        kind for kind in TASKS.values() if kind.COMMAND
-    )
-    """The configurations whose keys are options too: each key once, whichever task has it."""
-    LEFT_OUT: ClassVar[re.Pattern[str]] = re.compile(
-        r"name|precision|schedule\..*|run\.(max_steps|max_seconds|epochs|warmup_ratio|eval_.*|best_by"
-        r"|lost_update_every|watch|save_every|keep|capture|output_dir|patience|report_to|parallel"
-        r"|sequence_parallel|agree_every|rank_timeout|background_save|simulate)"
-    )
-    """Keys that say how long a run is and what it leaves, which a measurement has its own of; a
-    policy to measure says by itself that it is simulated."""
-
-    config: str = ""
-    """A shipped configuration or a TOML file, of any task; default: gpt-small-cpu, or with --model
-    that of finetune lm."""
+    words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
+    """Options of the configuration's command (train or finetune), after --."""
+    config: str = "gpt-small-cpu"
+    """A shipped configuration or a TOML file, of any task."""
     precision: tuple[str, ...] = ("fp32,bf16-mixed,fp16-mixed,bf16-split,bf16-split,moments=8bit",)
     """Policies, separated by spaces or commas."""
-    steps: int = 0
-    """Measure at most this many steps of each policy; 0: as many as fit into --seconds."""
-    seconds: float = 100.0
-    """End after this many seconds at the latest."""
+    steps: int = 30
+    """Optimizer steps under each policy."""
     out: str = ""
-    """Folder for bench.json and bench.png; default runs/bench-TIME."""
+    """Folder for the runs; default runs/bench-TIME."""
     json: bool = False
     """Print one JSON object on stdout instead of the table."""
     quiet: bool = False
@@ -302,19 +218,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers out of range."""
-        if self.steps < 0:
-            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 0")
-        if self.seconds <= 0:
-            raise ConfigError(f"--seconds {self.seconds:g}; allowed: > 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """The parsed command line of ``halfstep bench``."""
-
-    bench: Bench
-    given: Mapping[str, Any]
-    """Configuration keys that the command line sets, with their values as text."""
+        if self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,16 +251,6 @@ class Replay:
     """Print one JSON object on stdout."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Print a script that makes a shell complete commands and options."""
-
-    shell: Literal["bash", "zsh", "fish", "words"] = field(metadata=POSITIONAL)
-    """The shell; words: the possible next words of a command line, for the shells' scripts."""
-    words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """The command line so far, after --."""
-
-
 COMMANDS: Mapping[str, type[Any]] = {
     **{kind.COMMAND: kind for kind in TASKS.values() if kind.COMMAND},
     "predict": Predicting,
@@ -368,55 +263,9 @@ COMMANDS: Mapping[str, type[Any]] = {
     "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
-    "configs ls": ListConfigs,
-    "configs show": ShowConfig,
-    "configs cp": CopyConfig,
-    "data alpaca-sample": AlpacaSample,
-    "data emotions-sample": EmotionsSample,
     "demo": Demo,
     "bench": Bench,
     "report": Report,
     "replay": Replay,
-    "completion": Completion,
 }
 """Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""
-
-ANSWERS: Mapping[str, str] = {
-    "chat": "generate continues a prompt",
-    "check": "report RUN says what went wrong in a run",
-    "classify": "finetune classify trains a classifier of texts",
-    "compare": "report A B puts runs side by side, and halfstep bench policies",
-    "diagnose": "report RUN says what went wrong in a run",
-    "eval": "evaluate measures a run on labelled data",
-    "fit": "train, or halfstep finetune classify|lm",
-    "infer": "generate continues a prompt, and halfstep predict labels texts",
-    "info": "doctor describes this machine",
-    "inspect": "trace RUN shows what a step runs in, and halfstep report RUN what happened",
-    "lm": "train makes a language model from text, and halfstep finetune lm tunes one",
-    "plot": "report RUN draws the curves of a run",
-    "profile": "bench measures speed, halfstep memory RUN memory",
-    "resume": "train --resume --output-dir RUN goes on with a run",
-    "sample": "generate continues a prompt",
-    "test": "evaluate measures a run on labelled data",
-    "visualize": "report RUN draws the curves of a run",
-}
-"""Words that people try as commands, and are none, to what answers them now."""
-
-OTHER_NAMES: Mapping[str, str] = {
-    "bs": "--batch-size",
-    "epochs": "--max-steps",
-    "gradient-accumulation-steps": "--grad-accum",
-    "iters": "--max-steps",
-    "lr": "--learning-rate",
-    "max-iters": "--max-steps",
-    "model": "--config",
-    "num-epochs": "--epochs",
-    "num-train-epochs": "--epochs",
-    "out": "--output-dir",
-    "output": "--output-dir",
-    "per-device-train-batch-size": "--batch-size",
-    "steps": "--max-steps",
-    "train-file": "--train",
-    "wd": "--weight-decay",
-}
-"""Options by the names that other trainers give them, without hyphens in front."""

@@ -91,12 +91,6 @@ class RunDisplay:
         if not self._console.is_terminal:
             self._line(f"{self._title}: {text}")
 
-    def shown(self, title: str, done: int, total: int, text: str) -> None:
-        """Show how far a run is that another process takes."""
-        self._show(title, done, total, text)
-        if not self._console.is_terminal:
-            self._line(f"{title}: {text}")
-
     def _show(self, key: str, done: int, total: int, text: str) -> None:
         if key not in self._tasks:
             for old in self._tasks.values():

@@ -9,7 +9,6 @@ docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
@@ -18,16 +17,12 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from halfstep.cli.commands import (
-    ANSWERS,
     COMMANDS,
-    OTHER_NAMES,
     POSITIONAL,
-    Bench,
-    BenchRequest,
     Request,
     Start,
 )
-from halfstep.cli.help import DOC, Formatter, answer, docstrings, overview
+from halfstep.cli.help import DOC, Formatter, docstrings, overview
 from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
@@ -76,7 +71,7 @@ def split_language(words: Sequence[str]) -> tuple[list[str], str]:
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     """Parse a command line: return the command's name, and its dataclass or a request.
 
-    A command that takes a configuration's keys has a ``Request``, or a ``BenchRequest``.
+    A command that takes a configuration's keys has a ``Request``.
 
     Raises:
         ConfigError: For words that do not parse, with a suggestion.
@@ -95,8 +90,6 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     own = {field.name for field in fields(first)}
     start = build(first, {k: v for k, v in given.items() if k in own}, named=option_name)
     keys = {key: value for key, value in given.items() if key not in own}
-    if kind is Bench:
-        return name, BenchRequest(bench=start, given=keys)
     if not runs:
         return name, start
     if launcher is not None and start.nproc is None:
@@ -137,12 +130,7 @@ def _meant(word: str) -> str:
         if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
             return hint
         return told("command_first", word=f"{word:.40}")
-    commands = [name.split()[0] for name in COMMANDS]
-    # A name of this program goes before one of another.
-    closest = difflib.get_close_matches(word.lower()[:100], [*commands, *ANSWERS], n=1, cutoff=0.7)
-    if closest and closest[0] in ANSWERS:
-        return told("answered", answer=answer(closest[0]))
-    return did_you_mean(word.lower(), commands)
+    return did_you_mean(word.lower(), [name.split()[0] for name in COMMANDS])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,7 +183,8 @@ def _made(name: str) -> argparse.ArgumentParser:
     for option in leaves(Start if runs else kind):
         named = option.field.metadata != POSITIONAL
         _add(options if named else positionals, option, [option_name(option.key)])
-    keys, shorts = keys_of(kind), short_options(*_configs(kind))
+    keys = [*leaves(kind)] if runs else []
+    shorts = short_options(kind) if runs else {}
     groups: dict[str, Any] = {"": options}
     for option in keys:
         section = option.key.rpartition(".")[0]
@@ -205,21 +194,6 @@ def _made(name: str) -> argparse.ArgumentParser:
         names = dict.fromkeys([*short, option_name(option.key)])
         _add(groups[section], option, list(names), sets=True)
     return parser
-
-
-def _configs(kind: type[Any]) -> tuple[type[BaseConfig], ...]:
-    """Return the configurations whose keys are options of a command."""
-    if issubclass(kind, BaseConfig):
-        return (kind,)
-    return Bench.CONFIGS if kind is Bench else ()
-
-
-def keys_of(kind: type[Any]) -> list[Option]:
-    """Return the configuration keys that are options of a command, each once."""
-    every = [option for config in _configs(kind) for option in leaves(config)]
-    kept = {option.key: option for option in reversed(every)}
-    left_out = Bench.LEFT_OUT if kind is Bench else None
-    return [o for key, o in reversed(kept.items()) if not (left_out and left_out.fullmatch(key))]
 
 
 def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
@@ -268,12 +242,10 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
             yield Option(key, hint, field, texts.get(field.name, ""))
 
 
-def short_options(*kinds: type[BaseConfig]) -> dict[str, str]:
+def short_options(kind: type[BaseConfig]) -> dict[str, str]:
     """Map short options to keys: each key's last part (first section wins), and ``SHORT``."""
-    short: dict[str, str] = {}
-    for kind in kinds:
-        short |= {name: key for name, key in kind.SHORT.items() if name not in short}
-    for option in (option for kind in kinds for option in leaves(kind)):
+    short = dict(kind.SHORT)
+    for option in leaves(kind):
         short.setdefault(option_name(option.key.rpartition(".")[2])[2:], option.key)
     return short
 
@@ -294,8 +266,7 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         if word.startswith("--"):
             name = name.replace("_", "-")
             if name not in known:
-                other = OTHER_NAMES.get(name[2:], "")
-                hint = did_you_mean(other if other in known else name, known)
+                hint = did_you_mean(name, known)
                 message = told("unknown_option", name=f"{name:.80}", hint=hint)
                 raise ConfigError(told("see_help", message=message, program=parser.prog))
         done.append(name + equals + value)

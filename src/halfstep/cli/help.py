@@ -1,8 +1,7 @@
 """The text of ``--help``: where it stands, in which language, and how its lines break.
 
 The English is in the docstrings of the dataclasses; ``help.zh.toml`` has the Chinese, by class and
-field, so that a field that many commands share is translated once. So has it that of the first
-lines of the configurations.
+field, so that a field that many commands share is translated once.
 """
 
 from __future__ import annotations
@@ -21,17 +20,13 @@ from itertools import pairwise
 from typing import Any
 from unicodedata import category
 
-from halfstep.cli.commands import ANSWERS, COMMANDS
+from halfstep.cli.commands import COMMANDS
 from halfstep.cli.words import told
 from halfstep.shown import columns, is_wide
 from halfstep.words import spoken
 
 DOC = "doc"
 """The key of a class's own docstring among those of its fields."""
-WORDS = "ANSWERS"
-"""The table of what answers words that are no commands."""
-CONFIGS = "CONFIGS"
-"""The table of the configurations that come with the package, by name."""
 # Source: Unicode Standard, table 4-4: opening and initial; closing, final and other punctuation.
 _OPENING, _CLOSING = {"Ps", "Pi"}, {"Pe", "Pf", "Po"}
 
@@ -71,16 +66,6 @@ def _classes(module: str) -> dict[str, ast.ClassDef]:
     """Parse a module's source, and return its classes by name."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def answer(word: str) -> str:
-    """What answers a word that people try as a command, though it is none."""
-    return chinese()[WORDS][word] if spoken() == "zh" else ANSWERS[word]
-
-
-def summary_of(name: str, text: str) -> str:
-    """What a configuration that comes with the package is for: in English, its first comment."""
-    return chinese()[CONFIGS][name] if spoken() == "zh" else text.splitlines()[0].lstrip("# ")
 
 
 def overview(names: Sequence[str]) -> str:

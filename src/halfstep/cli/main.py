@@ -8,14 +8,18 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from halfstep import __version__
 from halfstep.cli.commands import Request
 from halfstep.cli.grammar import read_words, split_language
-from halfstep.cli.outcome import describe, leave, rank_of_many, tell
 from halfstep.cli.words import told
-from halfstep.errors import HalfstepError
-from halfstep.words import chosen_language, speaking
+from halfstep.errors import HalfstepError, lost_contact
+from halfstep.words import chosen_language, message, said, speaking
+
+INTERRUPTED = 4
+"""Exit code of a run that a signal ended after it had saved."""
+_LONGEST = 2000  # characters of an error message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     code = _run(sys.argv[1:] if argv is None else argv)
     if argv is None and rank_of_many() is not None:
-        leave(code)
+        _leave(code)
     return code
 
 
@@ -64,7 +68,6 @@ def _run_command(argv: Sequence[str]) -> int:
         code = 0
     except Exception as error:
         return _complain(error, *_told(error))
-    tell(code)
     return code
 
 
@@ -103,8 +106,39 @@ def _cause(error: Exception) -> Exception:
     return error
 
 
-def _complain(error: BaseException, message: str, code: int) -> int:
-    tell(code, message, error)
+def _complain(error: BaseException, text: str, code: int) -> int:
+    """Print an error in one line, with the number of the rank where there are several."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    if len(plain) > _LONGEST:
+        plain = f"{plain[:1500]} ... {plain[-400:]}"
+    rank = rank_of_many()
+    plain = plain if rank is None else told("by_rank", rank=rank, message=plain)
+    print(told("error", message=plain), file=sys.stderr)
     if os.environ.get("HALFSTEP_DEBUG") == "1":
         raise
     return code
+
+
+def rank_of_many() -> int | None:
+    """Return this process's rank, or None if it runs alone."""
+    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "")
+    return int(rank) if size.isdecimal() and int(size) > 1 and rank.isdecimal() else None
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """Return the message for an error, and the exit code."""
+    if isinstance(error, HalfstepError):
+        return said(message(error)), error.exit_code
+    if rank_of_many() is not None and lost_contact(error):
+        reason = str(error).partition("\n")[0].partition(". This is typically")[0]
+        reason = re.sub(r"^\[[^]]*\] ", "", reason)
+        return told("lost_contact", reason=reason), 1
+    return told("unexpected", kind=type(error).__name__, error=error), 1
+
+
+def _leave(code: int) -> None:
+    """End a rank at once, as the interpreter's normal exit may abort once gloo was used."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

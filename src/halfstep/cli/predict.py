@@ -15,7 +15,7 @@ from halfstep.cli.words import told
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Predicting
-from halfstep.trainer.data.labelled.texts import read_texts
+from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.memory import require_rows
 from halfstep.trainer.tasks.trained import open_trained
 
@@ -29,7 +29,7 @@ def run(arguments: Predicting) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
     source: Path | TextIO = sys.stdin if arguments.input == "-" else Path(arguments.input)
-    texts = (text for _, text in read_texts(source, arguments.text_column))
+    texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)
     if arguments.output == "-" or _is_stdout(arguments.output):

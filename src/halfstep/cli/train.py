@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.cli.commands import Request
 from halfstep.cli.console import RunDisplay, megabytes
-from halfstep.cli.outcome import INTERRUPTED
+from halfstep.cli.main import INTERRUPTED
 from halfstep.cli.words import told
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
@@ -91,7 +91,8 @@ def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
 
     Any layout can resume any other's checkpoint; the first line of a run shows which is used.
     """
-    if not config.run.parallel or config.run.parallel.size == ranks:
+    parallel = config.run.parallel
+    if isinstance(parallel, str) or parallel.size == ranks:  # empty, or a layout that fits
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
 
@@ -133,7 +134,8 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
         given.setdefault("run.simulate", "false")  # which was said of the saved precision
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
-    wanted = load_config(named or str(path / "config.toml"), list(given.items()))
+    own = str(path / "config.toml")
+    wanted = load_config(named or own, list(given.items()), strict=bool(named))
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.errors import DataError
 from halfstep.precision.casting.cast import keeping_casts
-from halfstep.trainer.data.corpus.token_file import TokenFile
+from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.step import Batch, LossSum, to_device
 from halfstep.words import Told
 
@@ -67,9 +67,9 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def tokens_per_byte(tokens: TokenFile) -> float | None:
-    """Return the tokens per UTF-8 byte of a file's text; None where its size is not known."""
-    return tokens.count / tokens.text_bytes if tokens.text_bytes else None
+def tokens_per_byte(tokens: TokenFile) -> float:
+    """Return the tokens per UTF-8 byte of a file's text."""
+    return tokens.count / tokens.text_bytes
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.estimate import require_memory
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import count_peak_from_here
-from halfstep.trainer.run.progress import Best, read_progress
 from halfstep.trainer.step import Batch, LossSum
 from halfstep.trainer.tasks.classify import ClassifyTask
 from halfstep.trainer.tasks.lm import LMTask
@@ -49,6 +49,63 @@ from halfstep.trainer.tasks.task import Exported, Progress, Task, dropout_seed, 
 from halfstep.trainer.tasks.text import TextTask
 
 Opens = Callable[[Any, torch.device, Layout, World, Progress, bool], Task]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best evaluation so far."""
+
+    step: int
+    score: float
+    evaluation: Evaluation
+    evaluations_since: int = 0
+    """Number of evaluations since then, none of them better."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedProgress:
+    """The trainer's own part of a checkpoint's state."""
+
+    step: int
+    tokens: int
+    precision: dict[str, Any]
+    """Argument of :meth:`Precision.load_state_dict`, which checks it."""
+    best: Best | None
+    made_with: dict[str, str]
+    """Names and hashes of the data, tokenizer and models that the run read."""
+    ema_updates: int
+    """Number of updates of the weights' moving average; 0 where there is none."""
+
+
+def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
+    """Read the trainer's part of a checkpoint's state.
+
+    The checkpoint's hashes have shown that it is as it was written; what is checked here is that
+    the trainer wrote it.
+
+    Raises:
+        CheckpointError: If a value is missing or of another kind.
+    """
+    try:
+        best = dict(state["best"]) if "best" in state else None
+        if best is not None:
+            found = dict(best["evaluation"])
+            rows = tuple(tuple(map(operator.index, row)) for row in found.get("confusion", ()))
+            best["evaluation"] = Evaluation(**{**found, "confusion": rows})
+            best["step"], best["score"] = operator.index(best["step"]), float(best["score"])
+        return SavedProgress(
+            operator.index(state["step"]),
+            operator.index(state["tokens"]),
+            dict(state["precision"]),
+            None if best is None else Best(**best),
+            dict(state["made_with"]),
+            operator.index(state.get("ema_updates", 0)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: its state is damaged or foreign ({error!r:.80}). Remove it to go on from "
+            "the one before"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -214,8 +271,7 @@ class Session:
         if self.ema is not None:
             self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})
         for name, buffer in self._buffers().items():
-            if name in buffers:  # older checkpoints hold no buffers
-                buffer.copy_(buffers[name])
+            buffer.copy_(buffers[name])
         self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
 
     def _require_averages(self, averages: Mapping[str, Tensor], where: Path) -> None:
@@ -352,7 +408,7 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
         name, _, kind = path.rpartition("/")
         if kind in others:
             others[kind][name] = tensor
-        elif name != "rng":  # format 1 saved random state; it now follows from seed and step
+        else:
             moments[path] = tensor
     return moments, others[AVERAGE], others[BUFFER]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.distributed.strategy import Strategy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
-from halfstep.trainer.data.corpus.batches import IGNORED
+from halfstep.trainer.data.batches import IGNORED
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""

@@ -24,7 +24,7 @@ from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick

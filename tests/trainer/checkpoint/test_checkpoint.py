@@ -1,7 +1,5 @@
 """Checkpoints: whole or absent, verified, never from non-finite numbers, never the last removed."""
 
-import hashlib
-import json
 import os
 import resource
 import shutil
@@ -12,10 +10,8 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.trainer.checkpoint.pieces import Piece
 from halfstep.trainer.checkpoint.store import (
     Checkpoint,
     Team,
@@ -63,61 +59,6 @@ def test_only_the_kinds_that_are_asked_for_are_read(tmp_path):
     assert_same(found.weights, example().weights)
     assert [*found.optimizer] == ["a/step"]
     assert not load_checkpoint(path, kinds=()).optimizer
-
-
-def first_format(folder) -> Checkpoint:
-    """A checkpoint as halfstep 0.1.0 wrote it: no index, files of fixed names."""
-    original = example()
-    original.weights["none"] = torch.zeros(0, 3)
-    original.optimizer.update(
-        {
-            "b/exp_avg": torch.tensor([3, 200, 0], dtype=torch.uint8),
-            "b/exp_avg_tops": torch.tensor([127], dtype=torch.uint8),
-            "none/exp_avg": torch.zeros(0, 3),
-            "rng/cpu": torch.arange(16, dtype=torch.uint8),
-        }
-    )
-    folder.mkdir(parents=True)
-    save_file(original.weights, folder / "weights.safetensors")
-    save_file(original.optimizer, folder / "optimizer.safetensors")
-    original.state["step"] = 3
-    (folder / "state.json").write_text(json.dumps({"format": 1, **original.state}))
-    files = {
-        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-        for path in folder.iterdir()
-    }
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
-    return original
-
-
-def test_the_first_format_still_loads(tmp_path):
-    folder = tmp_path / "step-00000003"
-    original = first_format(folder)
-    assert_equal(original, load_checkpoint(folder))
-    pieces = {name: Piece.whole(tensor.shape) for name, tensor in original.weights.items()}
-    assert_equal(original, load_checkpoint(folder, pieces))
-    rows = load_checkpoint(folder, {**pieces, "a": Piece((7, 5), (4, 0), (3, 5))})
-    assert torch.equal(rows.weights["a"], original.weights["a"][4:])
-    assert torch.equal(rows.optimizer["a/exp_avg"], original.optimizer["a/exp_avg"][4:])
-    cut = load_checkpoint(folder, {**pieces, "b": Piece((3,), (1,), (2,))}).optimizer
-    # Code 200 has the sign bit and 72; the window of the top 127 ends at 8 * 128 - 127 = 897.
-    bits = torch.tensor([(1 << 31) + ((72 + 897) << 20) - (1 << 32), 0], dtype=torch.int32)
-    assert torch.equal(cut["b/exp_avg"].view(torch.int32), bits)
-    assert "b/exp_avg_tops" not in cut
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
-def test_damage_to_the_first_format_is_noticed(tmp_path, name):
-    folder = tmp_path / "step-00000003"
-    first_format(folder)
-    data = bytearray((folder / name).read_bytes())
-    data[-3] ^= 1
-    (folder / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name}: contents do not match"):
-        load_checkpoint(folder)
-    (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name}: cannot be read"):
-        load_checkpoint(folder)
 
 
 def test_a_full_disk_leaves_nothing_half_made_and_the_last_one_intact(tmp_path):
@@ -208,9 +149,6 @@ def test_the_name_of_another_step_is_refused_when_read(tmp_path):
         load_checkpoint(copy)
     assert_equal(example(), load_checkpoint(path))
     assert_equal(example(), load_checkpoint(path.rename(tmp_path / "the-best")))
-    first_format(tmp_path / "step-00000004")
-    with pytest.raises(CheckpointError, match="holds step 3"):
-        load_checkpoint(tmp_path / "step-00000004")
 
 
 @pytest.mark.parametrize("found", [2, "3", None])

@@ -270,7 +270,7 @@ HOSTILE = {
     "no sha": (lambda m, p: m["files"]["state.json"].pop("sha256"), "sha256"),
     "odd sha": (lambda m, p: m["files"]["state.json"].update(sha256="00"), "no SHA-256"),
     "sha": (lambda m, p: m["files"]["state.json"].update(sha256="0" * 64), "do not match"),
-    "format": (lambda m, p: m.update(format=3), "format '3', this halfstep reads 1 to 2"),
+    "format": (lambda m, p: m.update(format=3), "format '3', this halfstep reads 2"),
     "format true": (lambda m, p: m.update(format=True), "manifest"),
 }  # fmt: skip
 

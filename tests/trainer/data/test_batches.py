@@ -6,24 +6,21 @@ import torch
 from hypothesis import given, strategies as st
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.batches import batch, start_of_sequence, validation_batches
-from halfstep.trainer.data.corpus.token_file import TokenFile
+from halfstep.trainer.data.batches import batch, start_of_sequence, validation_batches
+from halfstep.trainer.data.token_file import TokenFile
 
 
-def token_file(path, ids, dtype="uint16", offset=0):
+def token_file(path, ids, dtype="uint16"):
     path.write_bytes(np.array(ids).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     return TokenFile(
-        path=path, dtype=dtype, offset=offset, count=len(ids) - offset, text_bytes=None,
-        vocab_size=2**32, sha256="",
+        path=path, dtype=dtype, count=len(ids), text_bytes=1, vocab_size=2**32, sha256="",
     )  # fmt: skip
 
 
 @pytest.fixture
 def tokens(tmp_path):
     """A file of ids that count up."""
-    return lambda count, offset=0: token_file(
-        tmp_path / "tokens.bin", range(offset + count), offset=offset
-    )
+    return lambda count: token_file(tmp_path / "tokens.bin", range(count))
 
 
 U64 = st.integers(0, 2**64 - 1)
@@ -43,7 +40,7 @@ def test_starts_are_pinned_for_ever():
 
 
 def test_targets_are_the_next_tokens(tokens):
-    inputs, targets = batch(tokens(500, 7), seed=1, step=2, sequences=range(6), block_size=32)
+    inputs, targets = batch(tokens(500), seed=1, step=2, sequences=range(6), block_size=32)
     assert inputs.shape == targets.shape == (6, 32)
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.is_contiguous()
@@ -51,7 +48,7 @@ def test_targets_are_the_next_tokens(tokens):
     assert torch.equal(targets, inputs + 1)  # the tokens count up
     assert torch.equal(inputs - inputs[:, :1], torch.arange(32).expand(6, 32))
     starts = [start_of_sequence(1, 2, number, 500 - 32) for number in range(6)]
-    assert inputs[:, 0].tolist() == [7 + start for start in starts]
+    assert inputs[:, 0].tolist() == starts
 
 
 @pytest.fixture(scope="module")

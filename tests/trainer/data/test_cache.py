@@ -5,8 +5,8 @@ import time
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.trainer.data import cache
-from halfstep.trainer.data.cache import cache_root, fetch, remove_stale
+from halfstep.trainer.data import token_file
+from halfstep.trainer.data.token_file import cache_root, fetch, remove_stale
 
 
 def load(folder):
@@ -90,7 +90,7 @@ def test_a_result_that_is_taken_away_after_the_rename_is_built_again(tmp_path):
             real(new, tmp_path / "elsewhere")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache.os, "rename", rename)
+        patch.setattr(token_file.os, "rename", rename)
         assert fetch(tmp_path, "name", load=load, build=builder("x", log)) == "x"
     assert log == ["x", "x"]
 
@@ -99,7 +99,7 @@ def test_a_disk_that_damages_everything_is_reported_not_retried_for_ever(tmp_pat
     log = []
     with pytest.raises(DataError, match=r"name: damaged again each time .* check the disk"):
         fetch(tmp_path, "name", load=lambda folder: None, build=builder("x", log))
-    assert len(log) == cache.ATTEMPTS
+    assert len(log) == token_file.ATTEMPTS
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -167,8 +167,8 @@ def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monke
         real_rename(old, new)
         events.append("rename")
 
-    monkeypatch.setattr(cache.os, "fsync", fsync)
-    monkeypatch.setattr(cache.os, "rename", rename)
+    monkeypatch.setattr(token_file.os, "fsync", fsync)
+    monkeypatch.setattr(token_file.os, "rename", rename)
     fetch(tmp_path, "name", load=load, build=builder("x"))
     assert sorted(events[:2]) == ["a", "b"]
     assert events[2:] == ["new", "rename", tmp_path.name[:5]]

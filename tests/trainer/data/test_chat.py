@@ -1,7 +1,7 @@
 import pytest
 
 from halfstep.errors import DataError, PrecisionError
-from halfstep.trainer.data.instructions.chat import (
+from halfstep.trainer.data.chat import (
     ChatPart,
     Message,
     Pair,

@@ -4,13 +4,14 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.data.config import DataConfig, bpe_size
-from halfstep.trainer.data.instructions.config import (
+from halfstep.trainer.data.config import (
     TEMPLATES_OF,
+    DataConfig,
     InstructionsConfig,
+    LabelledConfig,
+    bpe_size,
     check_template,
 )
-from halfstep.trainer.data.labelled.config import LabelledConfig, column_number
 
 
 def test_defaults_are_the_documented_ones():
@@ -48,8 +49,6 @@ SHARES = [0.0, 1.0, -0.1, 1.5, float("nan"), float("inf")]
             (DataConfig, "tokenizer", x, "must be bytes, bpe:N with N of at least 257")
             for x in ("bpe:", "bpe:abc", "bpe:256", "bpe:-5", "bpe:1e4", "bpe:0")
         ),
-        (LabelledConfig, "text_column", "0", "is 0; columns are counted from 1"),
-        (LabelledConfig, "label_column", "00", "is 0"),
         (LabelledConfig, "labels", ("a", " "), "holds an empty name ' '"),
         (LabelledConfig, "labels", ("a", "b", "a"), "holds 'a' twice"),
         (InstructionsConfig, "max_length", 1, "must be a whole number of at least 2"),
@@ -65,7 +64,6 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(config, field, value, w
     ("fields", "says"),
     [
         ({"text_column": "a", "label_column": "a"}, "both 'a'"),
-        ({"text_column": "a", "label_column": "2"}, "give two names, or two numbers"),
         ({"labels": ("a", "b"), "labels_file": "x"}, "are both given"),
     ],
 )
@@ -77,8 +75,6 @@ def test_values_that_contradict_each_other_are_refused(fields, says):
 def test_numbers_are_read_out_of_words():
     sizes = {"bpe:257": 257, "bpe:8192": 8192, "bytes": None, "/a/bpe:300": None}
     assert {word: bpe_size(DataConfig(tokenizer=word).tokenizer) for word in sizes} == sizes
-    columns = {"1": 1, "12": 12, "": None, "a": None, "-1": None, "\uff11": None}
-    assert {word: column_number(word) for word in columns} == columns
 
 
 @pytest.mark.parametrize(

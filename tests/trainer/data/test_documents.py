@@ -7,9 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data import records
-from halfstep.trainer.data.corpus import documents
-from halfstep.trainer.data.corpus.documents import (
+from halfstep.trainer.data import corpus, records
+from halfstep.trainer.data.corpus import (
     Span,
     TextPiece,
     character_start,
@@ -19,7 +18,7 @@ from halfstep.trainer.data.corpus.documents import (
     split_pieces,
     whole,
 )
-from halfstep.trainer.data.sources import find_sources, inspect_file
+from halfstep.trainer.data.records import find_sources, inspect_file
 from halfstep.trainer.data.tokenizer import ByteTokenizer, train_bpe
 
 
@@ -217,7 +216,7 @@ def test_character_start_finds_the_first_byte(character, before):
 
 @pytest.mark.parametrize("limit", [50, 100, 333, 999, 5000])
 def test_a_sample_is_even_and_within_its_limit(monkeypatch, limit):
-    monkeypatch.setattr(documents, "SAMPLE_BYTES", limit)
+    monkeypatch.setattr(corpus, "SAMPLE_BYTES", limit)
     texts = [TextPiece(f"{number:09d}\n", 10, 10, True) for number in range(100)]
     calls = []
     taken = list(sample_pieces(texts, 1000, lambda *call: calls.append(call)))
@@ -233,7 +232,7 @@ def test_a_sample_is_even_and_within_its_limit(monkeypatch, limit):
 
 
 def test_a_sample_of_uneven_pieces_stays_within_its_limit(monkeypatch):
-    monkeypatch.setattr(documents, "SAMPLE_BYTES", 300)
+    monkeypatch.setattr(corpus, "SAMPLE_BYTES", 300)
     sizes = [1 + number * 7 % 90 for number in range(60)]
     texts = [TextPiece("x" * size, size, size, True) for size in sizes]
     assert 200 <= sum(map(len, sample_pieces(texts, sum(sizes)))) <= 300
@@ -255,7 +254,7 @@ def pieces_of(found):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(DOCUMENTS, st.sampled_from([1, 8, 1000]))
 def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, texts, batch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", batch)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", batch)
     found = list(encode_pieces(pieces_of(texts), ByteTokenizer(), 99))
     text = "\n".join("".join(document) for document in texts).encode()
     assert np.concatenate([[], *(part.ids for part in found)]).tolist() == list(text)
@@ -270,7 +269,7 @@ def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, tex
 
 @pytest.mark.parametrize("batch", [1, 25, 1000])
 def test_source_bytes_and_progress_count_up_to_the_total(monkeypatch, batch):
-    monkeypatch.setattr(documents, "BATCH_BYTES", batch)
+    monkeypatch.setattr(corpus, "BATCH_BYTES", batch)
     calls = []
     given_pieces = pieces_of([["aaaaaaaaaa"] * 4, ["bbbbbbbbbb"] * 2])
     found = list(encode_pieces(given_pieces, ByteTokenizer(), 60, lambda *call: calls.append(call)))

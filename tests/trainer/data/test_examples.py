@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.labelled import examples as module
-from halfstep.trainer.data.labelled.config import LabelledTexts
-from halfstep.trainer.data.labelled.examples import encode_examples, padded
-from halfstep.trainer.data.progress import ENCODE
+from halfstep.trainer.data import batches as module
+from halfstep.trainer.data.batches import encode_examples, padded
+from halfstep.trainer.data.config import LabelledTexts
+from halfstep.trainer.data.token_file import ENCODE
 
 
 class Codepoints:
@@ -24,7 +24,7 @@ class Codepoints:
 
 def encoded(texts, labels=None, **options):
     labels = list(range(len(texts))) if labels is None else labels
-    return encode_examples(Codepoints(**options), LabelledTexts(texts, labels))
+    return encode_examples(Codepoints(**options).encode_batch, LabelledTexts(texts, labels))
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8")), max_size=30), st.integers(1, 7))
@@ -46,7 +46,9 @@ def test_every_example_is_what_the_tokenizer_gave(texts, chunk):
 def test_texts_go_to_the_tokenizer_in_chunks_and_progress_is_told():
     tokenizer, told = Codepoints(), []
     texts = ["\u00e9"] * 2500
-    encode_examples(tokenizer, LabelledTexts(texts, [0] * 2500), lambda *what: told.append(what))
+    encode_examples(
+        tokenizer.encode_batch, LabelledTexts(texts, [0] * 2500), lambda *what: told.append(what)
+    )
     assert tokenizer.calls == [1024, 1024, 452]
     assert told == [(ENCODE, 2048, 5000), (ENCODE, 4096, 5000), (ENCODE, 5000, 5000)]
 
@@ -57,7 +59,7 @@ def test_a_text_without_tokens_is_refused():
             return [[] if text == "?" else [1] for text in texts]
 
     with pytest.raises(DataError, match=r"no token for the text '\?'; use a tokenizer that adds"):
-        encode_examples(Nothing(), LabelledTexts(["x", "?"], [0, 1]))
+        encode_examples(Nothing().encode_batch, LabelledTexts(["x", "?"], [0, 1]))
 
 
 @settings(max_examples=100)

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.instructions.chat import Message, Pair, Text
-from halfstep.trainer.data.instructions.instructions import (
+from halfstep.trainer.data.chat import Message, Pair, Text
+from halfstep.trainer.data.instructions import (
     PlacedExample,
     encode_records,
 )
@@ -73,7 +73,7 @@ def test_batches_of_text_change_nothing(monkeypatch):
     examples = [Text(("ab", "cd", "e")), Text(("fg",)), Text(("h", "ij"))] * 3
     whole = encoded(examples, ChatLetters(), "plain")
     for size in (1, 2, 3, 5):
-        monkeypatch.setattr("halfstep.trainer.data.corpus.documents.BATCH_BYTES", size)
+        monkeypatch.setattr("halfstep.trainer.data.corpus.BATCH_BYTES", size)
         parts = encoded(examples, ChatLetters(), "plain")
         assert marked(parts) == marked(whole)
         assert parts.places == whole.places

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.config import InstructionsConfig
-from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
-from halfstep.trainer.data.instructions.packing import lm_batch
+from halfstep.trainer.data.batches import IGNORED
+from halfstep.trainer.data.config import InstructionsConfig
+from halfstep.trainer.data.instructions import prompt_ids, read_instructions
+from halfstep.trainer.data.packing import lm_batch
 from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, shown
 
 QUESTIONS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(40)]

@@ -9,9 +9,8 @@ import pytest
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data import records
-from halfstep.trainer.data.labelled.config import LabelledConfig
-from halfstep.trainer.data.labelled.labelled import read_labelled
-from halfstep.trainer.data.labelled.texts import read_named
+from halfstep.trainer.data.config import LabelledConfig
+from halfstep.trainer.data.labelled import read_labelled, read_named
 
 datasets = pytest.importorskip("datasets")
 
@@ -93,7 +92,10 @@ def test_parquet_files_are_read(tmp_path):
         ({"text": ["x", " "], "label": [1, 2]}, "row 2: the text is empty"),
         ({"text": [1, 2], "label": [1, 2]}, "row 1: the text must be a string, got int"),
         ({"body": ["x"], "label": [1]}, "row 1: no column that usually holds the text"),
-        ({"text": ["x"], "post": ["x"], "label": [1]}, "('text' and 'post'; columns here: "),
+        (
+            {"text": ["x"], "post": ["x"], "label": [1]},
+            "could hold the text (columns here: ",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
@@ -195,8 +197,6 @@ def test_a_version_that_runs_scripts_is_refused(monkeypatch):
 def test_a_missing_library_is_named_and_never_imported_without_need(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'halfstep[hf]'" in refusal("datasets:a/b")
-    code = (
-        "import sys, halfstep.trainer.data.labelled.labelled; sys.exit('datasets' in sys.modules)"
-    )
+    code = "import sys, halfstep.trainer.data.labelled; sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert records.MIN_VERSION == 4

@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.labelled import length_batches
-from halfstep.trainer.data.labelled.length_batches import (
+from halfstep.trainer.data import batches as module
+from halfstep.trainer.data.batches import (
     EpochBatches,
     evaluation_batches,
     evaluation_shares,
+    permutation,
+    philox_bits,
 )
-from halfstep.trainer.data.random_bits import permutation, philox_bits
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=300)
 SIZES = st.integers(1, 70)
@@ -99,7 +100,7 @@ def test_two_neighbouring_epochs_are_ordered_once_however_they_alternate(monkeyp
         drawn.append((purpose, epoch))
         return permutation(purpose, seed, epoch, count)
 
-    monkeypatch.setattr(length_batches, "permutation", counted)
+    monkeypatch.setattr(module, "permutation", counted)
     batches = EpochBatches([1] * 12, 3, 0)
     for step in range(12):
         batches.indices(step + 2)

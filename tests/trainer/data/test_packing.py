@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.packing import (
+from halfstep.trainer.data.batches import IGNORED
+from halfstep.trainer.data.packing import (
     Documents,
     best_fit_decreasing,
     fit,

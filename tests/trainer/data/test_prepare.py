@@ -7,20 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Engine, models
 
-from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data import sources
+from halfstep.errors import DataError
+from halfstep.trainer.data import corpus
 from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.data.corpus import documents, prepare as prepare_module
-from halfstep.trainer.data.corpus.documents import Span, whole
-from halfstep.trainer.data.corpus.prepare import (
-    check_ids,
+from halfstep.trainer.data.corpus import (
     prepare,
     standard_library,
 )
-from halfstep.trainer.data.sources import find_sources
-from halfstep.trainer.data.tokenizer import ByteTokenizer, Tokenizer
+from halfstep.trainer.data.tokenizer import ByteTokenizer
 
 LINES = "".join(f"line {a}{b}{c} text\n" for a in "abcde" for b in "fghij" for c in "klmno")
 
@@ -82,9 +77,9 @@ def test_pieces_and_batches_do_not_show(run, write, monkeypatch):
     path = write("a.txt", LINES + "\u00e9" * 500 + " word" * 100)
     plain = run(path)
     shutil.rmtree(plain.train.path.parents[2])
-    small = documents.split_pieces
-    monkeypatch.setattr(documents, "split_pieces", lambda chunks, size: small(chunks, 16))
-    monkeypatch.setattr(documents, "BATCH_BYTES", 50)
+    small = corpus.split_pieces
+    monkeypatch.setattr(corpus, "split_pieces", lambda chunks, size: small(chunks, 16))
+    monkeypatch.setattr(corpus, "BATCH_BYTES", 50)
     again = run(path)
     assert [call[0] for call in run.seen].count("encode") > 10
     assert again.train.sha256 == plain.train.sha256
@@ -124,7 +119,7 @@ def test_the_cache_follows_content_not_names(run, write, monkeypatch):
     split_bpe = run(write("a.txt", LINES), tokenizer="bpe:290")
     whole_bpe = run(write("a.txt", LINES), tokenizer="bpe:290", validation=[write("v.txt", "v")])
     assert split_bpe.train.sha256 != whole_bpe.train.sha256
-    monkeypatch.setattr(prepare_module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(corpus, "FORMAT_VERSION", 2)
     assert run(write("a.txt", LINES)).train.path != first.train.path
 
 
@@ -166,35 +161,6 @@ def test_empty_train_is_the_standard_library(run, monkeypatch, write, tmp_path):
     write("lib/a.py", LINES)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
     assert text_of(run(), "train") == text_of(run(write("same.txt", LINES)), "train")
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "loaded"])
-def test_bin_files_are_used_in_place(run, write, tmp_path, tokenizer):
-    train = write("train.bin", np.arange(250, dtype="<u2").tobytes())
-    if tokenizer == "loaded":
-        tokenizer = tmp_path / "saved"
-        ByteTokenizer().save(tokenizer)
-    prepared = run(train, tokenizer=tokenizer)
-    assert prepared.train.path == prepared.validation.path == train
-    assert ids(prepared.train).tolist() == list(range(225))
-    assert ids(prepared.validation).tolist() == list(range(225, 250))
-    assert not (tmp_path / "own").exists()
-    other = write("val.bin", np.arange(9, dtype="<u2").tobytes())
-    assert ids(run(train, validation=[other]).validation).tolist() == list(range(9))
-    prepared = run(train, validation=[write("v.txt", "text")])
-    assert prepared.train.path == train
-    assert text_of(prepared, "validation") == "text"
-    assert prepared.train.count == prepared.train.text_bytes == 250
-    assert (prepared.train.dtype, prepared.train.vocab_size) == ("uint16", 256)
-    assert prepared.train.sha256 == hashlib.sha256(train.read_bytes()).hexdigest()
-
-
-def test_bpe_cannot_be_trained_on_ids(run, write):
-    path = write("train.bin", b"\1\0" * 50)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer bpe:8192 .*train\.bin.* or bytes"):
-        run(path, tokenizer="bpe:8192")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer bpe:290"):
-        run(write("a.txt", LINES), tokenizer="bpe:290", validation=[path])
 
 
 def test_the_same_file_in_both_parts_is_refused(run, write, tmp_path):
@@ -296,68 +262,3 @@ def test_the_running_python_has_one():
     # A fair sample: the last tenth holds names from all over the alphabet.
     tail = {name[0].lower() for name in listed[-len(listed) // 10 :]}
     assert len(tail) > 8
-
-
-BYTES = ByteTokenizer()
-
-
-@pytest.fixture
-def tokens(write):
-    def tokens(ids, name="train.bin"):
-        return write(name, np.array(ids, dtype="<u2").tobytes())
-
-    return tokens
-
-
-def token_span(path):
-    return whole(find_sources((str(path),), "data.train"))[0]
-
-
-@pytest.mark.parametrize(
-    ("count", "fraction", "held_out"),
-    [(100, 0.1, 10), (10, 0.01, 1), (2, 0.5, 1), (2, 0.9, 1), (3, 0.99, 2)],
-)
-def test_the_last_tokens_are_validation(run, tokens, count, fraction, held_out):
-    path = tokens(range(count))
-    prepared = run(path, validation_fraction=fraction)
-    assert ids(prepared.train).tolist() == list(range(count - held_out))
-    assert ids(prepared.validation).tolist() == list(range(count - held_out, count))
-    tail = path.read_bytes()[-2 * held_out :]
-    assert prepared.validation.sha256 == hashlib.sha256(tail).hexdigest()
-
-
-def test_token_files_that_cannot_be_used_are_refused(run, tokens, write):
-    with pytest.raises(DataError, match=r"train\.bin: 2 bytes in too few"):
-        run(tokens([1]))
-    paths = tokens([1, 2], "train.bin"), tokens([3], "val.bin")
-    with pytest.raises(DataError, match=r"2 \.bin files \(.*train\.bin, .*val\.bin.*validation"):
-        run(*paths)
-    with pytest.raises(DataError, match=r"train\.bin: 7 bytes are not a whole number of uint16"):
-        run(write("train.bin", b"1234567"))
-
-
-@pytest.mark.parametrize("chunk", [2, 8, 1 << 20])
-def test_an_id_outside_the_vocabulary_is_named_with_its_place(tokens, monkeypatch, chunk):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
-    span = token_span(tokens([1, 2, 255, 3, 256, 999]))
-    why = r"train\.bin: token 256 at offset 4 \(byte 8\) is outside the vocabulary of 256 ids"
-    with pytest.raises(DataError, match=why):
-        check_ids(span, BYTES)
-    with pytest.raises(DataError, match=r"token 999 at offset 5 \(byte 10\)"):
-        check_ids(Span(span.source, 10, 12), BYTES)
-    calls = []
-    found = check_ids(Span(span.source, 0, 8), BYTES, lambda *call: calls.append(call))
-    assert (found.text_bytes, calls[-1]) == (4, ("check", 8, 8))
-
-
-def test_text_bytes_are_unknown_where_the_tokenizer_does_not_know(tokens):
-    engine = Engine(models.WordLevel({"cat": 0, "dog": 1}, unk_token="cat"))
-    assert check_ids(token_span(tokens([0, 1])), Tokenizer(engine, None)).text_bytes is None
-
-
-def test_a_file_that_shrinks_meanwhile_is_noticed(tokens):
-    path = tokens(range(10))
-    span = token_span(path)
-    path.write_bytes(b"\0\0")
-    with pytest.raises(DataError, match=r"train\.bin: changed while it was read"):
-        check_ids(span, BYTES)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.data.corpus.prepare import prepare
+from halfstep.trainer.data.corpus import prepare
 
 TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "ijklmnop") * 40
 
@@ -20,12 +20,12 @@ TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "i
 # libraries are imported once.
 FORKED = """
 import json, os, pathlib, signal, sys, time
-from halfstep.trainer.data.corpus import documents
+from halfstep.trainer.data import corpus
 from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.data.corpus.prepare import prepare
+from halfstep.trainer.data.corpus import prepare
 
 text, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-documents.BATCH_BYTES = 1 << 14
+corpus.BATCH_BYTES = 1 << 14
 moments = last = 0
 
 def moment(*_):

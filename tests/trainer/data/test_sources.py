@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.trainer.data import sources
-from halfstep.trainer.data.sources import (
+from halfstep.trainer.data import records
+from halfstep.trainer.data.records import (
     check_unchanged,
     content_sha256,
     find_sources,
@@ -83,7 +83,7 @@ def test_the_home_folder_is_expanded(write, tmp_path, monkeypatch):
         (
             lambda at: (at / "picture.png").write_text("text"),
             ".",
-            r": this folder .* no \.txt, \.md, \.jsonl, \.py, \.bin",
+            r": this folder .* no \.txt, \.md, \.jsonl, \.py",
         ),
         (
             lambda at: (at / "e.txt").touch(),
@@ -107,13 +107,6 @@ def test_empty_files_in_folders_are_left_out_unless_all_are_empty(write, tmp_pat
         find(tmp_path / "f" / "*.py")
     write("f/a.py", "a")
     assert names(find(tmp_path / "f")) == ["a.py"]
-
-
-def test_token_files_and_text_do_not_mix(write, tmp_path):
-    write("f/a.bin", b"\1\0")
-    write("f/b.txt", "text")
-    with pytest.raises(DataError, match=r"mixes token files and text: .*a\.bin and .*b\.txt"):
-        find(tmp_path / "f")
 
 
 def test_an_unreadable_file_names_the_reason(write, monkeypatch):
@@ -143,7 +136,7 @@ def test_an_unreadable_folder_is_not_skipped_in_silence(write, tmp_path, monkeyp
         return real(path)
 
     (tmp_path / "f" / "locked").mkdir()
-    monkeypatch.setattr(sources.os, "scandir", scandir)
+    monkeypatch.setattr(records.os, "scandir", scandir)
     with pytest.raises(DataError, match="locked: cannot be read: Permission denied"):
         find(tmp_path / "f")
 
@@ -184,7 +177,7 @@ def test_a_file_that_shrinks_or_grows_or_vanishes_is_noticed(write):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 100])
 def test_chunks_join_to_the_bytes_asked_for(write, monkeypatch, chunk):
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(records, "CHUNK_BYTES", chunk)
     source = inspect_file(write("a.txt", "0123456789"))
     parts = list(read_chunks(source, 2, 9))
     assert b"".join(parts) == b"2345678"

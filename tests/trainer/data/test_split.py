@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus import documents as split_module
-from halfstep.trainer.data.corpus.documents import read_pieces, split_corpus
-from halfstep.trainer.data.sources import find_sources
+from halfstep.trainer.data import corpus as split_module
+from halfstep.trainer.data.corpus import read_pieces, split_corpus
+from halfstep.trainer.data.records import find_sources
 
 LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.cache import fetch
-from halfstep.trainer.data.corpus.token_file import Encoded, TokenFile, load_tokens, write_tokens
+from halfstep.trainer.data.token_file import Encoded, TokenFile, fetch, load_tokens, write_tokens
 
 IDS = np.array([0, 1, 255, 256, 65_535, 7, 7], dtype=np.uint32)
 
@@ -37,20 +36,14 @@ def test_tokens_come_back_as_written_little_endian(tmp_path, vocab_size, kind):
     calls = []
     load_tokens(tmp_path / "t", lambda *call: calls.append(call))
     assert calls == [("check", len(raw), len(raw))]
-    assert (found.count, found.offset, found.text_bytes) == (7, 0, 14)
+    assert (found.count, found.text_bytes) == (7, 14)
     assert (found.vocab_size, found.dtype) == (vocab_size, {"<u2": "uint16", "<u4": "uint32"}[kind])
 
 
-def test_a_view_starts_at_its_offset(tmp_path):
-    (tmp_path / "a.bin").write_bytes(np.arange(10, dtype="<u2").tobytes())
+def test_a_window_past_the_end_is_filled_with_zeros(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.arange(4, 7, dtype="<u2").tobytes())
     view = TokenFile(
-        path=tmp_path / "a.bin",
-        dtype="uint16",
-        offset=4,
-        count=3,
-        text_bytes=None,
-        vocab_size=10,
-        sha256="",
+        path=tmp_path / "a.bin", dtype="uint16", count=3, text_bytes=6, vocab_size=10, sha256=""
     )
     assert view.windows([0, 1], 4).tolist() == [[4, 5, 6, 0], [5, 6, 0, 0]]
     assert pickle.loads(pickle.dumps(view)) == view

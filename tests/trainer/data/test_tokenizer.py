@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from tokenizers import AddedToken, Tokenizer as Engine, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Engine, models, normalizers, pre_tokenizers
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.tokenizer import (
@@ -41,13 +41,10 @@ def test_text_comes_back_and_a_batch_is_encoded_as_if_each_were_alone(tokenizer,
     arrays = tokenizer.encode_arrays(texts)
     assert [array.tolist() for array in arrays] == alone
     assert {array.dtype for array in arrays} <= {np.dtype(np.uint32)}
-    lengths = tokenizer.token_bytes
-    assert lengths.shape == (tokenizer.vocab_size,)
     for text, ids in zip(texts, alone, strict=True):
         assert tokenizer.decode(ids) == text
         assert all(0 <= index < tokenizer.vocab_size for index in ids)
         assert tokenizer.end_of_text not in ids
-        assert sum(lengths[index] for index in ids) == len(text.encode())
 
 
 def test_the_byte_tokenizer_is_utf8():
@@ -68,9 +65,8 @@ def test_half_a_surrogate_pair_is_refused(tokenizer, method):
         getattr(tokenizer, method)(text)
 
 
-def test_end_of_text_is_id_0_with_no_bytes_of_text_and_is_shown_when_decoded():
+def test_end_of_text_is_id_0_and_is_shown_when_decoded():
     assert TRAINED.end_of_text == 0
-    assert TRAINED.token_bytes[0] == 0
     assert TRAINED.decode([0]) == END_OF_TEXT
 
 
@@ -146,17 +142,6 @@ def test_truncation_and_padding_of_a_file_do_not_touch_the_text():
 def test_the_vocabulary_reaches_to_the_largest_id_over_gaps():
     tokenizer = Tokenizer(byte_level(models.BPE(vocab={"a": 0, "b": 9}, merges=[])), None)
     assert tokenizer.vocab_size == 10
-    assert tokenizer.token_bytes.tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
-
-
-def test_plain_added_tokens_count_their_bytes():
-    engine = plain_engine()
-    engine.add_tokens([AddedToken("  ", normalized=False), AddedToken("\u00e9t\u00e9")])
-    tokenizer = Tokenizer(engine, None)
-    text = "a  b \u00e9t\u00e9"
-    ids = tokenizer.encode(text)
-    assert {256, 257} <= set(ids)
-    assert sum(tokenizer.token_bytes[ids]) == len(text.encode())
 
 
 def test_an_empty_vocabulary_is_refused():
@@ -164,12 +149,11 @@ def test_an_empty_vocabulary_is_refused():
         Tokenizer(byte_level(models.BPE()), None)
 
 
-def test_bytes_of_tokens_are_unknown_where_letters_are_not_bytes():
+def test_a_vocabulary_of_words_has_ids_for_words():
     engine = Engine(models.WordLevel({"cat": 0, "[UNK]": 1}, unk_token="[UNK]"))
     engine.normalizer = normalizers.Lowercase()
     engine.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(engine, None)
-    assert tokenizer.token_bytes is None
     assert tokenizer.encode("Cat dog") == [0, 1]
 
 
@@ -226,7 +210,6 @@ def test_merges_are_those_of_the_definition():
 def test_the_size_is_exact_and_the_first_ids_are_end_of_text_and_bytes():
     tokenizer = train_bpe([WORDS], 300)
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (300, 0)
-    assert sorted(tokenizer.token_bytes[1:257]) == [1] * 256
     vocabulary = tokenizer._engine.get_vocab()
     assert len(set(vocabulary)) == 300
     assert set(byte_letters()) <= set(vocabulary)

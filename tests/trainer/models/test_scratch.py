@@ -10,15 +10,13 @@ import sys
 import pytest
 import torch
 import transformers
-from tests.trainer.models.pretrained_folders import edit_json, save_classifier, silence
+from tests.trainer.models.pretrained_folders import silence
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.folder import open_folder
 from halfstep.trainer.models.pretrained.scratch import (
     SIZES,
     make_classifier,
-    refuse_old_run,
     scratch_parameters,
     scratch_size,
     train_tokenizer,
@@ -184,15 +182,3 @@ def test_a_folder_is_transformers_own_and_can_be_trained_on(tmp_path):
     with torch.no_grad():
         assert torch.equal(theirs(**given).logits, model.logits(batch))
         assert torch.equal(ours.eval().logits(batch), model.logits(batch))
-
-
-def test_the_encoder_of_before_is_refused_with_the_way_out(tmp_path):
-    folder = save_classifier(tmp_path / "m")
-    edit_json(folder / "config.json", model_type="halfstep-encoder")
-    with pytest.raises(ConfigError, match=r"earlier halfstep made from scratch.*scratch:small"):
-        open_folder(folder)
-    refuse_old_run(tmp_path)
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer/tokenizer_config.json").write_text('{"halfstep_tokenizer": "text"}')
-    with pytest.raises(ConfigError, match="cannot resume; start a new run"):
-        refuse_old_run(tmp_path)

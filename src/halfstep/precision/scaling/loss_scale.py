@@ -226,8 +226,6 @@ class DynamicLossScale(StaticLossScale):
             PrecisionError: If a key is missing or unknown, or a value does not fit this
                 configuration; nothing is changed then.
         """
-        if "tracker" in state:  # the name of hysteresis_left in older checkpoints
-            state = {"hysteresis_left" if k == "tracker" else k: v for k, v in state.items()}
         _check_keys(state, {*ScaleState._fields}, "dynamic loss scale")
         value, good, left = (state[name] for name in ScaleState._fields)
         if not (_is_number(value, float) and _is_number(good, int) and _is_number(left, int)):

@@ -116,7 +116,7 @@ def check_index(raw: dict[str, Any], where: Path) -> Index:
         CheckpointError: Naming the file and the tensor.
     """
     _keys(raw, {"format", "files", *SECTIONS}, f"{where}: not a halfstep checkpoint manifest")
-    files = checked_files(raw["files"], where)
+    files = _checked_files(raw["files"], where)
     tensors: dict[str, dict[str, Entry]] = {}
     for section in SECTIONS:
         entries = raw[section]
@@ -129,7 +129,7 @@ def check_index(raw: dict[str, Any], where: Path) -> Index:
     return Index(files, tensors)
 
 
-def checked_files(raw: Any, where: Path) -> dict[str, str]:
+def _checked_files(raw: Any, where: Path) -> dict[str, str]:
     """Validate the table of files, name to SHA-256; only names of a checkpoint are allowed.
 
     Raises:

@@ -16,19 +16,15 @@ from torch import Tensor
 from halfstep.errors import CheckpointError
 from halfstep.files import require_plain, require_sha256, sha256, sync
 from halfstep.optim.storage.moments import BLOCK, BROKEN
-from halfstep.optim.storage.state import TOPS, in_dtype, tops_of
+from halfstep.optim.storage.state import in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
 from halfstep.trainer.checkpoint.index import (
     DTYPES,
     EMPTY_CODES,
-    FORMAT,
-    SECTIONS,
     STATE,
     Entry,
     Index,
     Stored,
-    check_index,
-    checked_files,
     shard_name,
 )
 from halfstep.trainer.checkpoint.pieces import Piece, overlap
@@ -306,35 +302,3 @@ def _header(file: Any) -> dict[str, tuple[str, list[int]]]:
 
 def _told(found: tuple[str, list[int]] | None) -> str:
     return "absent" if found is None else f"{found[0]} of shape {found[1]}"
-
-
-def first_format_index(raw: dict[str, Any], where: Path) -> Index:
-    """Build the index of a checkpoint of format 1 from the headers of its files.
-
-    Raises:
-        CheckpointError: If a file is missing or damaged, or the manifest is not valid.
-    """
-    files = checked_files(raw.get("files"), where)
-    names = {section: f"{section}.safetensors" for section in SECTIONS}
-    if set(raw) != {"format", "files"} or set(files) != {STATE, *names.values()}:
-        raise CheckpointError(f"{where}: not a halfstep checkpoint manifest")
-    manifest: dict[str, Any] = {"format": FORMAT, "files": raw["files"]}
-    for section, file in names.items():
-        path = where.parent / file
-        require_sha256(path, files[file])
-        try:
-            with safe_open(path, framework="pt") as opened:
-                header = _header(opened)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
-        manifest[section] = entries = {}
-        for name, (dtype, shape) in header.items():
-            if name.endswith(TOPS) and header.get(name.removesuffix(TOPS), ("",))[0] == "U8":
-                continue  # block tops have no entry: they belong to their codes
-            piece: dict[str, Any] = {"file": file, "offset": [0] * len(shape), "shape": shape}
-            if dtype == "U8" and tops_of(name) in header:
-                piece["order"] = [*range(len(shape))]
-                dtype = EMPTY_CODES if 0 in shape else dtype
-            pieces = [] if 0 in shape else [piece]
-            entries[name] = {"shape": shape, "dtype": dtype, "pieces": pieces}
-    return check_index(manifest, where)

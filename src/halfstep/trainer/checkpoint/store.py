@@ -56,7 +56,7 @@ from halfstep.trainer.checkpoint.index import (
     check_index,
 )
 from halfstep.trainer.checkpoint.pieces import Piece
-from halfstep.trainer.checkpoint.shards import Own, Part, Reader, first_format_index
+from halfstep.trainer.checkpoint.shards import Own, Part, Reader
 
 TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk
 _TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
@@ -71,7 +71,7 @@ class Checkpoint:
 
     Attributes:
         weights: Parameter name to tensor.
-        optimizer: ``"NAME/KEY"`` to tensor; in format 1 also random states under ``"rng/"``.
+        optimizer: ``"NAME/KEY"`` to tensor.
         state: Plain JSON values; where several ranks save, rank 0's are written. A save adds
             ``"step"`` if it is missing.
         pieces: Parameter name to the piece that its tensors hold. A parameter's moments hold the
@@ -462,10 +462,8 @@ def _index(path: Path) -> Index:
     raw = read_json(manifest)
     if raw.get("format") == FORMAT:
         return check_index(raw, manifest)
-    if raw.get("format") == 1:
-        return first_format_index(raw, manifest)
     raise CheckpointError(
-        f"{manifest}: format {str(raw.get('format'))[:40]!r}, this halfstep reads 1 to {FORMAT}"
+        f"{manifest}: format {str(raw.get('format'))[:40]!r}, this halfstep reads {FORMAT}"
     )
 
 

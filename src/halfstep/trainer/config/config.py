@@ -60,7 +60,9 @@ def read_table(spec: str) -> tuple[str, dict[str, Any]]:
     return where, table
 
 
-def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseConfig:
+def load_config(
+    spec: str, overrides: Sequence[tuple[str, Any]] = (), *, strict: bool = True
+) -> BaseConfig:
     """Read a shipped configuration by name, or a TOML file by path, and apply overrides.
 
     Args:
@@ -68,6 +70,8 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
         overrides: Pairs of dotted key and value, later ones win; strings are converted to the
             field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too; the
             file's own shortens the default warm-up.
+        strict: Whether an unknown key is refused. In the file that a run has written itself it is
+            one of another version of halfstep, which meant its default there or is gone: left out.
 
     Raises:
         ConfigError: Naming the file, the key, what was given and what is allowed.
@@ -80,7 +84,7 @@ def load_config(spec: str, overrides: Sequence[tuple[str, Any]] = ()) -> BaseCon
         # If both are given and contradict each other, the warm-up stays and is refused later.
         if "schedule.warmup_steps" not in given:
             _shorten_warmup(table, shorter_than_file="run.max_steps" in given)
-        return config_from_table(table)
+        return config_from_table(table, strict=strict)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -99,14 +103,14 @@ def _shorten_warmup(table: dict[str, Any], *, shorter_than_file: bool) -> None:
         schedule["warmup_steps"] = steps
 
 
-def config_from_table(table: Mapping[str, Any]) -> BaseConfig:
+def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseConfig:
     """Build a configuration from a nested mapping, as :func:`config_to_table` returns it."""
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
     if not isinstance(task, str) or task not in TASKS:
         what = f"{_told('key', name='task')}: {shown(task)}{did_you_mean(str(task), TASKS)}"
         raise ConfigError(_told("allowed", what=what, allowed=", ".join(TASKS)))
-    config: BaseConfig = build(TASKS[task], values)
+    config: BaseConfig = build(TASKS[task], values, strict=strict)
     run = config.run
     on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)
     # parsed now, so that a run does not depend on a policy file after it has started

@@ -76,7 +76,14 @@ def _key(name: str) -> str:
     return _told("key", name=name)
 
 
-def build(cls: type[Any], table: Any, path: str = "", named: Callable[[str], str] = _key) -> Any:
+def build(
+    cls: type[Any],
+    table: Any,
+    path: str = "",
+    named: Callable[[str], str] = _key,
+    *,
+    strict: bool = True,
+) -> Any:
     """Build a dataclass, and the dataclasses in its fields, from a nested mapping.
 
     Args:
@@ -84,6 +91,7 @@ def build(cls: type[Any], table: Any, path: str = "", named: Callable[[str], str
         table: Field name to value or section; strings are converted to the field's type.
         path: Prefix of the table's keys in error messages: ``""``, or ``"section."``.
         named: Formats a dotted key for error messages.
+        strict: Whether an unknown key is refused; if not, it is left out.
 
     Raises:
         ConfigError: For an unknown or missing key, or a value of another type.
@@ -95,6 +103,8 @@ def build(cls: type[Any], table: Any, path: str = "", named: Callable[[str], str
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
+        if key not in names and not strict:
+            continue
         if key not in names:
             hint, allowed = did_you_mean(key, names), ", ".join(names)
             raise ConfigError(
@@ -102,7 +112,7 @@ def build(cls: type[Any], table: Any, path: str = "", named: Callable[[str], str
             )
         if kinds := sections(hints[key]):
             part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
-            values[key] = build(kind, part, f"{path}{key}.", named)
+            values[key] = build(kind, part, f"{path}{key}.", named, strict=strict)
         else:
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
@@ -148,8 +158,6 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(items, Sequence):
             raise _refused(value, where, _told("strings"))
         return tuple(_convert(item, parts[0], where) for item in items)
-    if hint is Any:  # a ``Spelled`` field, which load_config parses later
-        hint = str
     if hint is str and isinstance(value, str) and "\0" in value:
         raise ConfigError(_told("nul", where=where, value=shown(value)))
     try:

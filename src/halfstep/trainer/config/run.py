@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import Amount, AtLeast1, Count, Range, Share, require_ranges
 
-Spelled: TypeAlias = Any
-"""A field that a user writes as text and that ``load_config`` replaces by the parsed object. The
-type is Any because naming the object's class would import torch."""
+if TYPE_CHECKING:
+    from halfstep.distributed.layout import Layout
+    from halfstep.precision.policy.policy import PrecisionPolicy
+    from halfstep.precision.policy.spelling import Auto
+    from halfstep.precision.recovery import OnNonFinite, OnSpike
+
+    Policy: TypeAlias = PrecisionPolicy | Auto
+    Parallel: TypeAlias = Layout | str
+else:  # as a user writes them: load_config replaces the text by the object, which imports torch
+    Policy = Parallel = OnNonFinite = OnSpike = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +43,10 @@ class RunConfig:
     ema_decay: Share = 0.0
     """Decay of a moving average of the weights, such as 0.999; that average is then evaluated and
     exported. 0: none."""
-    on_nonfinite: Spelled = "stop"
+    on_nonfinite: OnNonFinite = "stop"  # type: ignore[assignment]
     """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
     or "rollback:N" (go back up to N steps to a copy in memory, once)."""
-    on_spike: Spelled = "off"
+    on_spike: OnSpike = "off"  # type: ignore[assignment]
     """What to do about a finite loss or gradient norm far above the steps before: "off", "stop",
     "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md)."""
     lost_update_every: Count = 50
@@ -55,9 +62,9 @@ class RunConfig:
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
     patience: Count = 0
     """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: tuple[Literal["none", "csv", "mlflow", "tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl; none, found in older files, means nowhere else."""
-    parallel: Spelled = ""
+    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+    parallel: Parallel = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
     sequence_parallel: bool = False
@@ -82,7 +89,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_ranges("run", self)
-        object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n != "none"))
         _require_path(self.output_dir)
         if self.batch_size % self.grad_accum:
             raise ConfigError(
@@ -131,7 +137,7 @@ class BaseConfig:
 
     name: str = "custom"
     """A name for the run folder."""
-    precision: Spelled = "auto"
+    precision: Policy = "auto"  # type: ignore[assignment]
     """A precision policy by name (halfstep explain lists them), fields such as
     bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

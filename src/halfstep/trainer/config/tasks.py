@@ -11,9 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
 from halfstep.trainer.config.run import BaseConfig, RunConfig
-from halfstep.trainer.data.config import DataConfig
-from halfstep.trainer.data.instructions.config import InstructionsConfig
-from halfstep.trainer.data.labelled.config import LabelledConfig
+from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
 from halfstep.trainer.models.shapes import Shape, of_the_run
 
 

@@ -1,6 +1,6 @@
 """Turns text into token files and batches.
 
-Import from the leaf modules: ``halfstep.trainer.data.config`` (the configuration),
-``corpus.prepare`` (corpus to token files, once, cached) and ``corpus.batches``
-(``batch(step, sequences)`` as a pure function, so there is no loader state to save).
+Import from the leaf modules: ``halfstep.trainer.data.config`` (the configuration), ``corpus``
+(corpus to token files, once, cached), ``labelled`` and ``instructions`` (records), and ``batches``
+(pure functions of the seed and the step, so there is no loader state to save).
 """

@@ -1,9 +1,10 @@
-"""The configuration of text data, checked as far as possible without reading any."""
+"""The data section of each task's configuration, checked without reading any data."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from halfstep.errors import ConfigError
 
@@ -65,4 +66,143 @@ def check_fraction(field: str, value: float, instead: str) -> None:
         raise ConfigError(
             f"data.{field} must be a number between 0 and 1 (both excluded), got {value!r}; to "
             f"{instead}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledConfig:
+    """The data section of text classification."""
+
+    train: tuple[str, ...] = ()
+    """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
+    May be empty as long as nothing is read: ``read_labelled`` needs at least one."""
+    dev: tuple[str, ...] = ()
+    """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
+    dev_fraction: float = 0.1
+    """Share of the training examples held out, in (0, 1); unused with ``dev``."""
+    text_column: str = ""
+    """Name of the text's column; empty means: look for a usual name."""
+    label_column: str = ""
+    """The same for the label."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes in the order of their ids; empty means: find them in ``train``. Labels
+    in the data are then these names, or their ids from 0."""
+    labels_file: str = ""
+    """The same from a file: one name a line; or a ``.json`` file with a list, or with a table
+    {"name": id, ...}."""
+    join_words: bool = False
+    """Remove blanks between Chinese (or Japanese) characters, as texts that were cut into words
+    have; blanks beside other letters stay."""
+    limit: int = 0
+    """Use the first N examples of ``train`` only; 0 means all."""
+    drop_empty: bool = False
+    """Leave out, and count, texts that are empty or blank instead of refusing them."""
+
+    def __post_init__(self) -> None:
+        for field in ("train", "dev"):
+            check_paths(field, getattr(self, field))
+        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other texts give data.dev")
+        text, label, labels = self.text_column, self.label_column, self.labels
+        if text and text == label:
+            raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
+        if labels and self.labels_file:
+            raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
+        if self.limit < 0:
+            raise ConfigError(f"data.limit={self.limit}; allowed: integers >= 0")
+        if len(labels) == 1 and "," in labels[0]:
+            names = " ".join(labels[0].replace(",", " ").split())
+            raise ConfigError(f"data.labels is one name, {labels[0]!r}; write --labels {names}")
+        if blank := [name for name in labels if not name.strip()]:
+            raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
+        if twice := [name for name in labels if labels.count(name) > 1]:
+            raise ConfigError(f"data.labels holds {twice[0]!r} twice; remove one")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Texts and the numbers of their classes, side by side."""
+
+    texts: list[str]
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledData:
+    """Everything a classifier is trained and evaluated on."""
+
+    names: tuple[str, ...]
+    """Names of the classes; a label is a place in here."""
+    train: LabelledTexts
+    dev: LabelledTexts
+    sha256: str
+    """64 hexadecimal digits over names, texts and labels, whatever files they came from."""
+    notes: tuple[str, ...]
+    """What a user should know of the data though nothing is wrong: one sentence each."""
+
+
+Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
+Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
+DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
+
+AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
+PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
+DROP, REFUSE = "drop", "refuse"
+TEMPLATES_OF = {
+    ALPACA: (ALPACA, VICUNA, TOKENIZER),
+    COMPLETION: (PLAIN, ALPACA, VICUNA, TOKENIZER),
+    CHAT: (TOKENIZER, VICUNA),
+    TEXT: (PLAIN,),
+}
+"""Templates that can write each format; the first is the one that "" stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstructionsConfig:
+    """The data section of a causal-LM fine-tuning: which records, and how they become rows."""
+
+    train: tuple[str, ...] = ()
+    """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of
+    them, or ``datasets:NAME[/CONFIG][@SPLIT]``."""
+    dev: tuple[str, ...] = ()
+    """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
+    dev_fraction: float = 0.1
+    """Share of the documents held out, drawn with the seed, in (0, 1); unused with ``dev``."""
+    format: Format = "auto"
+    """``alpaca``, ``chat``, ``text`` or ``prompt-completion``; ``auto`` goes by the fields."""
+    template: Template = ""
+    """``plain``, ``alpaca``, ``vicuna``, ``tokenizer`` (its own chat template); empty means the one
+    of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
+    tokenizer's own, or vicuna where the tokenizer has none."""
+    max_length: int = 1024
+    """Maximal number of tokens in a row, at least 2."""
+    packing: bool = True
+    """Whether several documents share a row (without seeing each other) to save padding."""
+    mask_prompt: bool = True
+    """Whether only answers are learned; otherwise prompts too."""
+    drop_long: DropLong = "truncate"
+    """What becomes of longer documents: ``truncate`` (cut at the right; plain text is cut into
+    several documents instead), ``drop`` or ``refuse``."""
+
+    def __post_init__(self) -> None:
+        for field in ("train", "dev"):
+            check_paths(field, getattr(self, field))
+        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other records give data.dev")
+        if self.max_length < 2:
+            raise ConfigError(
+                f"data.max_length must be a whole number of at least 2 (a token and the one after "
+                f"it), got {self.max_length!r}"
+            )
+        if self.format != AUTO:
+            check_template(self.format, self.template)
+
+
+def check_template(format: str, template: str) -> None:
+    """Refuses a template that cannot write a format: Alpaca's words have no place for a chat."""
+    if template and template not in TEMPLATES_OF[format]:
+        raise ConfigError(
+            f"data.template {template} cannot write records of the format {format}; use "
+            f"{' or '.join(TEMPLATES_OF[format])}, or leave it empty"
         )

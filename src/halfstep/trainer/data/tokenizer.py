@@ -85,22 +85,6 @@ class Tokenizer:
         # The library forgets encode_special_tokens when it is pickled; __init__ sets it again.
         return Tokenizer, (self._engine, self._end_of_text)
 
-    @property
-    def token_bytes(self) -> npt.NDArray[np.int64] | None:
-        """Number of UTF-8 bytes of each id, shape (vocab_size,), 0 for special ids, or None.
-
-        It is known for byte-level vocabularies, where each letter of a token is one byte.
-        """
-        decoder = json.loads(self._engine.to_str())["decoder"]
-        if decoder is None or decoder["type"] != "ByteLevel":
-            return None
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, index in self._engine.get_vocab(with_added_tokens=False).items():
-            lengths[index] = len(token)
-        for index, added in self._engine.get_added_tokens_decoder().items():
-            lengths[index] = 0 if added.special else len(added.content.encode("utf-8"))
-        return lengths
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns texts into ids on all cores, without adding any special id.
 

@@ -11,7 +11,7 @@
     causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
     model/          for fine-tuning: the best state, for other programs to load
-    report.txt      for a classifier: scores of its classes; also report.json and confusion.png
+    report.txt      for a classifier: scores of its classes; also report.json
     checkpoints/    step-00000100 ...
     run.lock        held by the process that writes here
 """
@@ -144,7 +144,7 @@ def run_config(path: Path) -> BaseConfig:
     """
     if not is_run(path):
         raise ConfigError(_told("no_run", path=path))
-    return load_config(str(path / "config.toml"))
+    return load_config(str(path / "config.toml"), strict=False)
 
 
 def made_by_auto(path: Path) -> str:
@@ -152,7 +152,7 @@ def made_by_auto(path: Path) -> str:
     try:
         found: Any = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
         return str(found["device_name"]) if found["auto"] else ""
-    except (OSError, ValueError, LookupError, TypeError):  # of an older halfstep, or edited
+    except (OSError, ValueError, LookupError, TypeError):  # missing, or edited
         return ""
 
 

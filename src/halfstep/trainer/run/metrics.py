@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import hashlib
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -37,34 +34,6 @@ def numbers_of(record: Record) -> dict[str, float]:
             if isinstance(number, int | float) and math.isfinite(number) and key != "step":
                 found[name] = float(number)
     return found
-
-
-class CSVSink:
-    """Writes ``metrics.csv``: one row per step, one column per field of Record but its dicts."""
-
-    COLUMNS = tuple(f.name for f in dataclasses.fields(Record) if "dict" not in str(f.type))
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Open the file; rows from ``first_step`` on are dropped, as they will be written again."""
-        path = folder / "metrics.csv"
-        kept: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = csv.DictReader(file)
-                kept = [row for row in rows if (row["step"] or "").isdecimal()]
-        self._file = path.open("w", newline="", encoding="utf-8")
-        self._rows = csv.DictWriter(self._file, self.COLUMNS, extrasaction="ignore")
-        self._rows.writeheader()
-        self._rows.writerows(row for row in kept if int(row["step"]) < first_step)
-
-    def write(self, record: Record) -> None:
-        """Append a row; fields that the step does not have stay empty."""
-        self._rows.writerow(json.loads(record.to_json()))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close ``metrics.csv``; no row can follow."""
-        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +87,6 @@ def _mlflow(folder: Path, first_step: int) -> Tracker:
 
 
 SINKS: Mapping[str, Callable[[Path, int], MetricsSink]] = {
-    "csv": CSVSink,
     "mlflow": _mlflow,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
@@ -133,7 +101,7 @@ def require_sinks(names: Sequence[str]) -> None:
         ConfigError: With what to install.
     """
     for name in names:
-        if name != "csv" and importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"run.report_to={name} needs the package {name}, which is not installed: pip "
                 f"install {name}"

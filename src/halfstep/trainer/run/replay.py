@@ -17,7 +17,7 @@ from halfstep.trainer.checkpoint.store import load_checkpoint
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.progress import no_progress
+from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.run.capture import RANKS, captured
 from halfstep.trainer.session import Session, open_session

@@ -22,11 +22,9 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
-from halfstep.trainer.data.labelled.config import LabelledData, LabelledTexts
-from halfstep.trainer.data.labelled.examples import Examples, encode_examples, padded
-from halfstep.trainer.data.labelled.labelled import read_known, read_labelled
-from halfstep.trainer.data.labelled.length_batches import evaluation_batches
-from halfstep.trainer.data.labelled.texts import join_words
+from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
+from halfstep.trainer.data.config import LabelledData, LabelledTexts
+from halfstep.trainer.data.labelled import join_words, read_known, read_labelled
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
@@ -34,7 +32,6 @@ from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, 
 from halfstep.trainer.models.pretrained.scratch import (
     SCRATCH,
     make_classifier,
-    refuse_old_run,
     scratch_parameters,
     scratch_size,
     train_tokenizer,
@@ -61,7 +58,7 @@ from halfstep.trainer.tasks.scores import (
 from halfstep.trainer.tasks.task import (
     EpochTask,
     Exported,
-    InUse,
+    Loaded,
     Measured,
     Progress,
     Trained,
@@ -120,7 +117,6 @@ class ClassifyTask(EpochTask):
         """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
-        refuse_old_run(Path(config.run.output_dir))
         vocabulary = choice.vocab_size or size.vocabulary
         require_host_room(scratch_parameters(size, 0, choice.max_length), 0, "--max-length")
         self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
@@ -166,7 +162,7 @@ class ClassifyTask(EpochTask):
 
     def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
         before = self.tokenizer.truncated
-        examples = encode_examples(self.tokenizer, texts, progress)
+        examples = encode_examples(self.tokenizer.encode_batch, texts, progress)
         cut = self.tokenizer.truncated - before
         if cut:
             self.notes.append(
@@ -215,7 +211,7 @@ class ClassifyTask(EpochTask):
         self.tokenizer.save(folder / "tokenizer")
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
-        """Write the report on the best state so far: report.txt, report.json, confusion.png."""
+        """Write the report on the best state so far: report.txt, report.json."""
         about = {
             "step": step,
             "loss": evaluation.loss,
@@ -248,7 +244,7 @@ def balanced(labels: list[int], classes: int) -> list[float]:
 # Using a classifier from a model folder.
 
 
-class Predictor(InUse):
+class LoadedClassifier(Loaded):
     """A trained classifier, loaded from a folder to run under a precision policy."""
 
     def __init__(
@@ -296,7 +292,9 @@ class Predictor(InUse):
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
         """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
         as_trained = [join_words(text) for text in texts] if self._join_words else texts
-        examples = encode_examples(self.tokenizer, LabelledTexts(as_trained, [0] * len(texts)))
+        examples = encode_examples(
+            self.tokenizer.encode_batch, LabelledTexts(as_trained, [0] * len(texts))
+        )
         found = np.zeros((len(texts), len(self.labels)))
         with keeping_casts(self.device):
             for indices in evaluation_batches(examples.lengths, batch_size):
@@ -324,7 +322,7 @@ class Predictor(InUse):
         Raises:
             NonFiniteError: If the loss is not finite.
         """
-        examples = encode_examples(self.tokenizer, texts)
+        examples = encode_examples(self.tokenizer.encode_batch, texts)
         batches = example_batches(examples, batch_size, self.tokenizer.pad_id, most)
         found = classifier_scores(self.model, batches, self.labels, self.judge)
         if not math.isfinite(found.loss):
@@ -385,8 +383,8 @@ class TrainedClassifier(Trained):
         copy_folder(model_folder(self.path), Path(use.output))
         return f"{use.output}: classifier in fp32"
 
-    def _open(self, use: Use) -> Predictor:
-        return Predictor(
+    def _open(self, use: Use) -> LoadedClassifier:
+        return LoadedClassifier(
             model_folder(self.path) if self.config else self.path,
             use.precision or (self.config.precision if self.config else "fp32"),
             choose_device(use.device),
@@ -422,7 +420,7 @@ class TrainedClassifier(Trained):
         return whole.dev, list(whole.notes)
 
 
-def _cut(predictor: Predictor) -> list[str]:
+def _cut(predictor: LoadedClassifier) -> list[str]:
     """Return a note on the texts that were cut, or no note if none was."""
     tokenizer = predictor.tokenizer
     cut = tokenizer.truncated

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -20,11 +21,10 @@ from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
-from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.instructions import prompt_ids, read_instructions
-from halfstep.trainer.data.instructions.packing import Rows, lm_batch
-from halfstep.trainer.data.labelled.length_batches import evaluation_shares
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.data.batches import IGNORED, evaluation_shares
+from halfstep.trainer.data.instructions import prompt_ids, read_instructions
+from halfstep.trainer.data.packing import Rows, lm_batch
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
 from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapted_lm
@@ -44,7 +44,7 @@ from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.task import (
     EpochTask,
     Exported,
-    InUse,
+    Loaded,
     Measured,
     Progress,
     Trained,
@@ -111,7 +111,7 @@ class LMTask(EpochTask):
             "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
         }
         world.require_same(self.identity)
-        held = hold_weights_(self.model, config.precision)
+        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
         self.notes = [*notes, *self.data.notes, *([held] if held else [])]
         self.deal(config, self.data.train_rows.lengths)
         self._matrices = matrix_parameters(self.model)
@@ -183,13 +183,13 @@ class LMTask(EpochTask):
 
 
 @dataclass
-class TunedLM(InUse):
+class LoadedLM(Loaded):
     """The best state of a run of ``finetune lm``, loaded under a precision policy."""
 
     model: PretrainedLM
     tokenizer: InstructionTokenizer
     template: str
-    """The prompt template of training; see :mod:`halfstep.trainer.data.instructions.config`."""
+    """The prompt template of training; see :mod:`halfstep.trainer.data.config`."""
 
     def answer(self, prompt: str, *, raw: bool = False, **options: float | None) -> str:
         """Return what the model writes to a prompt, without an end-of-text token.
@@ -219,14 +219,14 @@ class TunedLM(InUse):
         return decode([*ids, *written])[len(decode(ids)) :].strip()
 
 
-def open_tuned_lm(
+def load_tuned_lm(
     run: Path,
     config: LMConfig,
     device: torch.device,
     precision: str = "",
     *,
     trust_remote_code: bool = False,
-) -> TunedLM:
+) -> LoadedLM:
     """Open the model of a finished run.
 
     An empty ``precision`` means the run's. ``trust_remote_code`` must be given here: for safety,
@@ -237,7 +237,7 @@ def open_tuned_lm(
         CheckpointError: If a file is damaged.
         PrecisionError: If the policy cannot be honoured.
     """
-    policy = parse_policy(precision or config.precision, device)
+    policy = parse_policy(precision, device) if precision else policy_on(config.precision, device)
     require_support(policy, device)
     folder, about = model_folder(run), prompt_settings(run)
     model = _open_model(folder, config, trust_remote_code)
@@ -255,7 +255,7 @@ def open_tuned_lm(
     cast_for_use_(model, policy)
     model.to(device).eval()
     source = InstructionTokenizer(tokenizer, str(folder))
-    return TunedLM(model, policy, device, source, about["template"])
+    return LoadedLM(model, policy, device, source, about["template"])
 
 
 def prompt_settings(run: Path) -> dict[str, str]:
@@ -359,8 +359,8 @@ class TrainedLM(Trained):
         written = f"{target}: {count:,} parameters in {dtype_name(dtype or model.stored_dtype)}"
         return f"{written}\n{model.last_merge}" if isinstance(model, LoraLM) else written
 
-    def _open(self, use: Use) -> TunedLM:
-        return open_tuned_lm(
+    def _open(self, use: Use) -> LoadedLM:
+        return load_tuned_lm(
             self.path,
             self.config,
             choose_device(use.device),
@@ -439,7 +439,7 @@ def cast_for_use_(model: PretrainedLM, policy: PrecisionPolicy) -> None:
 
 
 class InstructionTokenizer:
-    """Adapts to :class:`~halfstep.trainer.data.instructions.instructions.LMTokenizer`."""
+    """Adapts to :class:`~halfstep.trainer.data.instructions.LMTokenizer`."""
 
     def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
         """Wrap a tokenizer.

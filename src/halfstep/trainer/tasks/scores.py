@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +17,7 @@ from torch.nn import functional
 from halfstep.files import write_whole
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer.data.labelled.examples import Examples, padded
-from halfstep.trainer.data.labelled.length_batches import evaluation_shares
+from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
@@ -87,14 +84,11 @@ def classifier_scores(
     )
 
 
-# Reports from a confusion matrix, as text, JSON and picture.
+# Reports from a confusion matrix, as text and JSON.
 
 
 Confusion = Sequence[Sequence[int]]
 """Number of examples by true class (row) and predicted class (column)."""
-
-_MOST_INCHES = 24.0  # longest side of the picture: memory and time grow with its square
-_MOST_NAMES = 60  # labels on an axis; with more classes, only every second, third, ... is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +176,7 @@ def report_values(confusion: Confusion, labels: Sequence[str]) -> dict[str, Any]
 def write_report(
     folder: Path, confusion: Confusion, labels: Sequence[str], about: dict[str, Any]
 ) -> None:
-    """Write report.txt, report.json and, where matplotlib is installed, confusion.png.
+    """Write report.txt and report.json.
 
     Args:
         folder: An existing folder; files of these names are replaced atomically.
@@ -195,78 +189,6 @@ def write_report(
     write_whole(folder / "report.txt", report_table(confusion, labels))
     text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
     write_whole(folder / "report.json", f"{text}\n")
-    try:  # optional dependency
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    temporary, path = folder / "confusion.tmp.png", folder / "confusion.png"
-    try:  # a run must not fail because of fonts and their caches
-        font = _font_for("".join(map(_printable, labels)))
-        _draw(Figure, confusion, labels, font).savefig(temporary, dpi=150)
-        if font is None and not path.exists():  # each better state draws it again
-            _tell_of_fonts()
-        os.replace(temporary, path)
-    except Exception as error:
-        logging.getLogger(__name__).warning("confusion.png could not be drawn: %s", error)
-
-
-def _draw(figure_type: Any, confusion: Confusion, labels: Sequence[str], font: Any) -> Any:
-    """Draw the matrix as shares of each true class, labelled with counts; no font: no names."""
-    size = len(labels)
-    side = min(max(4.5, 0.75 * size + 2), _MOST_INCHES)
-    figure = figure_type(figsize=(side + 0.8, side), layout="constrained")
-    axes = figure.add_subplot()
-    shares = [[_ratio(count, sum(row)) for count in row] for row in confusion]
-    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
-    figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
-    names = list(map(_printable, labels))
-    named = range(0, size, math.ceil(size / _MOST_NAMES))
-    shown = [str(i) if font is None else names[i] for i in named]
-    options: dict[str, Any] = {"parse_math": False}  # a "$" in a label is literal
-    if font is not None:
-        options["fontproperties"] = font
-    axes.set_yticks(named, shown, **options)
-    if max(map(len, shown)) > 4:
-        options |= {"rotation": 45, "ha": "right"}
-    axes.set_xticks(named, shown, **options)
-    axes.set_xlabel("found" if font is not None else "found (numbers in the order of report.txt)")
-    axes.set_ylabel("true")
-    axes.set_title(f"accuracy {accuracy(confusion):.4f}, macro F1 {macro_f1(confusion):.4f}")
-    if size <= 30:
-        for i, row in enumerate(confusion):
-            for j, count in enumerate(row):
-                colour = "white" if shares[i][j] > 0.5 else "black"
-                axes.text(j, i, str(count), ha="center", va="center", color=colour, fontsize=8)
-    return figure
-
-
-def _tell_of_fonts() -> None:
-    from matplotlib import get_cachedir
-
-    logging.getLogger(__name__).warning(
-        "confusion.png shows numbers: no installed font has all characters of the labels. "
-        "Install one, such as fonts-noto-cjk, and delete matplotlib's list of fonts: %s",
-        get_cachedir(),
-    )
-
-
-def _font_for(text: str) -> Any:
-    """Find a font that has every character of the text; None if no installed one does."""
-    from matplotlib import font_manager, ft2font
-
-    needed = {ord(letter) for letter in text if not letter.isspace()}
-    default = font_manager.FontProperties()
-    fonts = sorted((str(entry.fname), entry.name) for entry in font_manager.fontManager.ttflist)
-    # "Last Resort" would match any text, but draws every character as a box
-    others = [path for path, name in fonts if not name.startswith("Last Resort")]
-    for path in dict.fromkeys([str(font_manager.findfont(default)), *others]):
-        try:
-            charmap = ft2font.FT2Font(path).get_charmap()
-        except (RuntimeError, OSError):
-            continue
-        if needed <= set(charmap):
-            return font_manager.FontProperties(fname=path)
-    return None
 
 
 def _cells(*values: float) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ from halfstep.trainer.config.tasks import (
     LMConfig,
 )
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
-from halfstep.trainer.data.instructions.config import InstructionsConfig
-from halfstep.trainer.data.labelled.length_batches import EpochBatches
+from halfstep.trainer.data.batches import EpochBatches
+from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.hub import pin
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
@@ -228,7 +228,7 @@ class Trained:
 
 
 @dataclass
-class InUse:
+class Loaded:
     """A model in evaluation mode on its device, under a policy."""
 
     model: Any

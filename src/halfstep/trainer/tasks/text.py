@@ -16,13 +16,13 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.corpus.batches import (
+from halfstep.trainer.data.batches import (
     IGNORED,
     batch,
     start_of_sequence,
     validation_batches,
 )
-from halfstep.trainer.data.corpus.prepare import PreparedData, prepare
+from halfstep.trainer.data.corpus import PreparedData, prepare
 from halfstep.trainer.data.records import TABLE_SUFFIXES
 from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte

@@ -17,21 +17,21 @@ from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
-from halfstep.trainer.data.corpus.batches import validation_batches
-from halfstep.trainer.data.corpus.prepare import prepare, prepare_one
+from halfstep.trainer.data.batches import validation_batches
+from halfstep.trainer.data.corpus import prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
 from halfstep.trainer.session import EXPORTED, exported
-from halfstep.trainer.tasks.task import InUse, Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.trainer.tasks.text import FAMILIES
 
 
 @dataclasses.dataclass
-class _Opened(InUse):
+class LoadedGPT(Loaded):
     """A loaded model with its tokenizer and, if it comes from a run, its configuration."""
 
     model: LanguageModel
@@ -115,7 +115,7 @@ class TrainedText(Trained):
         tokenizer.save(target)
         return f"{target}: {model.num_parameters():,} parameters in {dtype}"
 
-    def _open(self, use: Use) -> _Opened:
+    def _open(self, use: Use) -> LoadedGPT:
         device = choose_device(use.device)
         config: TrainConfig | None = None
         if self.config is None:
@@ -123,10 +123,13 @@ class TrainedText(Trained):
             tokenizer = load_tokenizer(self.path)
         else:
             model, tokenizer, config = load_trained(self.path)
-        policy = parse_policy(use.precision or (config.precision if config else "fp32"), device)
+        if use.precision or config is None:
+            policy = parse_policy(use.precision or "fp32", device)
+        else:
+            policy = policy_on(config.precision, device)
         require_support(policy, device)
         cast_to_policy_(model, policy)
-        return _Opened(model.to(device).eval(), policy, device, tokenizer, config)
+        return LoadedGPT(model.to(device).eval(), policy, device, tokenizer, config)
 
 
 def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:

@@ -30,8 +30,6 @@ from halfstep.trainer.models.pretrained.hub import quiet, require_library, resol
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-OLD_ENCODER = "halfstep-encoder"
-"""``model_type`` of version 0.1's classifiers from scratch, which are no longer supported."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODE = ("auto_map", "custom_pipelines", "custom_pipeline", "custom_generate")
@@ -105,11 +103,6 @@ def open_folder(
     found = read_json_object(file, f"a model folder has config.json and {WEIGHTS}")
     if not isinstance(found.get("model_type"), str):
         raise CheckpointError(f"{file}: model_type is missing or no string")
-    if found["model_type"] == OLD_ENCODER:
-        raise ConfigError(
-            f"{folder} holds a classifier that an earlier halfstep made from scratch, which this "
-            "one cannot read; train it anew (--model scratch:small), or use it with that version"
-        )
     refuse_code(file, found, trust_remote_code)
     tensors = read_tensors(folder)
     for level in _dictionaries(found):

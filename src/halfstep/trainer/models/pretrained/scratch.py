@@ -10,7 +10,6 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
-from halfstep.trainer.models.pretrained.folder import read_json_object
 from halfstep.trainer.models.pretrained.hub import quiet, require_library
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
 from halfstep.trainer.models.pretrained.weights import set_dropout
@@ -63,16 +61,6 @@ def scratch_size(source: str) -> Size:
         allowed = ", ".join(SCRATCH + known for known in SIZES)
         raise ConfigError(f"there is no model {source!r}{hint}? Allowed: {allowed}")
     return SIZES[name]
-
-
-def refuse_old_run(run: Path) -> None:
-    """Raise ConfigError for a run of version 0.1's encoder, which can no longer be resumed."""
-    file = run / "tokenizer" / "tokenizer_config.json"
-    if file.is_file() and read_json_object(file).get("halfstep_tokenizer") == "text":
-        raise ConfigError(
-            f"{run} holds a run of the classifier that an earlier halfstep made from scratch, "
-            "which this one cannot resume; start a new run"
-        )
 
 
 def scratch_parameters(size: Size, vocab_size: int, max_length: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from halfstep.errors import DataError, HalfstepError
-from halfstep.trainer.data.instructions.config import ALPACA, PLAIN, VICUNA
+from halfstep.trainer.data.config import ALPACA, PLAIN, VICUNA
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = {"system": SYSTEM, "user": USER, "human": USER, "assistant": ASSISTANT, "gpt": ASSISTANT}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.corpus.batches import IGNORED
-from halfstep.trainer.data.instructions.config import DROP, REFUSE
+from halfstep.trainer.data.batches import IGNORED
+from halfstep.trainer.data.config import DROP, REFUSE
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 LMBatch = tuple[Tensor, Tensor, Tensor]

@@ -22,15 +22,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.corpus.documents import (
-    Span,
-    held_out,
-    in_batches,
-    read_pieces,
-    split_corpus,
-    whole,
-)
-from halfstep.trainer.data.instructions.chat import (
+from halfstep.trainer.data.batches import permutation
+from halfstep.trainer.data.chat import (
     ChatPart,
     Example,
     Pair,
@@ -39,7 +32,7 @@ from halfstep.trainer.data.instructions.chat import (
     read_prompt,
     text_parts,
 )
-from halfstep.trainer.data.instructions.config import (
+from halfstep.trainer.data.config import (
     ALPACA,
     AUTO,
     CHAT,
@@ -51,16 +44,23 @@ from halfstep.trainer.data.instructions.config import (
     InstructionsConfig,
     check_template,
 )
-from halfstep.trainer.data.instructions.packing import Documents, Rows, fit, pack
-from halfstep.trainer.data.random_bits import permutation
+from halfstep.trainer.data.corpus import (
+    Span,
+    held_out,
+    in_batches,
+    read_pieces,
+    split_corpus,
+    whole,
+)
+from halfstep.trainer.data.packing import Documents, Rows, fit, pack
 from halfstep.trainer.data.records import (
     HUB_PREFIX,
     READERS,
     TABLE_SUFFIXES,
+    find_sources,
     is_text,
     open_records,
 )
-from halfstep.trainer.data.sources import find_sources
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer.data")
@@ -102,6 +102,7 @@ SHAPES = (
     Shape(TEXT, (TEXT,), ("text",)),
 )
 """**Source:** Stanford Alpaca, Databricks Dolly, TRL's prompt-completion, OpenAI, ShareGPT."""
+
 
 KNOWN = frozenset(field for shape in SHAPES for field in (*shape.required, *shape.optional))
 
@@ -383,7 +384,7 @@ def find_inputs(paths: tuple[str, ...], field: str, format: str) -> tuple[Input,
             continue
         for source in find_sources((given,), field):
             suffix = source.path.suffix.lower()
-            as_text = format == TEXT and source.kind != "bin"
+            as_text = format == TEXT
             if suffix in READERS and not (as_text and suffix in TABLE_SUFFIXES):
                 found.append(str(source.path))
             elif as_text or suffix in TEXT_SUFFIXES:
@@ -457,37 +458,34 @@ class InstructionFiles:
             raise DataError(f"{place}: {error}") from None
 
     def _shape(self, record: dict[str, object], place: str) -> Shape:
-        fields = set(record)
         explicit = self.origin == ASKED
         allowed = [
             shape
             for shape in SHAPES
             if self.format in (shape.accepted if explicit else (AUTO, shape.format))
         ]
-        matching = [shape for shape in allowed if fields.issuperset(shape.required)]
-        others, left_out = fields, set[str]()
+        # a field that is not read is usually a mistake, unless another format was asked for
+        spare = METADATA | KNOWN if explicit else METADATA
+        matching = [shape for shape in allowed if record.keys() >= set(shape.required)]
         if len(matching) == 1:
             (shape,) = allowed = matching
-            others = fields.difference(shape.required, shape.optional)
-            left_out = others & (METADATA | KNOWN if explicit else METADATA)
-        if len(matching) != 1 or others != left_out:
-            mixed = bool(others & KNOWN) if len(matching) == 1 else bool(matching)
-            what = "mixes the fields of several formats" if mixed else "unknown fields"
-            found = ", ".join(sorted(map(repr, record))[:8]) or "none"
-            choices = "; or ".join(
-                ", ".join(shape.required)
-                + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
-                for shape in allowed
-            )
-            why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
-            raise DataError(
-                f"{place}: {what}: found {found}; allowed: {choices}{why}; rename or remove "
-                f"fields, or give data.format"
-            )
-        self.unused |= left_out
-        if self.format == AUTO:
-            self.format, self.origin = shape.format, place
-        return shape
+            others = set(record).difference(shape.required, shape.optional)
+            if others <= spare:
+                self.unused |= others
+                if self.format == AUTO:
+                    self.format, self.origin = shape.format, place
+                return shape
+        found = ", ".join(sorted(map(repr, record))[:8]) or "none"
+        choices = "; or ".join(
+            ", ".join(shape.required)
+            + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
+            for shape in allowed
+        )
+        why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
+        raise DataError(
+            f"{place}: unknown fields: found {found}; allowed: {choices}{why}; rename or remove "
+            f"fields, or give data.format"
+        )
 
 
 def _read(shape: Shape, record: dict[str, object]) -> Example:

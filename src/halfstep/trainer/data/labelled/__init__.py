@@ -1,1 +1,0 @@
-"""Labelled texts for classifiers: reading, splitting, encoding and batching them."""

@@ -1,0 +1,284 @@
+"""Token files: raw little-endian integers on disk, kept in a cache, of which windows are read.
+
+A cached folder is there whole and verified, or not at all: it is built beside its final place,
+synced and renamed in one step, and checked before each use. A killed process leaves only a
+temporary folder, which nobody reads and which is removed when it is a day old.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from halfstep.errors import DataError
+from halfstep.files import sync, sync_folder
+from halfstep.trainer.data.tokenizer import Ids
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""``progress(what, done_bytes, total_bytes)``; ``what`` is one of the phases below."""
+
+HASH = "hash"
+"""Reading the input files to find their content hash; every call does this."""
+CHECK = "check"
+"""Verifying token files: the cached ones by their SHA-256, ``.bin`` files id by id."""
+TRAIN_TOKENIZER = "train tokenizer"
+"""Feeding the corpus to the BPE trainer; the merges that follow the last byte report nothing."""
+ENCODE = "encode"
+"""Turning text into token files."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Reports nothing; the default."""
+
+
+TEMPORARY_PREFIX = ".tmp-"
+STALE_SECONDS = 24 * 60 * 60
+"""Age at which a temporary folder counts as abandoned: no file in it was written for a day."""
+ATTEMPTS = 4
+"""Attempts to load a result; the second succeeds unless other processes interfere."""
+T = TypeVar("T")
+
+
+def cache_root(configured: str) -> Path:
+    """The configured folder, else $HALFSTEP_CACHE, $XDG_CACHE_HOME/halfstep or ~/.cache/halfstep.
+
+    **Source:** XDG Base Directory Specification.
+    """
+    chosen = configured or os.environ.get("HALFSTEP_CACHE", "")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
+    return Path(base).expanduser() / "halfstep"
+
+
+def fetch(
+    root: Path, name: str, *, load: Callable[[Path], T | None], build: Callable[[Path], None]
+) -> T:
+    """Returns the result kept under ``root / name``, building it first if it is absent or damaged.
+
+    The name is made from everything that the result depends on. Of several processes that build it
+    at once, each gets the one that was renamed first. ``load`` reads and verifies a result, None if
+    it is absent or damaged; ``build`` writes one into an empty folder.
+
+    Raises:
+        DataError: The cache cannot be written, for instance because the disk is full.
+    """
+    final = root / name
+    for _ in range(ATTEMPTS):
+        found = load(final)
+        if found is not None:
+            return found
+        temporary = root / f"{TEMPORARY_PREFIX}{name[:16]}-{uuid.uuid4().hex}"
+        new = temporary / "new"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            remove_stale(root)
+            new.mkdir(parents=True)
+            # Out of the way by a rename, so that nobody meets half of a damaged result.
+            with suppress(FileNotFoundError):
+                os.rename(final, temporary / "damaged")
+            build(new)
+            sync_folder(new)
+            _publish(new, final)
+        except OSError as error:
+            raise cannot_write(Path(error.filename or final), error) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    raise DataError(
+        f"{final}: damaged again each time it was written ({ATTEMPTS} times); check the disk, or "
+        f"set data.cache_dir or HALFSTEP_CACHE to another one"
+    )
+
+
+def _publish(new: Path, final: Path) -> None:
+    """Renames a finished folder to its final name, unless another process was first."""
+    try:
+        os.rename(new, final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+    else:
+        sync(final.parent)
+
+
+def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
+    """Makes the error for a failed write; an exceeded quota counts as a full disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        why = f"no space left{hint}; free some"
+    else:
+        why = f"cannot be written: {error.strerror or error}{hint}; check the rights"
+    return DataError(f"{path}: {why}, or set data.cache_dir or HALFSTEP_CACHE to another disk")
+
+
+def remove_stale(root: Path) -> None:
+    """Removes temporary folders that nobody wrote to for ``STALE_SECONDS``."""
+    now = time.time()
+    for folder in root.glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+        except OSError:  # another process is removing or renaming it
+            continue
+        if now - newest > STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+TokenType: TypeAlias = Literal["uint16", "uint32"]
+Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
+READ_BYTES = 4 << 20
+"""One read when a whole file is checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """The tokens of a prepared file."""
+
+    path: Path
+    dtype: TokenType
+    """How a token is stored, little-endian."""
+    count: int
+    """Number of tokens, at least 1."""
+    text_bytes: int
+    """UTF-8 bytes of the text they encode, separators of one newline included.
+
+    Bits per byte = nats per token / ln 2 * count / text_bytes.
+    """
+    vocab_size: int
+    """Every token is below it; this was checked."""
+    sha256: str
+    """SHA-256 of the stored bytes of these tokens, 64 hexadecimal digits."""
+
+    def windows(self, starts: Sequence[int], length: int) -> Tokens:
+        """Reads the ``length`` tokens from each start on; zeros where the tokens end before.
+
+        They are read and not mapped: a map that lives on keeps every page it ever touched in the
+        memory of the process, and making one takes longer than reading some windows.
+
+        Returns:
+            A read-only array of shape (len(starts), length).
+
+        Raises:
+            DataError: The file is gone or has become too short.
+        """
+        stored = _stored(self.dtype)
+        wide = stored.itemsize
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                size = os.fstat(file).st_size
+                if size < self.count * wide:
+                    raise DataError(
+                        f"{self.path}: {size} bytes are left of at least {self.count * wide}; "
+                        f"restore the file or prepare it again"
+                    )
+                rows = []
+                for start in starts:
+                    inside = min(start + length, self.count) - start
+                    raw = os.pread(file, inside * wide, start * wide)
+                    rows.append(raw.ljust(length * wide, b"\0"))
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: token file cannot be read: {error.strerror or error}; "
+                f"restore it or prepare it again"
+            ) from None
+        return np.frombuffer(b"".join(rows), stored).reshape(len(starts), length)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The ids of some text, on their way to disk."""
+
+    ids: Ids
+    text_bytes: int
+    """UTF-8 bytes that ``ids`` stand for."""
+    source_bytes: int
+    """Bytes of input used up so far, in all."""
+
+
+def write_tokens(
+    folder: Path, stream: Iterable[Encoded], *, vocab_size: int, source_bytes: int
+) -> int:
+    """Writes the tokens and the facts about them that ``load_tokens`` verifies.
+
+    Args:
+        folder: An empty folder that exists.
+        stream: The ids, in order, each below ``vocab_size``.
+        vocab_size: Of the tokenizer.
+        source_bytes: Bytes of input that the whole stream uses up, to foresee the final size.
+
+    Returns:
+        How many tokens there are.
+    """
+    path = folder / TOKENS_FILE
+    # the smallest type that holds every id
+    dtype: TokenType = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    digest = hashlib.sha256()
+    count = text_bytes = done = 0
+    try:
+        with open(path, "wb") as file:
+            for part in stream:
+                raw = part.ids.astype(_stored(dtype)).tobytes()
+                done = part.source_bytes
+                count += len(part.ids)
+                file.write(raw)
+                digest.update(raw)
+                text_bytes += part.text_bytes
+    except OSError as error:
+        foreseen = count * _stored(dtype).itemsize * source_bytes // max(done, 1)
+        raise cannot_write(path, error, f" (about {foreseen} bytes are needed)") from None
+    facts = {
+        "dtype": dtype,
+        "count": count,
+        "text_bytes": text_bytes,
+        "vocab_size": vocab_size,
+        "sha256": digest.hexdigest(),
+    }
+    sealed = json.dumps({"facts": facts, "seal": _seal(facts)}, indent=2)
+    (folder / FACTS_FILE).write_text(sealed + "\n", encoding="utf-8")
+    return count
+
+
+def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
+    """Opens what ``write_tokens`` wrote; None if it is absent, cut short or altered in any byte."""
+    try:
+        sealed = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        if sealed["seal"] != _seal(sealed["facts"]):
+            return None
+        found = TokenFile(path=folder / TOKENS_FILE, **sealed["facts"])
+        size = found.count * _stored(found.dtype).itemsize
+        if found.path.stat().st_size != size:
+            return None
+        digest = hashlib.sha256()
+        done = 0
+        with open(found.path, "rb") as file:
+            while chunk := file.read(READ_BYTES):
+                digest.update(chunk)
+                done += len(chunk)
+                progress(CHECK, done, size)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if digest.hexdigest() == found.sha256 else None
+
+
+def _seal(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _stored(dtype: TokenType) -> np.dtype[Any]:
+    return np.dtype(dtype).newbyteorder("<")
