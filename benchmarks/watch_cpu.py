@@ -1,14 +1,13 @@
 """What ``halfstep.watch`` costs a step: watched, unwatched, and on average at ``every=100``.
 
-    python benchmarks/watch_cpu.py [--rounds N] [--policies NAME ...] [--formats NAME ...]
+    python benchmarks/watch_cpu.py [--rounds N] [--policies NAME ...]
 
 The model is gpt-small-cpu (6 layers, 384 wide) with a vocabulary of 8192, batch 8 x 256, on random
 tokens. Two copies of it take steps in turn in one process: one without a watch, and one whose every
 second step is watched, with a line of ``numerics.jsonl`` each. Ratios are medians over rounds of a
 copy's step to the plain copy's step beside it. The end of an unwatched step attaches the hooks of a
 watched one; that is in the figure at ``every=100``, a hundredth of what a watched step and the one
-before it cost more than two plain ones. The first policy is measured once more with ``formats=``,
-which also rounds some rows of each tensor and some entries of each product.
+before it cost more than two plain ones.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -50,14 +48,12 @@ def stepper(policy: str):
     return model, precision, step
 
 
-def measure(
-    policy: str, rounds: int, folder: Path, formats: Sequence[str] = ()
-) -> dict[str, object]:
+def measure(policy: str, rounds: int, folder: Path) -> dict[str, object]:
     _, _, plain = stepper(policy)
     model, precision, watched = stepper(policy)
     path = folder / f"{policy}.jsonl"
     taken: list[tuple[float, float, float, float]] = []
-    with halfstep.watch(model, precision, every=2, to=path, formats=formats) as watch:
+    with halfstep.watch(model, precision, every=2, to=path) as watch:
         for _ in range(4):
             watched(), plain()
         for _ in range(rounds):
@@ -79,21 +75,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--policies", nargs="*", default=["bf16-mixed", "bf16-split", "fp32"])
-    parser.add_argument("--formats", nargs="*", default=["mxfp8", "nvfp4"])
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
     found = {}
-    cases: list[tuple[str, Sequence[str]]] = [(policy, ()) for policy in arguments.policies]
-    if arguments.formats:
-        cases.append((arguments.policies[0], arguments.formats))
     with tempfile.TemporaryDirectory() as name:
-        for policy, formats in cases:
-            label = " ".join([policy, *formats])
-            found[label] = one = measure(policy, arguments.rounds, Path(name), formats)
+        for policy in arguments.policies:
+            found[policy] = one = measure(policy, arguments.rounds, Path(name))
             low, high = one["watched_quartiles"]
             print(
-                f"{label:<12} watched / plain {one['watched_over_plain']:.3f} ({low:.3f} to "
+                f"{policy:<12} watched / plain {one['watched_over_plain']:.3f} ({low:.3f} to "
                 f"{high:.3f}), unwatched / plain {one['unwatched_over_plain']:.3f}, at every=100 "
                 f"{one['more_at_every_100']:+.2%}; plain {one['plain_ms']:.0f} ms, "
                 f"{one['tensors']} tensors, {one['elements'] / 1e6:.0f} M elements, "

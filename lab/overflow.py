@@ -84,7 +84,7 @@ if failed:
     lab.tell("Asking halfstep for the first cause ...", "让 halfstep 找出最初的原因……")
     optimizer = torch.optim.SGD(failed.parameters(), lr=0.0)
     with Precision(POLICIES["fp16 1"], failed, optimizer) as precision:
-        cause = first_cause(precision, failed.loss, batch)
+        cause = first_cause(precision, lambda: failed.loss(batch))
 
 # %%
 rows = range(0, POWERS + 1, 4)

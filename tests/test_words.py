@@ -133,8 +133,8 @@ def test_a_phrase_is_english_until_it_is_said():
         # values, errors and JSON hold it as it is
         assert (str(why), f"{why}", json.dumps([why])) == (english, english, f'["{english}"]')
         assert said(why) == "44 MB 之中，4% 是额外的 16 位权重副本；x。"
-        others = told.phrase("others")
-        assert told("module", name=others, size="1 B", forms="x") == "其余 1 B（x）"
+        inner = told.phrase("why casts", share="4%")
+        assert told("why", total="1 B", reasons=inner) == "1 B 之中，4% 是额外的 16 位权重副本。"
         for kept in (copy.deepcopy(why), pickle.loads(pickle.dumps(why))):
             assert said(kept) == said(why)
         assert said(why, "en") == english

@@ -1,17 +1,16 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, optim as optim
-from .diagnostics.advise.advice import Advice as Advice, advise as advise
-from .diagnostics.capture.replay import Replayed as Replayed, replay as replay
+from .diagnostics.capture import Replayed as Replayed, replay as replay
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory.estimate import estimate as estimate
 from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
 from .diagnostics.memory.table import Memory as Memory
-from .diagnostics.nonfinite.again import first_cause as first_cause
 from .diagnostics.nonfinite.cause import Cause as Cause
+from .diagnostics.nonfinite.first_cause import first_cause as first_cause
 from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
 from .diagnostics.recording.recorder import Recorder as Recorder
-from .diagnostics.scripts.rules import Finding as Finding, check_script as check_script
+from .diagnostics.sensitivity import Sensitivity as Sensitivity, sensitivity as sensitivity
 from .diagnostics.statistics.numerics import (
     StepNumerics as StepNumerics,
     load_numerics as load_numerics,

@@ -31,7 +31,7 @@ ALLOWED = {
     },
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
-    "report": {"errors", "files", "formats", "diagnostics", "shown", "words"},
+    "report": {"errors", "files", "formats", "diagnostics", "precision.policy", "shown", "words"},
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "precision"},
     "trainer.data": {"errors", "files", "words"},

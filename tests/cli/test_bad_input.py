@@ -60,7 +60,6 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--max-stepz", "3"], "did you mean '--max-steps'"),
         (["estimate", "--confg", "gpt2"], "did you mean '--config'"),
         (["fintune", "--train", "posts.csv"], "did you mean 'finetune'"),
-        (["doctor", "absent.py"], "absent.py: no such file or folder; give a training script"),
         (["train", "--optimizer.learning_rat", "3"], "mean '--optimizer.learning-rate'"),
         (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
@@ -74,7 +73,7 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--parallel", "pipe=2"], "'pipe=2'; allowed axes: data, shard, tensor"),
         (["train", "--on-nonfinite", "skip"], "allowed: stop, skip:K, rollback:N"),
         (["generate", "--run", "/tmp"], "holds no run"),
-        (["env", "--run.seed", "3"], "unknown option --run.seed; see halfstep env --help"),
+        (["doctor", "--run.seed", "3"], "unknown option --run.seed; see halfstep doctor --help"),
         (["evaluate", "--model", "HF"], "HF"),
     ],
 )

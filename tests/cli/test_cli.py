@@ -127,11 +127,11 @@ def test_explain_and_env(halfstep):
     )
     low = halfstep("explain", "mxfp8", "--simulate", "--device", "cpu").stdout
     assert "simulated operands are rounded to mxfp8 exactly" in " ".join(low.split())
-    report = json.loads(halfstep("env", "--json", "--device", "cpu").stdout)
-    statuses = {row["format"]: row["status"] for row in report["gemm"]}
-    assert statuses["fp16"] == "simulated"
-    assert statuses["tf32"] == "refused"
-    assert all(r["gemm_flops_per_second"] > 1e6 for r in report["gemm"] if r["format"] != "tf32")
+    report = json.loads(halfstep("doctor", "--json", "--device", "cpu").stdout)
+    forms = {row["form"]: row for row in report["forms"]}
+    assert forms["fp16"]["here"] == "simulated"
+    assert forms["tf32"]["here"] == "refused"
+    assert all(forms[form]["rates"]["square"] > 1e6 for form in ("fp32", "bf16", "fp16"))
 
 
 @pytest.mark.parametrize(

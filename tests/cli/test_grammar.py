@@ -112,6 +112,6 @@ def test_a_missing_package_is_answered_with_the_line_that_installs_it(monkeypatc
     def missing(arguments):
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
-    monkeypatch.setattr("halfstep.cli.env.run", missing)
-    assert main(["env"]) == 2
+    monkeypatch.setattr("halfstep.cli.doctor.run", missing)
+    assert main(["doctor"]) == 2
     assert "pip install 'halfstep[hf]'" in capsys.readouterr().err

@@ -23,13 +23,12 @@ def test_policies_beside_each_other(settings, capsys):
     assert "*-mixed" not in out
 
 
-def test_a_figure_and_the_modules(settings, tmp_path, capsys):
+def test_a_figure(settings, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "memory.svg"
     words = [*settings, "--precision", "fp32", "bf16-split", "--out", str(out)]
     assert main(["memory", *words]) == 0
     said = capsys.readouterr().out
-    assert "fp32, activations: layers.*.attn " in said
     assert f"Written: {out}" in said
     drawn = out.read_text()
     assert drawn.count("<svg") == 1

@@ -118,7 +118,6 @@ class Fault:
     policy: str = "fp16-mixed"
     loss: Callable[[nn.Module, dict[str, Any]], torch.Tensor] | None = None
     """In place of the model's own."""
-    samples: tuple[int, ...] = ()
     direction: str = "forward"
 
 
@@ -399,9 +398,9 @@ FAULTS = [
           "replace the literal", "", "fp32", with_literal),
     # data and weights
     Fault("vit-nan-pixel", "vit", broken_pixel(2), "data not finite", "aten.",
-          "torch.nan_to_num(x)", None, "bf16-mixed", samples=(2,)),
+          "torch.nan_to_num(x)", None, "bf16-mixed"),
     Fault("vit-large-pixel", "vit", broken_pixel(3, 1e6), "overflow in a cast", "aten._to_copy",
-          "clamp before the cast", None, samples=(3,)),
+          "clamp before the cast", None),
     Fault("llama-nan-weight", "llama", nan_in("model.layers.0.self_attn.v_proj.weight"),
           "weight not finite", "aten.", "go back to a checkpoint",
           "model.layers.0.self_attn.v_proj", "bf16-mixed"),
@@ -413,7 +412,7 @@ FAULTS = [
           "classifier", "fp32"),
     # masks
     Fault("bert-mask-twice", "bert", mask_twice, "overflow of a mask", "aten.add",
-          "add the mask once", None, "bf16-mixed", samples=(1,)),
+          "add the mask once", None, "bf16-mixed"),
     # the backward
     Fault("bert-root-of-0", "bert", lambda m, b: None, "log or division of zero", "aten.",
           "(x + eps).sqrt()", "", "fp32", root_of_zero, direction="backward"),

@@ -56,10 +56,10 @@ def test_buffers_are_left_as_they_are(model, shape, ending):
         return value
 
     if ending == "found":
-        assert first_cause(model, loss, x).samples == (3,)
+        assert first_cause(model, lambda: loss(x)).cause_class == "data not finite"
     else:
         with pytest.raises(KeyboardInterrupt):
-            first_cause(model, loss, x)
+            first_cause(model, lambda: loss(x))
     for name, buffer in model.named_buffers():
         tensor, value = before[name]
         assert buffer is tensor, name
@@ -75,7 +75,7 @@ def test_random_numbers_of_python_and_numpy_are_left_as_they_are():
         share = np.random.beta(0.5, 0.5) * random.random()
         return model(x * share).sum()
 
-    assert first_cause(model, loss, broken(8, 4)).samples == (3,)
+    assert first_cause(model, lambda: loss(broken(8, 4))) is not None
     drawn = random.random(), np.random.beta(0.5, 0.5)
     random.seed(0)
     np.random.seed(0)
@@ -88,8 +88,8 @@ def test_gradients_of_other_modules_and_of_inputs_are_left_as_they_are(policy):
     noise = broken(8, 4).requires_grad_()
     judge.weight.grad = kept = torch.ones(1, 4)
     precision = policy and Precision(policy, made, torch.optim.SGD(made.parameters(), lr=0.1))
-    cause = first_cause(precision or made, lambda z: judge(made(z)).mean(), noise)
-    assert cause.samples == (3,)
+    cause = first_cause(precision or made, lambda: judge(made(noise)).mean())
+    assert cause.cause_class == "data not finite"
     assert judge.weight.grad is kept
     assert torch.equal(kept, torch.ones(1, 4))
     assert judge.bias.grad is None
@@ -125,18 +125,17 @@ def test_an_overflow_of_equal_gradients_is_no_mask():
     with precision.autocast():
         value = loss(x)
     assert not precision.step(value).applied
-    cause = first_cause(precision, loss, x)
+    cause = first_cause(precision, lambda: loss(x))
     assert (cause.direction, cause.cause_class) == ("backward", "overflow in the backward")
 
 
 def test_a_loss_scale_that_is_not_calibrated_stays_so():
-    # the healthy half of the batch would otherwise set it
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision = Precision("fp16-mixed,init_scale=auto", model, optimizer)
     before = precision.loss_scale.state_dict()
-    cause = first_cause(precision, lambda x: model(x).float().sum(), broken(8, 4))
-    assert cause.samples == (3,)
+    x = broken(8, 4)
+    assert first_cause(precision, lambda: model(x).float().sum()) is not None
     assert precision.loss_scale.state_dict() == before
     with precision.autocast():
         loss = model(torch.full((8, 4), 1e3)).float().sum()

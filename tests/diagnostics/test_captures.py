@@ -26,7 +26,7 @@ from halfstep import (
     SpikeError,
     replay,
 )
-from halfstep.diagnostics.capture.sealed import read_sealed, write_sealed
+from halfstep.diagnostics.capture import read_sealed, write_sealed
 from halfstep.optim.optimizers import AdamW
 from halfstep.report.record import read_run
 

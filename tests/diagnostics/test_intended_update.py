@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.lost_updates.replay import intended_updates, plain
+from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter, intended_updates, plain
 from halfstep.diagnostics.lost_updates.sampling import Chooser, after_step, before_step
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.optim import Adafactor, Muon
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.precision.masters.rounding import half_gap
 
-STOCK = ["Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop",
-         "Rprop", "SGD"]  # fmt: skip
+STOCK = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (torch.optim.SGD, {"weight_decay": 0.1}),
+    (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+]
 
 
 def replay(optimizer, *, own, samples=10**7):
@@ -24,9 +29,7 @@ def replay(optimizer, *, own, samples=10**7):
     read = optimizer.read_master if own else torch.clone
     with torch.no_grad():
         before = read(parameter).double()
-        step = before_step(
-            optimizer, 1, Chooser(samples, 0), {}, lambda place: None, (optimizer,), {}
-        )
+        step = before_step(optimizer, 1, Chooser(samples, 0), {}, (optimizer,), {})
         index = step.groups[0].places[0][1]
         optimizer.step()
         after_step(optimizer, step)
@@ -38,19 +41,18 @@ def replay(optimizer, *, own, samples=10**7):
     return updates[0], real
 
 
-@pytest.mark.parametrize("name", STOCK)
-def test_stock_optimizers_are_replayed_exactly(name):
+@pytest.mark.parametrize(("kind", "options"), STOCK)
+def test_stock_optimizers_are_replayed(kind, options):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(60, 50, dtype=torch.float64))
-    options = {"momentum": 0.9, "nesterov": True} if name == "SGD" else {}
-    options |= {} if name == "Rprop" else {"weight_decay": 0.1}
-    optimizer = getattr(torch.optim, name)([weight], lr=1e-2, **options)
+    optimizer = kind([weight], lr=1e-2, **options)
     for _ in range(4):
         weight.grad = torch.randn_like(weight)
         intended, real = replay(optimizer, own=False, samples=100)
         assert 90 < len(intended) <= 100  # drawn with replacement, doubles dropped
-        # The same fp64 operations; the change is a difference of weights near 1: 2^-53 each.
-        torch.testing.assert_close(intended, real, rtol=0, atol=1e-14)
+        # AdamW's rule rounds the root of its second moment to fp32, which moves its part of the
+        # change by 2^-24: a few learning rates of 1e-2, from which the decay may cancel some.
+        torch.testing.assert_close(intended, real, rtol=0, atol=3e-2 * 2**-24)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
@@ -131,23 +133,6 @@ class SignDescent(torch.optim.Optimizer):
                 p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
-class NormDescent(SignDescent):
-    """Somebody's, where every element depends on the whole tensor."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad / p.grad.norm(), alpha=group["lr"])
-
-
-class OddArguments(SignDescent):
-    """Somebody's, that cannot be made again from its group."""
-
-    def __init__(self, params, model):
-        super().__init__(params)
-
-
 def one_step(optimizer, samples=512):
     meter = LostUpdateMeter(optimizer, every=1, samples=samples)
     optimizer.step()
@@ -155,22 +140,12 @@ def one_step(optimizer, samples=512):
     return meter.report()[0]
 
 
-def test_somebodys_elementwise_optimizer_is_replayed_with_a_note():
-    weight = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
-    report = one_step(SignDescent([weight]))
-    assert report.lost == 1
-    assert report.frozen_below == pytest.approx(2**-9)
-    assert "SignDescent was replayed" in report.verdict
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "why"),
     [
-        (NormDescent, {"lr": 1.0}, "does not step as its replay on single elements does"),
-        (OddArguments, {"model": None}, "replaying OddArguments on single elements failed"),
-        (torch.optim.Muon, {}, "Muon does not update every element by itself"),
-        (torch.optim.Adafactor, {}, "Adafactor does not update every element by itself"),
+        (SignDescent, {}, "the rule of SignDescent is not one of those that are replayed"),
+        (torch.optim.RMSprop, {}, "the rule of RMSprop is not one of those"),
+        (torch.optim.AdamW, {"amsgrad": True}, "the rule of AdamW is not one of those"),
     ],
 )
 def test_what_cannot_be_known_is_not_claimed(kind, options, why):

@@ -471,3 +471,20 @@ def test_a_verdict_names_what_helps(dtype, options, advice):
     kind = SGD if options else torch.optim.SGD
     (report,) = measured(kind([weight], lr=1e-9, **options), {weight: torch.ones(100)})
     assert report.verdict.startswith(f"100 % of updates are lost at lr 1e-09{advice} below lr ")
+
+
+def test_moments_that_have_fallen_back_are_named():
+    p = nn.Parameter(torch.zeros(4096))
+    optimizer = AdamW([("w", p)], moments="8bit", lr=1e-3, weight_decay=0.0, eps=1e-30)
+    meter = LostUpdateMeter(optimizer, every=10)
+
+    def train() -> None:
+        for step in range(50):
+            g = torch.randn(4096, generator=torch.Generator().manual_seed(step)) + 0.5
+            p.grad = torch.where(torch.arange(4096) % 4 == 0, g / 1e7, g)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="moments of w"):
+        train()
+    (report,) = meter.report()
+    assert report.verdict == "none lost; 8-bit moments of 1 tensors have gone over to bf16"

@@ -54,48 +54,6 @@ def train(rank, path, seed=0, plan=False, resume=False, stop=0, **settings):
     return trained.step, trained.best.loss
 
 
-def broken(rank, path, **settings):
-    """Train with one NaN in the data; what every rank is told of it."""
-    torch.manual_seed(0)
-    rows = items()
-    rows[5] = (rows[5][0].index_fill(0, torch.tensor([2]), float("nan")), rows[5][1])
-    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
-    seen = []
-
-    def loss(model, batch):
-        seen.append(batch[0])
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    trainer = halfstep.Trainer(
-        model, rows, loss, batch_size=8, grad_accum=2, max_steps=6, device="cpu", quiet=True,
-        output_dir=str(path), plan=ParallelPlan(blocks=(model[0], model[2])), **settings,
-    )  # fmt: skip
-    try:
-        trainer.train()
-    except halfstep.NonFiniteError as error:
-        cause = error.first_cause
-        step = int(str(error).split()[1].rstrip(":"))
-        x = seen[2 * (step - 1) + cause.micro_batch - 1]
-        mine = cause.samples and not bool(x[cause.samples[0]].isfinite().all())
-        return cause, str(error), mine
-    raise AssertionError("no error")
-
-
-@pytest.mark.parametrize("parallel", ["data=2", "shard=2"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
-def test_the_first_cause_is_told_with_its_rank_and_sample(pool2, tmp_path, parallel, precision):
-    settings = {"parallel": parallel, "precision": precision}
-    told = pool2.run(broken, path=tmp_path / "r", **settings)
-    (cause, message, _), (other, also, _) = told
-    assert (cause, message) == (other, also)
-    assert (cause.cause_class, cause.module, cause.ranks) == ("data not finite", "0", 2)
-    assert len(cause.samples) == 1
-    assert f"rank {cause.rank}, micro-batch {cause.micro_batch} of 2, sample" in message
-    assert [mine for _, _, mine in told] == [rank == cause.rank for rank in range(2)]
-    (line,) = (tmp_path / "r" / "causes.jsonl").read_text().splitlines()
-    assert json.loads(line)["rank"] == cause.rank
-
-
 def losses(path):
     found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in found]

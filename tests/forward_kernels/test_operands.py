@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
-from halfstep.kernels import attention, blocks, exponents, rows
+from halfstep.kernels import attention, blocks, rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 N, C = 48, 64  # rows and columns: past the ends of vectors, and several blocks of every format
@@ -52,12 +52,6 @@ def normalised_backward(x, gain, grad, mean, inverse, passed) -> object:
 
 def multiplied(a, a_scales, b, b_scales, bias) -> object:
     return blocks.product_by_blocks((a, a_scales), (b, b_scales), 32, bias)
-
-
-def counted(x, less) -> object:
-    row = exponents.empty_row(x.device)
-    exponents.add_difference_(row, x, less)
-    return row
 
 
 def rounded(x, signs) -> object:
@@ -132,9 +126,6 @@ ENTRIES = {
             **{"b": numbers(N, C), "b_scales": numbers(N, C // 32, **WIDE)},
             "bias": numbers(N),
         },
-    ),
-    "exponents of a difference": Entry(
-        counted, {"x": numbers(N, C), "less": numbers(N, C)}, (), ("x", "less"), ("x", "less")
     ),
 }
 EVERY = [(name, operand) for name, entry in ENTRIES.items() for operand in entry.given]

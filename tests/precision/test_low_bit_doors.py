@@ -193,7 +193,7 @@ def test_a_number_that_is_not_finite_reaches_the_guard_and_its_first_cause(polic
     with pytest.raises(NonFiniteError):
         precision.step(value)
     assert all(torch.equal(a, b) for a, b in zip(before, faulty.parameters(), strict=True))
-    cause = str(halfstep.first_cause(precision, loss, batch()))
+    cause = str(halfstep.first_cause(precision, lambda: loss(batch())))
     assert "Fault" in cause, cause
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from halfstep.diagnostics.nonfinite.remedies import CHANGES
+from halfstep.diagnostics.nonfinite.cause import CHANGES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import RULES, findings, verdict
 from halfstep.report.record import read_run
@@ -96,6 +96,16 @@ def test_a_spike_that_came_back_is_none(folder):
 def test_skips_beyond_what_a_growing_scale_explains(folder):
     lines = [line(s, applied=s % 20 != 0, loss_scale=1024.0) for s in range(1, 201)]
     assert names(folder([*lines, line(201)])) == ["many_skips"]
+
+
+def test_a_schedule_that_moved_on_over_skips(folder):
+    lines = [line(s, applied=s != 7) for s in range(1, 41)]
+    path = folder(lines)
+    assert names(path) == []
+    with (path / "config.toml").open("a") as file:
+        file.write('[schedule]\non_skip = "advance"\n')
+    assert names(path) == ["schedule_over_skips"]
+    assert "1 skipped steps" in findings(read_run(path))[0].text("en")
 
 
 def test_a_scale_that_fell(folder):
@@ -217,7 +227,7 @@ def test_every_rule_has_words_in_every_language():
     """A finding's name, and what to do under the name with "!"."""
     remedies = {key[:-1] for key in PHRASES if key.endswith("!")}
     assert remedies <= set(PHRASES)
-    assert len(RULES) == 13
+    assert len(RULES) == 14
     said = {f"{what} {name}" for name in CHANGES for what in ("class", "remedy")}
     assert said <= set(read_phrases("halfstep.diagnostics.nonfinite"))
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, part_text
+from halfstep.diagnostics.memory.table import PARTS, Memory, part_text
 from halfstep.errors import ConfigError
 from halfstep.report.memory import memory_figure, segments, sentence, write_memory_figure
 from halfstep.report.page import make_report
@@ -13,12 +13,6 @@ from halfstep.report.record import read_run
 from halfstep.words import said
 from report.conftest import line
 
-MODULES = {
-    **{f"layers.{i}.mlp": {"bf16": 6_000_000} for i in range(4)},
-    **{f"layers.{i}.attn": {"bf16": 3_000_000, "fp32": 1_000_000} for i in range(4)},
-    **{name: {"fp32": 1_000_000} for name in ("a", "b", "c", "d")},
-    "": {"fp32": 2_000_000},
-}
 BYTES = {
     "weights": {"fp32": 16_000_000},
     "gradients": {"fp32": 16_000_000},
@@ -28,7 +22,7 @@ BYTES = {
     "logits": {"fp32": 40_000_000},
     "batch": {"int64": 4096},
 }
-MIXED = Memory("bf16-mixed", False, BYTES, rows=8, modules=MODULES)
+MIXED = Memory("bf16-mixed", False, BYTES, rows=8)
 WIDE = Memory("fp32", True, {"weights": {"fp32": 10**6}, "activations": {"fp32": 10**6}})
 
 
@@ -41,17 +35,6 @@ def run(folder):
         return read_run(path)
 
     return write
-
-
-def test_layers_of_a_kind_count_as_one():
-    kinds = MIXED.by_kind(3)
-    assert kinds == [
-        ("layers.*.mlp", {"bf16": 24_000_000}),
-        ("layers.*.attn", {"bf16": 12_000_000, "fp32": 4_000_000}),
-        (WHOLE, {"fp32": 2_000_000}),
-        (OTHERS, {"fp32": 4_000_000}),
-    ]
-    assert WIDE.by_kind() == []
 
 
 def test_the_pieces_of_a_bar_are_its_bytes():
@@ -88,11 +71,9 @@ def test_a_page_shows_the_memory(run):
         assert "158 MB" in shown
         assert "500 MB" in shown  # the measured peak of report/conftest.py
         assert "which a" in shown
-    assert "activations: layers.*.mlp" in page
     assert "一步占用的内存" in make_report([run("zh")], "zh").to_html()
     (found,) = report.to_json()["runs"]
     assert found["memory"]["bytes"] == BYTES
-    assert found["memory"]["modules"] == MODULES
     assert (found["memory"]["peak_bytes"], found["memory"]["total"]) == (5e8, MIXED.total)
     assert found["memory"]["text"] == MIXED.why_not_half()
 
@@ -117,7 +98,7 @@ def test_an_older_run_has_no_such_section(folder):
 @pytest.mark.parametrize(
     "changes",
     [{"bytes": []}, {"bytes": {"weights": {"fp32": "1"}}}, {"bytes": {"weights": {"fp32": -1}}},
-     {"modules": {"a": 1}}, {"rows": 10**30}, {"ranks": None},
+     {"rows": 10**30}, {"ranks": None},
      {"bytes": {"weights": {"fp32": True}}}],
 )  # fmt: skip
 def test_a_damaged_file_is_told(run, changes):
@@ -129,7 +110,7 @@ def test_a_damaged_file_is_told(run, changes):
 
 def test_hostile_names_are_text(run):
     name = "<script>alert(1)</script>$\\frac{1}{2}$"
-    record = run(modules={name: {"<img src=x>": 46_000_000}}, policy=name)
+    record = run(bytes={"activations": {"<img src=x>": 46_000_000}}, policy=name)
     report = make_report([record])
     page = report.to_html()
     assert "<script" not in page

@@ -13,7 +13,6 @@ from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.diagnostics.memory.table import PARTS, memory_from_json
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.kernels.forward import compiled
 from halfstep.optim.storage.state import REMAINDER
 from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.precision.policy.policy import POLICIES
@@ -91,30 +90,28 @@ KINDS = ("gpt", "checkpointed gpt", "gpt in micro-batches", "scratch", "bert", "
     # a frozen base in fp32 refuses 16-bit weights
     [(k, p) for k in KINDS for p in POLICIES_HERE if not ("lora" in k and "split" in p)],
 )
-def test_a_run_knows_what_its_step_holds(kind, policy, made, monkeypatch):
+def test_a_run_knows_what_its_step_holds(kind, policy, made, monkeypatch, torch_alone):
     session = open_session(made[kind](policy), no_progress)
     batches, _ = session.micro_batches()
     with MemoryMeter(session.precision, batches[0]) as meter:
         attempt(session)
     guess, found = session.memory, meter.memory
-    # asked for are 5 %. Of a fine-tuned LM it is not known how many positions have a target, so
-    # that none is counted: at 37 positions of width 32 the head's part is 9 % of all
-    lm = "lm" in kind or "lora" in kind
-    near = (0.1 if lm else 0.05) * found.total
-    assert guess.total <= found.total or not lm
-    for part in PARTS:
-        assert guess.part(part) == pytest.approx(found.part(part), abs=near), part
-    assert guess.total == pytest.approx(found.total, abs=near)
     assert memory_from_json(json.loads(json.dumps(guess.to_json()))) == guess
+    for part in ("weights", "masters", "gradients", "moments"):
+        assert guess.part(part) == found.part(part), part
+    if "lm" in kind or "lora" in kind:  # its loss picks positions by value: no shapes of them
+        assert guess.rows == 0
+    else:
+        for part in PARTS:
+            near = 0.05 * found.total
+            assert guess.part(part) == pytest.approx(found.part(part), abs=near), part
 
-    # what fits is never refused: not on a machine with just the bytes that were measured
-    have = found.peak(session.config.run.grad_accum)
-    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: have)
+    # what is kept between steps fits, or the run is refused
+    kept = guess.total - guess.saved - guess.part("batch")
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: kept)
     open_session(made[kind](policy), no_progress)
-    # and what does not is; masks are left out for that, which are much of a packed row so narrow
-    share = 0.5 if lm else 0.8
-    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: int(share * have))
-    with pytest.raises(ConfigError, match="the run needs at least"):
+    monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: kept - 1)
+    with pytest.raises(ConfigError, match="the run keeps at least"):
         open_session(made[kind](policy), no_progress)
 
 
@@ -127,48 +124,21 @@ def refusal(config, monkeypatch, have):
 
 def test_what_would_fit_does_fit(corpus, monkeypatch):
     """Each piece of advice, taken, is a run that is not refused."""
-    wide = {"model__n_embd": 128, "model__n_layer": 4, "run__batch_size": 64}
-    config = small_config(corpus, "bf16-mixed", **wide)
-    memory = open_session(config, no_progress).memory
-    said = refusal(config, monkeypatch, memory.total - memory.part("activations") // 2)
-    for part in ("weights", "gradients", "moments", "activations"):
-        assert re.search(rf"{part} \d+(\.\d+)? MB", said), said
-    assert "cpu has" in said
-    assert "with a micro-batch of 64 rows" in said
-    accum, size = (
-        int(n) for n in re.search(r"--grad-accum (\d+), .* --batch-size (\d+)", said).groups()
-    )
-    assert 1 < accum <= 4
-    assert 16 <= size < 64
-    for changes in ({"run__grad_accum": accum}, {"run__batch_size": size}):
-        open_session(small_config(corpus, "bf16-mixed", **{**wide, **changes}), no_progress)
-
-    # of one row's activations, most are recomputed
-    long = {**wide, "model__block_size": 2048, "run__batch_size": 1, "model__n_layer": 8}
-    config = small_config(corpus, "bf16-mixed", **long)
-    monkeypatch.undo()
-    memory = open_session(config, no_progress).memory
-    said = refusal(config, monkeypatch, memory.total - memory.part("activations") // 2)
-    assert "It fits with --model.activation_checkpointing true" in said
-    open_session(
-        small_config(corpus, "bf16-mixed", **long, model__activation_checkpointing=True),
-        no_progress,
-    )
-
-    # where the state is too large, a policy with fewer bytes; then ranks
     state = {"model__n_embd": 256, "model__n_layer": 2, "model__block_size": 8}
     config = small_config(corpus, "bf16-mixed", **state)
-    monkeypatch.undo()
     memory = open_session(config, no_progress).memory
-    said = refusal(config, monkeypatch, int(0.75 * (memory.total - memory.saved)))
+    kept = memory.total - memory.saved - memory.part("batch")
+    said = refusal(config, monkeypatch, int(0.75 * kept))
+    for part in ("weights", "gradients", "moments"):
+        assert re.search(rf"{part} \d+(\.\d+)? MB", said), said
+    assert "cpu has" in said
     if cpu_has_bf16():  # a policy that is simulated is no advice
-        option = re.search(r"It fits with --precision (\S+)", said)[1]
+        option = re.search(r"Try --precision (\S+), or a smaller", said)[1]
         open_session(small_config(corpus, option, **state), no_progress)
     else:
-        assert "It fits with --parallel shard=2 on 2 devices" in said
-    said = refusal(config, monkeypatch, int(0.45 * (memory.total - memory.saved)))
-    assert "It fits with --parallel shard=4 on 4 devices" in said
-    assert "take a smaller model" in refusal(config, monkeypatch, 10)
+        assert "Try --parallel shard=2 on 2 devices" in said
+    said = refusal(config, monkeypatch, int(0.26 * kept))
+    assert "Try --parallel shard=4 on 4 devices" in said
 
 
 class Counting(nn.Module):
@@ -201,7 +171,7 @@ def test_a_module_of_the_users_own_is_called_in_steps_alone(tmp_path, monkeypatc
     assert written["rows"] == 0
     monkeypatch.setattr("halfstep.trainer.estimate.memory_bytes", lambda _: 4 * 4 * 64 * 64)
     leaner = "precision='bf16-split" if cpu_has_bf16() else "parallel='shard=2' on 2 devices"
-    with pytest.raises(ConfigError, match=f"It fits with {leaner}"):
+    with pytest.raises(ConfigError, match=f"Try {leaner}"):
         trainer(tmp_path / "small", Counting()).train()
     # an optimizer of the user's own may keep nothing
     own = trainer(tmp_path / "own", Counting(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
@@ -264,59 +234,18 @@ def test_no_random_number_is_drawn_and_no_model_touched(corpus):
     assert {n: set(m.__dict__) for n, m in task.model.named_modules()} == attributes
 
 
-@pytest.mark.skipif(not compiled(), reason="no C++ compiler: torch's operations run")
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
-def test_the_kernels_keep_less_and_the_estimate_knows(policy, monkeypatch):
-    """gpt-small-cpu: with the kernels at most 0.8 times what torch's operations save."""
-    device, policies = torch.device("cpu"), [POLICIES[policy]]
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
-    (ours,) = estimate_config("gpt-small-cpu", policies, 2, Layout(), device)
-    monkeypatch.setattr("halfstep.kernels.forward.loaded", lambda: "off in this test")
-    (torchs,) = estimate_config("gpt-small-cpu", policies, 2, Layout(), device)
-    assert ours.saved < 0.8 * torchs.saved
-    assert {p: ours.part(p) for p in ("weights", "moments")} == {
-        p: torchs.part(p) for p in ("weights", "moments")
-    }
-
-
-@pytest.mark.parametrize("config", ["gpt-tiny", "gpt-small-cpu"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
-def test_the_shipped_models_with_the_kernels(config, policy, corpus):
-    # the whole model at a short length, as a busy machine has to take the step
-    changes = [("precision", policy), ("data.train", [str(corpus)]), ("data.tokenizer", "bytes"),
-               ("run.batch_size", 2), ("run.block_size", 128), ("run.device", "cpu")]  # fmt: skip
-    session = open_session(load_config(config, changes), no_progress)
-    batches, _ = session.micro_batches()
-    with MemoryMeter(session.precision, batches[0]) as meter:
-        attempt(session)
-    for part in PARTS:
-        near = 0.05 * meter.memory.part(part)
-        assert session.memory.part(part) == pytest.approx(meter.memory.part(part), abs=near), part
-    assert session.memory.by_kind()[0][0] == meter.memory.by_kind()[0][0]
-
-
 def test_each_rank_of_a_layout():
-    device, policies = torch.device("cpu"), [POLICIES["bf16-mixed"]]
-
     def of(layout):
-        (found,) = estimate_config("gpt-small-cpu", policies, 8, Layout.parse(layout), device)
+        policies = [POLICIES["bf16-mixed"]]
+        (found,) = estimate_config("gpt-small-cpu", policies, 8, Layout.parse(layout))
         return found
 
-    one, data, shard, tensor, both = map(
-        of, ("", "data=2", "shard=2", "tensor=2", "shard=2,tensor=2")
-    )
-    assert (one.ranks, data.ranks, both.ranks) == (1, 2, 4)
+    one, data, shard = map(of, ("", "data=2", "shard=2"))
+    assert (one.ranks, data.ranks) == (1, 2)
     assert data.bytes == one.bytes  # but for sums on their way
     for part in ("weights", "gradients", "moments"):
         assert shard.part(part) == pytest.approx(one.part(part) / 2, rel=1e-4)
-        # norms, positions and the biases of split inputs are whole on every rank
-        assert 0.5 < tensor.part(part) / one.part(part) < 0.55
-        assert both.part(part) == pytest.approx(tensor.part(part) / 2, rel=1e-4)
     assert shard.saved == one.saved
-    # the residual stream is whole on every rank, what is between is split
-    assert 0.5 * one.saved < tensor.saved < one.saved
-    with pytest.raises(ConfigError, match="tensor=5"):
-        of("tensor=5")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is that of the process")

@@ -507,3 +507,14 @@ def test_a_state_that_is_none_is_refused(finished, key, value, message):
         session.restore(dataclasses.replace(checkpoint, state=state), where)
     session.restore(checkpoint, where)
     assert session.step == 8
+
+
+def test_a_run_computes_with_the_threads_it_was_given(corpus, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        start(small_config(corpus, run__threads=3), tmp_path / "r")[1].close()
+        assert torch.get_num_threads() == 3
+        start(small_config(corpus), tmp_path / "s")[1].close()
+        assert torch.get_num_threads() == 3  # 0 leaves them as they are
+    finally:
+        torch.set_num_threads(before)

@@ -54,23 +54,3 @@ def test_the_option_may_have_a_value():
     assert load_config("gpt-tiny").run.watch == 0
     with pytest.raises(ConfigError, match=r"run\.watch=-1"):
         load_config("gpt-tiny", [("run.watch", "-1")])
-
-
-def test_recipes_are_measured_in_watched_steps(corpus, tmp_path):
-    """A small GPT's layers hold whole blocks of 16 and 32, and its run is the same run."""
-    options = {"run__watch_formats": ("mxfp8", "nvfp4")}
-    run(config_for(corpus, "bf16-mixed", **options), tmp_path / "run")
-    run(config_for(corpus, "bf16-mixed"), tmp_path / "plain")
-    assert_same_tensors(newest(tmp_path / "run").weights, newest(tmp_path / "plain").weights)
-    for step in load_numerics(tmp_path / "run").steps:
-        found = {(one.layer, one.product) for one in step.products}
-        assert ("layers.0.mlp.down", "wgrad") in found
-        assert {one.recipe for one in step.products} == {"mxfp8", "nvfp4"}
-
-
-def test_formats_need_a_watch():
-    with pytest.raises(ConfigError, match=r"run\.watch_formats=mxfp8 is measured.*add --watch"):
-        load_config("gpt-tiny", [("run.watch_formats", ("mxfp8",))])
-    given = [("run.watch", "2"), ("run.watch_formats", ("mxfp9",))]
-    with pytest.raises(ConfigError, match=r"watch_formats: 'mxfp9'.*allowed: fp8, .*nvfp4"):
-        load_config("gpt-tiny", given)

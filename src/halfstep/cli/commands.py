@@ -100,9 +100,7 @@ class Trace(OneStep):
     precision: str = ""
     """Policy; default: that of the run or configuration."""
     save: str = ""
-    """Write the trace to this file, for --check."""
-    check: str = ""
-    """Compare with a file of --save, and fail with the difference."""
+    """Write the trace to this file, for the report or for Trace.check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,39 +114,6 @@ class Memory(OneStep):
     """Policies; default: fp32 and that of the run or configuration."""
     out: str = ""
     """Draw the policies beside each other, stacked by part and module, into this .svg or .png."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advise(OneStep):
-    """Find the cheapest formats that each linear layer tolerates, and prove them by short runs.
-
-    Give a run rather than a configuration: its weights are trained, and errors of new ones differ.
-    The exit code is 3 where the advice is not proved.
-    """
-
-    formats: tuple[str, ...] = ("bf16,mxfp8,nvfp4",)
-    """The reference, bf16 or fp32, and recipes to choose from; after fp32, fp16. Default:
-    bf16,mxfp8,nvfp4."""
-    tolerance: str = "0.3%"
-    """How much higher than the reference's the loss may be, as 0.3% (the default) or 0.003."""
-    rates: str = "b200"
-    """Whose peak rates count: b200, h200 or h100; or a .toml file with a rate for each format."""
-    steps: int = 60
-    """Optimizer steps of each run of the proof; default: 60; 0: none is made."""
-    seeds: int = 3
-    """Pairs of runs, each with another order of the batches; as many fresh ones prove a choice."""
-    seconds: float = 600.0
-    """No run is begun or continued after this many seconds."""
-    batches: int = 16
-    """Batches of the data that runs take, again and again."""
-    out: str = ""
-    """Write the policy into this .toml file, which --precision reads."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless there is a step to look at and a batch to take it on."""
-        super().__post_init__()
-        if self.batches < 1:
-            raise ConfigError(f"--batches {self.batches}; allowed: 1 and more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,26 +134,13 @@ class Formats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Env:
-    """Report what this machine is and how fast each precision is here."""
-
-    device: str = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say which precision a machine is good for, or what is wrong with a script or a run.
+    """Say which precision a machine is good for and why, and report what the machine is.
 
     A device of this machine is measured at your shapes; one that is only named, such as T4, is
-    looked up in halfstep's table. Scripts are read, and never imported or run. The exit code is 3
-    where something is wrong with one of them.
+    looked up in halfstep's table. Paste the output of --json into an issue.
     """
 
-    targets: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Run folders and training scripts (.py) to look for mistakes in; none: the machine."""
     device: tuple[str, ...] = ("auto",)
     """auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'."""
     shapes: tuple[str, ...] = ()
@@ -213,7 +165,7 @@ class Estimate:
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
     precision: tuple[str, ...] = ()
     """Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and
-    bf16-split, which but for Adafactor also with moments=8bit."""
+    bf16-split, which also with moments=8bit."""
     optimizer: str = ""
     """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0
@@ -223,8 +175,6 @@ class Estimate:
     "data=2,tensor=2", as for halfstep train; default: one device."""
     memory: str = ""
     """The device's memory, such as 16GB; default: of the device that this machine trains on."""
-    release_gradients: bool = False
-    """Gradients are released during backward (optimizer.release_gradients), one at a time."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -310,9 +260,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
-    "advise": Advise,
     "formats": Formats,
-    "env": Env,
     "doctor": Doctor,
     "estimate": Estimate,
     "demo": Demo,

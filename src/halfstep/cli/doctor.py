@@ -1,19 +1,17 @@
-"""The command ``halfstep doctor``: the precision for a machine; mistakes in scripts and runs."""
+"""The command ``halfstep doctor``: which precision suits a machine, and what the machine is."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from halfstep.cli.commands import Doctor
 from halfstep.cli.formats import table
 from halfstep.cli.words import told
-from halfstep.diagnostics.scripts.rules import Finding, check_script
-from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import status_text
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.doctor.machine import (
+from halfstep.trainer.doctor import (
     Diagnosis,
     diagnose,
     diagnose_named,
@@ -22,17 +20,12 @@ from halfstep.trainer.doctor.machine import (
     products_of,
     read_product,
 )
-from halfstep.trainer.doctor.runs import check_run
+from halfstep.trainer.environment import environment
 from halfstep.words import said
-
-WRONG = 3
-"""The exit code where a script or a run has a mistake."""
 
 
 def run(arguments: Doctor) -> int:
-    """Print which policy a device is good for, or what is wrong with scripts and runs."""
-    if arguments.targets:
-        return _check(arguments)
+    """Print which policy each device is good for; of this machine also what is installed."""
     products = [read_product(text) for text in arguments.shapes]
     if arguments.config:
         products += products_of(load_config(arguments.config))
@@ -40,11 +33,17 @@ def run(arguments: Doctor) -> int:
         diagnose(live_device(name), tuple(products)) if is_live(name) else diagnose_named(name)
         for name in arguments.device
     ]
+    here = [environment(live_device(name)) for name in arguments.device if is_live(name)]
     if arguments.json:
         values = [found.to_json() for found in every]
-        print(json.dumps(values if len(values) > 1 else values[0], indent=1))
+        if len(every) > 1:
+            print(json.dumps(values, indent=1))
+        else:
+            print(json.dumps(values[0] | ({"environment": here[0]} if here else {}), indent=1))
     elif len(every) == 1:
         print(text_of(every[0]))
+        if here:
+            print(f"\n{machine_text(here[0])}")
     else:
         rows = [
             (name, d.policy, said(d.reason))
@@ -52,37 +51,6 @@ def run(arguments: Doctor) -> int:
         ]
         print(table([(told("device"), told("take"), told("why")), *rows], set()))
     return 0
-
-
-def _check(arguments: Doctor) -> int:
-    """Look for mistakes in every target; return 3 if there is one."""
-    given = [n for n in ("shapes", "config") if getattr(arguments, n)]
-    if given or arguments.device != ("auto",):
-        raise ConfigError(
-            "halfstep doctor TARGET looks at files; --device, --shapes and --config are for the "
-            "machine: leave out one or the other"
-        )
-    every = [finding for target in arguments.targets for finding in _findings(Path(target))]
-    if arguments.json:
-        print(json.dumps([asdict(finding) for finding in every], indent=1))
-        return WRONG if every else 0
-    for finding in every:
-        where = f"{finding.path}:{finding.line}" if finding.line else finding.path
-        print(f"{where}: {said(finding.what)} [{finding.rule}]")
-        print(f"    {said(finding.why)}\n    {told('write', instead=finding.instead)}")
-    if not every:
-        print(told("no_mistake", targets=", ".join(arguments.targets)))
-    return WRONG if every else 0
-
-
-def _findings(target: Path) -> list[Finding]:
-    if not target.exists():
-        raise ConfigError(told("target_missing", target=target))
-    if target.suffix == ".py":
-        return check_script(target)
-    if target.is_dir():
-        return check_run(target)
-    raise ConfigError(told("no_target", target=target))
 
 
 def text_of(found: Diagnosis) -> str:
@@ -123,3 +91,30 @@ def _savings(found: Diagnosis) -> str:
     least = found.smallest
     parts.append(told("fewest_bytes", policy=least, bytes=cost[least], fp32=cost["fp32"]))
     return told("separator").join(parts)
+
+
+def machine_text(report: Mapping[str, Any]) -> str:
+    """Format an :func:`environment`: software and hardware, and how each policy runs here."""
+    cpu = report["cpu"]
+    gpus = "; ".join(
+        f"{gpu['name']} ({gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB)"
+        for gpu in report["gpus"]
+    )
+    packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
+    bf16 = told("yes") if cpu["bf16_instructions"] else told("no")
+    optimizer, forward = report["optimizer_kernel"], report["forward_kernels"]
+    machine = [
+        (told("env_python"), told("on_platform", **report)),
+        (told("env_packages"), packages),
+        (told("env_cpu"), told("cpu", **{**cpu, "bf16": bf16})),
+        (told("env_memory"), f"{report['memory_bytes'] / 2**30:.1f} GiB"),
+        (told("env_gpus"), gpus or told("no_gpus")),
+        (told("env_device"), report["device"]),
+        (told("env_kernels"), told("kernels", optimizer=optimizer, forward=forward)),
+    ]
+    policies = [
+        (name, said(status_text(row["status"])), said(row["reason"]))
+        for name, row in report["precisions"].items()
+    ]
+    head = (told("precision"), told("here"), told("reason"))
+    return f"{table(machine, set())}\n\n{table([head, *policies], set())}"

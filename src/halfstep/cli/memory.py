@@ -51,8 +51,6 @@ def run(arguments: Memory) -> int:
         for each in found[1:]
         if each.part("gradients")
     ]
-    lines += [""]
-    lines += [told("modules_of", policy=m.policy, modules=m.modules_text()) for m in found]
     lines += [f"\n{told('written', path=out)}"] if out is not None else []
     print("\n".join(lines))
     return 0

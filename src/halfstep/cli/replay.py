@@ -16,9 +16,7 @@ import torch
 
 from halfstep.cli.commands import Replay
 from halfstep.cli.words import told
-from halfstep.diagnostics.capture.captures import Finding
-from halfstep.diagnostics.capture.replay import Replayed, replay as replay_of_loop
-from halfstep.diagnostics.capture.sealed import is_sealed
+from halfstep.diagnostics.capture import Finding, Replayed, is_sealed, replay as replay_of_loop
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.trainer.run.replay import replay
@@ -46,7 +44,7 @@ def run(arguments: Replay) -> int:
 
 def _replayed(arguments: Replay, world: World) -> Replayed:
     path = Path(arguments.capture)
-    of_loop = is_sealed(path) or any(map(is_sealed, path.glob("rank-*")))
+    of_loop = is_sealed(path)
     if not of_loop:
         if arguments.model:
             raise ConfigError(told("model_is_known", model=arguments.model, path=path))

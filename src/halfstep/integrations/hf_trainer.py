@@ -21,12 +21,11 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from halfstep.diagnostics.capture.captures import Finding
+from halfstep.diagnostics.capture import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.again import search
 from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.nonfinite.first_cause import search
 from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
@@ -163,7 +162,7 @@ class NumericsCallback(TrainerCallback):
         self._stop = stop
         self._allow_pure = allow_pure
         self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
-        self._steps = StepLog(_Run(trainer), folder) if folder else None
+        self._steps = StepLog(_policy_of(trainer), folder) if folder else None
         self.now = (math.nan, math.nan)
         """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
@@ -175,7 +174,7 @@ class NumericsCallback(TrainerCallback):
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
         if self._steps is not None:
             epoch = int(self._trainer.state.epoch or 0)
-            self._steps.begin(inputs, first=not self._micro, epoch=epoch)
+            self._steps.begin(first=not self._micro, epoch=epoch)
         loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
         self._micro.append((loss.detach(), inputs))
         return loss
@@ -308,32 +307,10 @@ class NumericsCallback(TrainerCallback):
             self.scaler.abandon()
 
 
-class _Run:
-    """What a run's folder says of a Trainer."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    @property
-    def model(self) -> nn.Module:
-        """The Trainer's model, without wrappers."""
-        model: nn.Module = self._trainer.model
-        return model
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Its optimizer."""
-        return [bare(self._trainer.optimizer)]
-
-    @property
-    def policy(self) -> str:
-        """The precision that Accelerate trains in, by halfstep's name for it."""
-        mixed = self._trainer.accelerator.mixed_precision
-        return "fp32" if mixed == "no" else f"{mixed}-mixed"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing, as no step is captured."""
-        return {}
+def _policy_of(trainer: Any) -> str:
+    """The precision that Accelerate trains in, by halfstep's name for it."""
+    mixed = trainer.accelerator.mixed_precision
+    return "fp32" if mixed == "no" else f"{mixed}-mixed"
 
 
 def _check_weights(trainer: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.again import explained
+from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.fabric import PolicyPlugin, check_strategy
 from halfstep.precision.result import StepResult

@@ -321,8 +321,8 @@ class FiniteGuard(LoopScaler):
             return
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
-            "to lower; to see which operation and sample made it: "
-            "print(halfstep.first_cause(model, lambda rows: your_loss(rows), batch))",
+            "to lower; to see which operation made it: "
+            "print(halfstep.first_cause(model, lambda: your_loss(batch)))",
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else found.names,
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -65,8 +63,6 @@ def library() -> Any:
     Raises:
         RuntimeError: There is none.
     """
-    if not have_numbers():
-        return _Nothing()
     found = loaded()
     if isinstance(found, str):
         raise RuntimeError(f"no compiled kernels: {found}")
@@ -78,8 +74,6 @@ def may_run() -> bool:
 
     Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
     """
-    if not have_numbers():
-        return bool(_shapes.kernels)
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -89,60 +83,13 @@ def may_run() -> bool:
     )
 
 
-class _Shapes(threading.local):
-    """Whether this thread's tensors are shapes alone, of which class, and whether kernels run."""
-
-    kind: type[Tensor] | None = None
-    kernels = False
-
-
-_shapes = _Shapes()
-
-
-class _Nothing:
-    """A library whose functions do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
-@contextlib.contextmanager
-def on_shapes(kind: type[Tensor], *, kernels: bool) -> Iterator[None]:
-    """A context in which tensors of a class stand for those of a CPU by shape and dtype alone.
-
-    Where kernels run, they make their results, save what they save, and compute nothing.
-    """
-    before = (_shapes.kind, _shapes.kernels)
-    _shapes.kind, _shapes.kernels = kind, kernels
-    try:
-        yield
-    finally:
-        _shapes.kind, _shapes.kernels = before
-
-
-def have_numbers() -> bool:
-    """Whether tensors hold numbers to look at: not inside :func:`on_shapes`."""
-    return _shapes.kind is None
-
-
 def is_plain(x: Any) -> bool:
     """Whether a kernel may read it: on a CPU, and of no class that changes what tensors do."""
-    known = type(x) in (Tensor, nn.Parameter) or type(x) is _shapes.kind
-    return known and x.device.type == "cpu"
-
-
-def cast_copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter in another dtype, contiguous and marked as what it is, for who counts memory."""
-    copy = parameter.to(dtype).contiguous()
-    if copy is not parameter:
-        copy.is_cast_copy = True  # type: ignore[attr-defined]
-    return copy
+    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
 
 
 def drawn_seed() -> int:
     """A seed for a kernel that draws, from torch's global generator of the CPU."""
-    if not have_numbers():
-        return 0
     return int(torch.randint(2**62, (), device="cpu"))
 
 
@@ -173,15 +120,3 @@ def differentiated(
     wanted = [t for t in given if t is not None and t.requires_grad]
     made = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
     return tuple(next(made) if t is not None and t.requires_grad else None for t in given)
-
-
-def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
-    """What :func:`halfstep.kernels.library.address` gives; null where there are no numbers."""
-    return native.address(x, count, *dtypes) if have_numbers() else None
-
-
-def strided_address(
-    x: Tensor, shape: Sequence[int], dtype: torch.dtype, *, rows: bool = True
-) -> int | None:
-    """The same of :func:`halfstep.kernels.library.strided_address`."""
-    return native.strided_address(x, shape, dtype, rows=rows) if have_numbers() else None

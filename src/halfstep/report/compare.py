@@ -1,13 +1,7 @@
-"""Compares runs: which configuration is better, and whether that is more than the seed's noise.
+"""Compares runs by the last step at which all of them were evaluated.
 
-Runs whose configurations differ in their seed alone are repetitions of one *group*. Two groups with
-the same seeds began with the same weights and saw the same batches: they are compared seed by seed,
-by a paired t-test, otherwise by Welch's, at :data:`ALPHA` for the whole comparison (Bonferroni:
-divided by the number of pairs). A group of one run has no spread of its own; it borrows that of the
-group that it is compared with. Where no group has repetitions, nothing is decided.
-
-**Source:** Welch, "The generalization of Student's problem when several different population
-variances are involved", Biometrika 34 (1947); Student's t: Abramowitz and Stegun, 26.7.
+Runs whose configurations differ in their seed alone are repetitions of one *group*, of which the
+mean, the standard deviation and the number of runs are shown. What that proves is for the reader.
 """
 
 from __future__ import annotations
@@ -21,14 +15,11 @@ from typing import Any
 from halfstep.report.record import RunRecord
 from halfstep.report.words import phrase
 
-ALPHA = 0.05
-"""The chance to call equal configurations different, over all pairs together."""
 NOT_ARITHMETIC = frozenset(
     f"run.{key}"
     for key in (
         *("seed", "output_dir", "report_to", "save_every", "keep", "watch", "lost_update_every"),
         *(
-            "watch_formats",
             "capture",
             "background_save",
             "agree_every",
@@ -38,9 +29,6 @@ NOT_ARITHMETIC = frozenset(
     )
 ) | {"name"}
 """Keys that may differ between repetitions of one configuration."""
-
-
-_NO_SEED = "run "
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +159,7 @@ def _values(runs: Sequence[RunRecord], measure: str, step: int) -> dict[str, flo
     for i, run in enumerate(runs):
         value = dict(zip(*run.series(measure), strict=True))[step]
         if math.isfinite(value):
-            found.setdefault(flattened(run.config).get("run.seed", f"{_NO_SEED}{i}"), value)
+            found.setdefault(flattened(run.config).get("run.seed", f"run {i}"), value)
     return found
 
 
@@ -192,33 +180,14 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
         return [*said, say("one_group", value=shown[groups[0].name], step=step)]
     if len(sound) < 2:
         return said
-    pairs = len(sound) * (len(sound) - 1) // 2
     best, *others = sound
     for other in others:
-        limit = _limit(best, other, ALPHA / pairs)
-        gap = abs(other.mean - best.mean)
-        values = {"best": best.name, "other": other.name, "step": step}
-        values |= {"a": shown[best.name], "b": shown[other.name], "gap": _digits(gap)}
-        if limit is None:
-            said.append(say("noise_unknown", **values))
-        elif gap > limit:
-            said.append(say("better", **values, limit=_digits(limit)))
-        else:
-            said.append(say("within_noise", **values, limit=_digits(limit)))
+        counts = len(best.values), len(other.values)
+        values = {"best": best.name, "other": other.name, "step": step, "n": counts[0]}
+        values |= {"a": shown[best.name], "b": shown[other.name], "m": counts[1]}
+        values["gap"] = _digits(abs(other.mean - best.mean))
+        said.append(say("noise_unknown" if max(counts) == 1 else "ahead", **values))
     return said
-
-
-def _limit(a: Group, b: Group, alpha: float) -> float | None:
-    """The difference of two groups' means from which on it is no noise."""
-    one, other = a.by_seed, b.by_seed
-    if len(one) > 1 and one.keys() == other.keys() and not any(map(_unknown, one)):
-        gaps = [one[seed] - other[seed] for seed in one]
-        return quantile(1 - alpha / 2, len(gaps) - 1) * stdev(gaps) / math.sqrt(len(gaps))
-    return least_difference(a.values, b.values, alpha)
-
-
-def _unknown(seed: str) -> bool:
-    return seed.startswith(_NO_SEED)
 
 
 def _digits(value: float) -> str:
@@ -232,43 +201,3 @@ def shown_value(group: Group, measure: str) -> str:
     form = "{:.2%}" if measure == "val_accuracy" else "{:.4f}"
     mean = form.format(group.mean)
     return mean if group.spread is None else f"{mean} ± {form.format(group.spread)}"
-
-
-def least_difference(a: Sequence[float], b: Sequence[float], alpha: float) -> float | None:
-    """The difference of two means from which on it is no noise; None where nobody can tell.
-
-    With two values and more on both sides it is Welch's; one value alone takes the other side's
-    standard deviation, with that side's degrees of freedom.
-    """
-    if len(a) < 2 and len(b) < 2:
-        return None
-    if min(len(a), len(b)) == 1:
-        many = max(a, b, key=len)
-        return quantile(1 - alpha / 2, len(many) - 1) * stdev(many) * math.sqrt(1 + 1 / len(many))
-    u, v = stdev(a) ** 2 / len(a), stdev(b) ** 2 / len(b)
-    if u + v == 0:
-        return 0.0
-    freedom = (u + v) ** 2 / (u**2 / (len(a) - 1) + v**2 / (len(b) - 1))
-    return quantile(1 - alpha / 2, freedom) * math.sqrt(u + v)
-
-
-def quantile(p: float, freedom: float) -> float:
-    """The value that Student's t with some degrees of freedom exceeds with probability 1 - p.
-
-    For p in [0.5, 1). With x = tan(angle) * sqrt(freedom) the density becomes cos(angle) to the
-    power ``freedom - 1``, which Simpson's rule integrates; bisection inverts it.
-    """
-    # twice Wallis' integral from 0 to a right angle
-    whole = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)) * math.sqrt(math.pi)
-    wanted, low, high = (p - 0.5) * whole, 0.0, math.pi / 2
-
-    def mass(end: float, parts: int = 200) -> float:
-        width = end / parts
-        heights = [math.cos(i * width) ** (freedom - 1) for i in range(parts + 1)]
-        inner = 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
-        return float((heights[0] + inner + heights[-1]) * width / 3)
-
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mass(middle) < wanted else (low, middle)
-    return math.tan(low) * math.sqrt(freedom)

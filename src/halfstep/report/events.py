@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.nonfinite.remedies import CHANGES, class_in_words, remedy
+from halfstep.diagnostics.nonfinite.cause import CHANGES, Cause, class_in_words, remedy_of
 from halfstep.report.record import Line, RunRecord, number
 from halfstep.words import said
 
@@ -94,7 +93,7 @@ def cause_words(name: str, language: str) -> str:
 def remedy_words(line: Line, language: str) -> str:
     """What to do about a cause; what another version of halfstep advised, in its own words."""
     name, wrote = str(line.get("cause_class")), str(line.get("remedy"))
-    known = [remedy(name, form) for form in ("fp32", "fp16")] if name in CHANGES else []
+    known = [remedy_of(name, form) for form in ("fp32", "fp16")] if name in CHANGES else []
     return next((said(text, language) for text in known if text == wrote), wrote)
 
 

@@ -6,17 +6,20 @@ Each rule is one function of :data:`RULES`; its words are in words.py, under its
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
 
+import torch
+
 from halfstep.diagnostics.lost_updates.report import LOUD, lost_share
+from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.what_if import what_if
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.report.events import cause_words, events, remedy_words
-from halfstep.report.record import RunRecord, number, scale_text
+from halfstep.report.record import RunRecord, number, parsed, scale_text
 from halfstep.report.words import phrase
 
 Level = Literal["fault", "warning", "note"]
@@ -169,10 +172,17 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
     """Overflows beyond those by which a growing scale finds its limit: one in a growth interval."""
     counted = sum(not line.get("calibrating") for line in run.steps)
     skipped = sum(event.kind == "overflow" for event in events(run))
-    spelled = re.search(r"growth_interval=(\d{1,9})\b", run.policy)
-    expected = 2 / max(int(spelled[1]), 1) if spelled else 0.0
+    expected = 2 / run.parsed.loss_scale.growth_interval
     if counted >= FEW and skipped > max(2, max(SKIPS, expected) * counted):
         yield RunFinding("warning", "many_skips", {"share": f"{skipped / counted:.1%}"})
+
+
+def _schedule_over_skips(run: RunRecord) -> Iterator[RunFinding]:
+    """A learning rate that moved on over steps that updated nothing."""
+    schedule = run.config.get("schedule")
+    moved_on = isinstance(schedule, dict) and schedule.get("on_skip") == "advance"
+    if moved_on and run.skipped:
+        yield RunFinding("note", "schedule_over_skips", {"count": f"{len(run.skipped):,}"})
 
 
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
@@ -193,7 +203,8 @@ def _scale(run: RunRecord) -> Iterator[RunFinding]:
         for line in run.steps
         if not line.get("calibrating") and (scale := number(line.get("loss_scale"))) is not None
     ]
-    if len(held) < 20 or "fp16" not in run.policy:  # a run that was resumed in bf16 has no scale
+    # a run that was resumed in bf16 has no scale
+    if len(held) < 20 or run.parsed.compute_dtype != torch.float16:
         return
     before, last = max(held[: len(held) // 2]), max(held[-max(5, len(held) // 10) :])
     if last <= before / 8:
@@ -214,19 +225,14 @@ def _lost_shares(run: RunRecord) -> dict[str, float]:
 
 
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
-    fp16 = run.policy.startswith(("fp16", "params=fp16"))
+    policy = run.parsed
+    fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
     for group, share in sorted(_lost_shares(run).items(), key=lambda item: -item[1])[:3]:
         if share > LOUD:
-            name = "lost_updates" if _rounds_weights(run.policy) else "lost_in_fp32"
+            name = "lost_in_fp32" if policy.master_dtype == torch.float32 else "lost_updates"
             values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
             yield RunFinding("warning", name, values)
-
-
-def _rounds_weights(policy: str) -> bool:
-    """Whether the optimizer's own weights are in fewer bits than fp32 has."""
-    low = ("bf16-pure", "bf16-sr", "bf16-kahan", "fp16-pure")
-    return policy.startswith(low) or re.search(r"master=(bf16|fp16)", policy) is not None
 
 
 def _one_class(run: RunRecord) -> Iterator[RunFinding]:
@@ -254,7 +260,7 @@ def _back(run: RunRecord) -> Iterator[RunFinding]:
 def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     """fp16 gradients that the loss scale in force did not save, in the last watched step."""
     step = run.numerics[-1] if run.numerics else None
-    if step is None or not step.policy.startswith("fp16") or not 0 < step.loss_scale < math.inf:
+    if step is None or not _in_fp16(step) or not 0 < step.loss_scale < math.inf:
         return
     k = round(math.log2(step.loss_scale))
     found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
@@ -266,31 +272,38 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
             yield RunFinding("warning", "fp16_no_scale_fits", values)
         else:
             scale = 2.0 ** round((max(fit.low, k) + fit.high) / 2)
-            line = _changed(run.policy, "init_scale", f"{scale:.0f}")
+            policy = _fp16_policy(run, step)
+            scaled = replace(policy.loss_scale, init_scale=scale)
+            line = str(replace(policy, loss_scale=scaled))
             yield RunFinding("warning", "fp16_underflow", {**values, "precision": line})
 
 
-def _changed(policy: str, key: str, value: str, *, beside: bool = False) -> str:
-    """The policy's spelling with a field added, in place of what it says or ``beside`` it."""
-    parts = policy.split(",")
-    said = [part.removeprefix(f"{key}=") for part in parts if part.startswith(f"{key}=")]
-    kept = [part for part in parts if not part.startswith(f"{key}=")]
-    return ",".join([*kept, f"{key}={'|'.join([*(said if beside else ()), value])}"])
+def _in_fp16(step: StepNumerics) -> bool:
+    return parsed(step.policy).compute_dtype == torch.float16
+
+
+def _fp16_policy(run: RunRecord, step: StepNumerics) -> PrecisionPolicy:
+    """The run's policy, or the watched step's where the run went on in another format."""
+    fp16 = run.parsed.compute_dtype == torch.float16
+    return run.parsed if fp16 else parsed(step.policy)
 
 
 def _headroom(run: RunRecord) -> Iterator[RunFinding]:
     """Outputs of modules near the end of fp16, in any watched step."""
     outputs = [
-        tensor
+        (tensor, step)
         for step in run.numerics
-        if step.policy.startswith("fp16")
+        if _in_fp16(step)
         for tensor in step.of("activation")
     ]
-    most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
-    if most is not None and most.absmax > HEADROOM:
+    if not outputs:
+        return
+    most, step = max(outputs, key=lambda found: found[0].absmax)
+    if most.absmax > HEADROOM:
         module = most.name.partition("[")[0]
         values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
-        values["precision"] = _changed(run.policy, "keep_fp32", module, beside=True)
+        policy = _fp16_policy(run, step)
+        values["precision"] = str(replace(policy, rules=(*policy.rules, (module, "fp32"))))
         yield RunFinding("warning", "fp16_headroom", values)
 
 
@@ -316,6 +329,7 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _one_class,
     _stood_still,
     _back,
+    _schedule_over_skips,
     _underflow,
     _headroom,
     _spikes,

@@ -1,16 +1,16 @@
-"""Shows the memory of training steps: stacked by part and module, as a figure, table and words."""
+"""Shows the memory of training steps: stacked by part and format, as a figure, table and words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import OTHERS, PARTS, WHOLE, Memory, part_text, size_text
+from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_text
 from halfstep.errors import ConfigError
 from halfstep.report.figures import (
     COLOURS,
@@ -39,13 +39,9 @@ _COLOURS: Mapping[str, str] = {
     "logits": COLOURS[3],
     "batch": GRID,
 }
-_MODULES = {OTHERS: "other_modules", WHOLE: "whole_model"}
-_LONGEST = 32
-"""Characters of a module's name, of which the end tells modules apart."""
 _HATCHES: Mapping[str, str] = {"fp32": "", "bf16": "////", "fp16": "////"}
 _OTHER_HATCH = "xxx"
-MOST_MODULES = 4
-"""Kinds of modules whose activations have a bar of their own."""
+_SHADES: Mapping[str, float] = {"cast copies": 0.45}
 _LEAST_SHARE = 0.002
 """Of the longest bar; what is narrower cannot be seen."""
 
@@ -56,10 +52,9 @@ Bar = tuple[str, Memory, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a bar: bytes of one part, or of the activations of one kind of module."""
+    """A piece of a bar: bytes of one part in one format."""
 
     part: str
-    module: str
     form: str
     size: int
 
@@ -67,19 +62,16 @@ class Segment:
 def segments(memory: Memory) -> Iterator[Segment]:
     """The pieces of a step's memory, in the order of the parts."""
     for part in PARTS:
-        split = memory.by_kind(MOST_MODULES) if part == "activations" else []
-        for module, forms in split or [("", memory.bytes.get(part, {}))]:
-            for form, size in forms.items():
-                yield Segment(part, module, form, size)
+        for form, size in memory.bytes.get(part, {}).items():
+            yield Segment(part, form, size)
 
 
 def memory_figure(bars: Sequence[Bar], language: str = "en") -> Any:
-    """A bar of each, stacked by part, module (shade), format (hatch); None without matplotlib."""
+    """A bar of each, stacked by part and format (hatch); None without matplotlib."""
     most = max([*(memory.total for _, memory, _ in bars), *(p for *_, p in bars if p is not None)])
     pieces = [[*segments(memory)] for _, memory, _ in bars]
     seen = [piece for each in pieces for piece in each if piece.size > _LEAST_SHARE * most]
-    shades = _shades(seen)
-    figure = new_figure((8.4, 1.2 + 0.55 * len(bars) + 0.22 * (4 + len(shades) // 3)))
+    figure = new_figure((8.4, 1.2 + 0.55 * len(bars) + 0.22 * 6))
     if figure is None:
         return None
     axes = figure.subplots()
@@ -89,7 +81,7 @@ def memory_figure(bars: Sequence[Bar], language: str = "en") -> Any:
         left = 0.0
         for piece in pieces[i]:
             if piece in seen:
-                look = {"color": _COLOURS[piece.part], "alpha": shades[piece.part, piece.module]}
+                look = {"color": _COLOURS[piece.part], "alpha": _SHADES.get(piece.part, 1.0)}
                 look |= {"hatch": _HATCHES.get(piece.form, _OTHER_HATCH), "edgecolor": PAPER}
                 axes.barh(i, piece.size / unit, left=left / unit, height=0.62, **look, linewidth=0)
             left += piece.size
@@ -98,34 +90,17 @@ def memory_figure(bars: Sequence[Bar], language: str = "en") -> Any:
     axes.set_yticks(range(len(bars)), [plain(each) for each, _, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)  # the first on top
     styled(axes, name)
-    _legend(figure, axes, seen, shades, bars, language)
+    _legend(figure, axes, seen, bars, language)
     return figure
 
 
-def _shades(pieces: Iterable[Segment]) -> dict[tuple[str, str], float]:
-    """Part and module to opacity, by which modules are told apart: the same in all bars.
-
-    The larger a module's piece, the stronger it is.
-    """
-    found: dict[tuple[str, str], float] = {}
-    for piece in sorted(pieces, key=lambda piece: -piece.size):
-        shade = 0.45 if piece.part == "cast copies" else 1.0
-        if piece.module:
-            modules = sum(bool(module) and module != OTHERS for _, module in found)
-            shade = 0.28 if piece.module == OTHERS else max(0.36, 1 - 0.16 * modules)
-        found.setdefault((piece.part, piece.module), shade)
-    order = [*PARTS]
-    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), -item[1])))
-
-
 def _legend(
-    figure: Any, axes: Any, pieces: Sequence[Segment], shades: Mapping[tuple[str, str], float],
-    bars: Sequence[Bar], language: str,
-) -> None:  # fmt: skip
-    """Explain colours and shades, then hatches, then the line of the measured peak."""
-    for (part, module), shade in shades.items():
-        label = plain(_label(part, module, language))
-        axes.barh(0, 0, color=_COLOURS[part], alpha=shade, label=label)
+    figure: Any, axes: Any, pieces: Sequence[Segment], bars: Sequence[Bar], language: str
+) -> None:
+    """Explain colours, then hatches, then the line of the measured peak."""
+    for part in (part for part in PARTS if any(piece.part == part for piece in pieces)):
+        label = plain(said(part_text(part), language))
+        axes.barh(0, 0, color=_COLOURS[part], alpha=_SHADES.get(part, 1.0), label=label)
     hatches: dict[str, list[str]] = {}
     for form in dict.fromkeys(piece.form for piece in pieces):
         hatches.setdefault(_HATCHES.get(form, _OTHER_HATCH), []).append(form)
@@ -138,16 +113,6 @@ def _legend(
         loc="outside lower center", ncols=3, frameon=False, fontsize=7.5, labelcolor=INK,
         handlelength=2.2, handleheight=1.1,
     )  # fmt: skip
-
-
-def _label(part: str, module: str, language: str) -> str:
-    name = said(part_text(part), language)
-    if not module:
-        return name
-    where = phrase(_MODULES[module], language) if module in _MODULES else module
-    while len(where) > _LONGEST and "." in where:
-        where = where.partition(".")[2]
-    return f"{name}: {where}"
 
 
 def require_figure_name(path: Path) -> None:

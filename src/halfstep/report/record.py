@@ -12,6 +12,7 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from halfstep.diagnostics.memory.table import Memory, memory_from_json
 from halfstep.diagnostics.recording.excluded import EXCLUDE
 from halfstep.diagnostics.recording.metrics import CAUSES, METRICS
 from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
 
 MEMORY = "memory.json"
 TRACE = "trace.json"
@@ -71,6 +74,11 @@ class RunRecord:
         return found if isinstance(found, str) else "?"
 
     @property
+    def parsed(self) -> PrecisionPolicy:
+        """The policy as a value; fp32's where it cannot be read."""
+        return parsed(self.policy)
+
+    @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to take."""
         run = self.config.get("run")
@@ -103,6 +111,15 @@ class RunRecord:
     def skipped(self) -> list[Line]:
         """The lines of steps that did not update the weights."""
         return [line for line in self.steps if line.get("applied") is False]
+
+
+@cache
+def parsed(policy: str) -> PrecisionPolicy:
+    """Read a policy of a run's files, which name no file of their own; fp32 if it cannot be."""
+    try:
+        return PrecisionPolicy() if policy.endswith(".toml") else parse_policy(policy)
+    except PrecisionError:
+        return PrecisionPolicy()
 
 
 def number(value: Any) -> float | None:

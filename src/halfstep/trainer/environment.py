@@ -1,4 +1,4 @@
-"""Describes this machine and how it runs each precision, for ``env.json`` and ``halfstep env``."""
+"""Describes this machine and how it runs each precision, for ``env.json`` and ``doctor``."""
 
 from __future__ import annotations
 

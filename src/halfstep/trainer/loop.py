@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.capture.captures import CAPTURES
+from halfstep.diagnostics.capture import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
@@ -342,10 +342,7 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     if not every:
         return nullcontext()
     file, start = path / NUMERICS, session.step
-    formats = session.config.run.watch_formats
-    return watch(
-        session.task.model, session.precision, every=every, to=file, start=start, formats=formats
-    )
+    return watch(session.task.model, session.precision, every=every, to=file, start=start)
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from halfstep.kernels.forward import loaded
-from halfstep.kernels.onlookers import Onlooker
 from halfstep.trainer.models.gpt import gpt
 from halfstep.trainer.models.gpt.gpt import Block
 from halfstep.trainer.models.shapes import GPTConfig
@@ -161,90 +160,6 @@ def test_a_copy_of_a_model_runs_by_itself(fused):
     first, second = (results(m, x, upstream, autocast=True) for m in (model, other))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert fused == [1, 1]
-
-
-class Seen(Onlooker):
-    """Keeps what it sees of a module: by its hook, or told by a kernel."""
-
-    def __init__(self, name, module, seen):
-        self.name, self.seen = name, seen
-        module.register_forward_hook(self.hook)
-
-    def hook(self, module, args, output):
-        look = self.told(output.detach())
-        if output.requires_grad:
-            output.register_hook(look)
-
-    def told(self, output, taken=None):
-        self.seen[self.name] = output.double()
-        return lambda gradient: self.seen.update({f"{self.name}'s gradient": gradient.double()})
-
-
-LAYERS = ("attn_norm", "attn.qkv", "attn.proj", "mlp_norm", "mlp.up", "mlp.down")
-
-
-def seen_by_onlookers(model, x, upstream, *, autocast):
-    seen = {}
-    for name in LAYERS:
-        Seen(name, model.get_submodule(name), seen)
-    return results(model, x, upstream, autocast=autocast), seen
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_onlooker_is_told_what_the_layers_would_return(dtype, fused, monkeypatch):
-    autocast = dtype == torch.float32
-    x, upstream = torch.randn(3, 33, 128).bfloat16(), torch.randn(3, 33, 128).bfloat16()
-    _, true = seen_by_onlookers(
-        block(dtype=torch.float64), x.double(), upstream.double(), autocast=False
-    )
-    plain = results(block(dtype=dtype), x.to(dtype), upstream, autocast=autocast)
-    looked, got = seen_by_onlookers(block(dtype=dtype), x.to(dtype), upstream, autocast=autocast)
-    assert fused == [1, 1]
-    assert all(torch.equal(plain[name], looked[name]) for name in plain)
-    monkeypatch.setattr(Block, "_fusable", lambda *_: None)
-    _, apart = seen_by_onlookers(block(dtype=dtype), x.to(dtype), upstream, autocast=autocast)
-    assert fused == [1, 1]
-    assert list(got) == list(apart) == list(true)
-    assert len(got) == 12
-    for name, exact in true.items():
-        assert got[name].shape == exact.shape
-        ours, theirs = (float((s[name] - exact).norm()) for s in (got, apart))
-        # one rounding more (of a product before its bias), and 2^-9 is bf16's
-        assert ours <= 1.25 * theirs + 2**-9 * float(exact.norm()), name
-
-
-@pytest.mark.parametrize(
-    ("learns", "count"),
-    [((), 0), (("mlp.up",), 2), (("attn.proj", "attn.qkv"), 5), (LAYERS, 6)],
-)
-def test_it_is_told_of_the_gradients_that_the_layers_would_have(learns, count, monkeypatch):
-    def gradients(model):
-        seen = {}
-        for name in LAYERS:
-            layer = model.get_submodule(name)
-            layer.requires_grad_(name in learns)
-            Seen(name, layer, seen)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(torch.ones(2, 10, 128))
-        if y.requires_grad:
-            y.sum().backward()
-        return list(seen)
-
-    told = gradients(block())
-    monkeypatch.setattr(Block, "_fusable", lambda *_: None)
-    assert told == gradients(block())
-    assert len(told) == 6 + count
-
-
-def test_another_hook_beside_an_onlooker_is_called(fused):
-    model, seen, called = block(), {}, []
-    Seen("mlp.up", model.mlp.up, seen)
-    model.mlp.up.register_forward_hook(lambda *_: called.append(1))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(2, 10, 128))
-    assert fused == []
-    assert called == [1]
-    assert list(seen) == ["mlp.up"]
 
 
 class LowRank(nn.Linear):

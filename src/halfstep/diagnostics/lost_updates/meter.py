@@ -6,9 +6,7 @@ each parameter group on every N-th step, through the optimizer's own hooks::
 
     before the step   copy the sampled weights, remainders, gradients and moments
     after it          copy the sampled weights and remainders again
-    at every step     average the sampled gradients into second moments in fp32, where the
-                      optimizer keeps its own in less
-    in report()       replay the step on the sample in fp64 and compare bits
+    in report()       replay the step's rule on the sample in fp64 and compare bits
 
 The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
 :meth:`LostUpdateMeter.report`. ``docs/lost-updates.md`` is the how-to.
@@ -25,19 +23,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.diagnostics.lost_updates.replay import (
-    ExactMoments,
-    intended_updates,
-    is_documented,
-    plain,
-    slowdowns,
-)
-from halfstep.diagnostics.lost_updates.report import (
-    GroupReport,
-    lost_table,
-    measure,
-    replay_agrees,
-)
+from halfstep.diagnostics.lost_updates.report import GroupReport, lost_table, measure
 from halfstep.diagnostics.lost_updates.sampling import (
     Chooser,
     GroupSample,
@@ -45,15 +31,25 @@ from halfstep.diagnostics.lost_updates.sampling import (
     StepSample,
     after_step,
     before_step,
+    is_own,
 )
 from halfstep.errors import PrecisionError
 from halfstep.optim.adafactor import Adafactor
-from halfstep.optim.storage.state import FELL_BACK
+from halfstep.optim.directed import DirectedOptimizer
+from halfstep.optim.rules import ADAMW, SGD, Algorithm
+from halfstep.optim.storage.moments import decode_elements
+from halfstep.optim.storage.state import FELL_BACK, stored_moment
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
 from halfstep.shown import as_html, bars
 
+_RULES: Mapping[type[Optimizer], Algorithm] = {
+    optim.AdamW: ADAMW,
+    optim.Adam: ADAMW,
+    optim.SGD: SGD,
+}
+"""Optimizers of torch whose rules are those of halfstep's own, and can be replayed."""
 _UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 
 
@@ -115,8 +111,7 @@ class LostUpdateMeter:
         for i, optimizer in enumerate(optimizers):
             prefix = f"optimizer {i} " if len(optimizers) > 1 else ""
             choose = Chooser(samples, random_key(seed, i, 0))
-            exact = ExactMoments(choose)
-            watch = _Watch(optimizer, prefix, choose, names, visible, every, start, exact)
+            watch = _Watch(optimizer, prefix, choose, names, visible, every, start)
             self._watches.append(watch)
         self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
 
@@ -172,7 +167,6 @@ class _Watch:
     _visible: torch.dtype | None
     _every: int
     _count: int
-    _exact: ExactMoments
     _open: StepSample | None = None  # the call in progress
     _parts: list[StepSample] = field(default_factory=list)  # of a step made in parts, until it ends
     _part: int | None = None  # the number of that step
@@ -191,16 +185,12 @@ class _Watch:
         part = kwargs.get("part")
         if part is not None and part != self._part:  # what there is belongs to a step that failed
             self._part, self._parts = part, []
-        self._exact.prepare(optimizer, kwargs)
         if (self._count + 1) % self._every == 0:
-            number, exact = self._count + 1, self._exact.get
-            self._open = before_step(
-                optimizer, number, self._choose, self._names, exact, args, kwargs
-            )
+            number = self._count + 1
+            self._open = before_step(optimizer, number, self._choose, self._names, args, kwargs)
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._exact.update(optimizer, kwargs)
         step, self._open = self._open, None
         if step is not None:
             after_step(optimizer, step)
@@ -244,17 +234,8 @@ class _Watch:
         multiplier: float,
     ) -> GroupReport:
         options = {key: plain(value) for key, value in group.options.items()}
-        kind = type(self._optimizer).__name__
         updates = intended_updates(self._optimizer, options, samples, multiplier)
         notes = []
-        if not isinstance(updates, str) and not is_documented(self._optimizer):
-            if replay_agrees(samples, updates):
-                notes.append(
-                    f"{kind} was replayed on the sampled elements, and what it may keep beside "
-                    "the weights is not known"
-                )
-            else:
-                updates = f"{kind} does not step as its replay on single elements does"
         if group.sparse:
             notes.append(f"{group.sparse} tensors with sparse gradients were not measured")
         fallen = sum(FELL_BACK in sample.state for sample in samples)
@@ -267,7 +248,6 @@ class _Watch:
             float("nan") if rate is None else float(rate),
             samples,
             updates,
-            slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
             visible=self._visible,
             linear=_is_linear(self._optimizer, options, samples),
             note="; ".join(notes),
@@ -278,6 +258,73 @@ class _Watch:
         suffix = "" if decay is None else f" (weight decay {float(decay):g})"
         name = f"{self._prefix}{options.get('name') or f'group {number}{suffix}'}"
         return f"{name} (group {number})" if name in taken else name
+
+
+def intended_updates(
+    optimizer: Optimizer, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
+) -> list[Tensor] | str:
+    """Replay a step by its rule, with the sampled weights in fp64.
+
+    Args:
+        optimizer: One of halfstep's, or torch's AdamW, Adam or SGD.
+        options: Its group's options at the step, all plain numbers.
+        samples: The samples of that group, on the CPU.
+        multiplier: The step's factor of every gradient.
+
+    Returns:
+        For each sample the change of its elements, fp64 of shape (k,); or why it is not known.
+    """
+    own, kind = is_own(optimizer), type(optimizer)
+    if not own and (kind not in _RULES or options.get("amsgrad")):
+        return f"the rule of {kind.__name__} is not one of those that are replayed"
+    directed = isinstance(optimizer, DirectedOptimizer) and optimizer.is_directed(options)
+    if directed and any(sample.direction is None for sample in samples):
+        return f"the direction of {kind.__name__} was given to another meter"
+    rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]
+    if options.get("maximize"):
+        multiplier = -multiplier
+    changes = []
+    for sample in samples:
+        value, gradient = sample.value().double(), sample.gradient.double() * multiplier
+        used = options
+        if kind is optim.Adam and not options.get("decoupled_weight_decay"):  # its decay is L2
+            gradient = gradient + value * options["weight_decay"]
+            used = options | {"weight_decay": 0.0}
+        first, second, constants = _before(rule, used, sample)
+        given = gradient if sample.direction is None else sample.direction.double()
+        changes.append(rule.move(value, given, first, second, constants)[0] - value)
+    return changes
+
+
+def _before(
+    rule: Algorithm, options: dict[str, Any], sample: Sample
+) -> tuple[Tensor, Tensor, tuple[float, ...]]:
+    """First and second moment in fp64, and the constants of the step that follows."""
+    state, shape = sample.state, sample.weight.shape
+    found = [_moment(m, state, signed=i == 0) for i, m in enumerate(rule.moments)]
+    zero = torch.zeros(shape, dtype=torch.float64)
+    first, *rest = (zero if m is None else m for m in found or [None])
+    # torch's SGD counts no steps: what it has is a momentum, from its second step on
+    taken = int(state.get("step", state.get("momentum_buffer") is not None))
+    return first, rest[0] if rest else first, rule.constants(options, taken + 1)
+
+
+def _moment(name: str, state: Mapping[str, Any], *, signed: bool) -> Tensor | None:
+    """A sampled moment in fp64, whatever its format; None before the first step."""
+    values, tops = stored_moment(state, name)
+    if values is None:
+        return None
+    decoded = values if tops is None else decode_elements(values, tops, signed=signed)
+    return decoded.double()
+
+
+def plain(value: Any) -> Any:
+    """A group's option with tensors, such as a learning rate, as numbers; may synchronise."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return type(value)(plain(part) for part in value)
+    return value
 
 
 def _is_linear(optimizer: Optimizer, options: Mapping[str, Any], samples: Sequence[Sample]) -> bool:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnostics.lost_updates.sampling import Sample
-from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, half_gap
+from halfstep.precision.masters.rounding import ROUNDING, RoundingMode
 from halfstep.precision.policy.policy import dtype_name
 
 LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
 _TELLING = 0.01  # share of the peak learning rate above which a measured step tells something
 _ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
-_SLOW = 2.0  # factor from which an update counts as slowed: mere rounding gives a tenth at most
 _STANDS = 0.99  # share of a group's elements at which it counts as wholly frozen
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -84,11 +83,6 @@ class GroupReport:
     """Number of tensors of the group that had a gradient."""
     note: str = ""
     """What is not known, and why."""
-    slowed: float = 0.0
-    """Share of updates less than half as large as with an fp32 second moment, since 8 bits span 32
-    binades below the largest of 128 neighbours. 0 if moments are kept in fp32."""
-    slowest: float = 1.0
-    """How many times smaller the most slowed update is."""
 
     @property
     def verdict(self) -> str:
@@ -98,12 +92,6 @@ class GroupReport:
             return f"{text}; {self.note}"
         if self.zero == 1:
             return self._noted("no update: every intended update is zero")
-        if self.slowed:
-            text = (
-                f"{_percent(self.slowed)} of updates are less than half of what fp32 moments make "
-                f"them, up to {self.slowest:.3g} times less: use moments=bf16"
-            )
-            return self._noted(f"{text}; {self._loss}" if self.lost else text)
         return self._noted(self._loss)
 
     @property
@@ -182,15 +170,14 @@ def measure(
     samples: Sequence[Sample],
     updates: Sequence[Tensor] | str,
     *,
-    slowdowns: Sequence[Tensor],
     visible: torch.dtype | None,
     linear: bool,
     note: str,
 ) -> GroupReport:
     """Make a group's report by comparing intended updates with the stored weights.
 
-    ``samples`` are on the CPU. ``updates`` and ``slowdowns`` come from the replay, fp64 (k,) each;
-    ``updates`` may be text that says why they are not known. ``visible`` is the dtype of weights in
+    ``samples`` are on the CPU. ``updates`` come from the replay, fp64 (k,) each, or
+    are text that says why they are not known. ``visible`` is the dtype of weights in
     matrix products, None as stored. ``linear``: updates are proportional to the learning rate.
     """
     shares = torch.cat(  # weight of a sampled element: its tensor's elements per sample
@@ -206,7 +193,6 @@ def measure(
         changes = [*updates]
     moving = torch.cat([change != 0 for change in changes])
     lost, every = same & moving, torch.ones_like(moving)
-    slow = torch.cat(list(slowdowns))
     frozen = wholly = float("nan")
     stuck: tuple[str, ...] = ()
     if known:
@@ -235,24 +221,7 @@ def measure(
         stuck=stuck,
         tensors=len(samples),
         note=note,
-        slowed=_share(moving & (slow > _SLOW), moving, shares),
-        slowest=float(slow[moving].max()) if bool(moving.any()) else 1.0,
     )
-
-
-def replay_agrees(samples: Sequence[Sample], updates: Sequence[Tensor]) -> bool:
-    """Whether replayed updates explain the weights after a step.
-
-    The tolerance is one gap, for the rounding of the weight in either direction, and a twentieth of
-    the update, for a rule that rounds intermediate results to bf16 (a few roundings of 2^-9).
-    """
-    good, total = 0, 0
-    for sample, update in zip(samples, updates, strict=True):
-        aim = sample.value().double() + update
-        gap = 2 * half_gap(aim, update, sample.weight.dtype)
-        good += int(((sample.after.double() - aim).abs() <= gap + update.abs() / 20).sum())
-        total += update.numel()
-    return good >= _STANDS * total
 
 
 def _stored(sample: Sample) -> str:

@@ -37,11 +37,9 @@ class Sample:
     gradient: Tensor = field(default_factory=lambda: torch.empty(0))
     # The optimizer's state before the step; tensors of the parameter's shape are sampled.
     state: dict[str, Any] = field(default_factory=dict)
-    whole: bool = False  # some state has another shape, so that the rule is not element-wise
     after: Tensor = field(default_factory=lambda: torch.empty(0))  # the weight after the step
     remainder: Tensor | None = None  # the remainder before the step
     remainder_after: Tensor | None = None
-    exact: Tensor | None = None  # the second moment before the step, had it been kept in fp32
     # the direction that a rule of whole tensors gets instead of the gradient, times its factor
     direction: Tensor | None = None
 
@@ -144,13 +142,11 @@ def before_step(
     number: int,
     choose: Chooser,
     names: Mapping[Tensor, str],
-    exact: Callable[[tuple[int, int]], Tensor | None],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> StepSample:
     """Sample everything that step ``number`` is about to use.
 
-    ``exact`` gives the second moment in fp32, by the indices of the group and of the tensor in it;
     ``args`` are the step's as hooks get them: the optimizer, and perhaps a closure. ``gradients``
     and ``multiplier`` in ``kwargs`` are used if the optimizer is halfstep's.
     """
@@ -191,8 +187,6 @@ def before_step(
                 update or "nearest",
                 torch.take(tensor, index),
                 state=sampled_state(state, parameter, index),
-                whole=any(_is_whole(key, value, parameter) for key, value in state.items()),
-                exact=exact((i, j)),
             )
             if gradient is not None:
                 sample.gradient = torch.take(local(gradient), index)
@@ -249,13 +243,6 @@ def sampled_state(state: Mapping[str, Any], parameter: Tensor, index: Tensor) ->
         else:
             found[key] = _copy(value)
     return found
-
-
-def _is_whole(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether a state value does not belong to single elements."""
-    if not isinstance(value, Tensor):
-        return isinstance(value, list | tuple | dict)
-    return value.shape != parameter.shape and value.numel() != 1 and not key.endswith(TOPS)
 
 
 def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:

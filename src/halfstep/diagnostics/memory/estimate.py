@@ -1,40 +1,37 @@
 """Estimates the memory of a training step before there is one, from shapes alone.
 
-The model's forward runs on tensors without memory (torch's FakeTensor), under the policy's casts;
-what autograd would save is counted as :class:`MemoryMeter` counts it in a real step.
+A copy of the model runs forward on tensors without memory (torch's FakeTensor), under the policy's
+casts and by torch's own operations; what autograd would save is counted as :class:`MemoryMeter`
+counts it in a real step. halfstep's compiled kernels save less.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from halfstep.diagnostics.memory.saved import Bytes, SavedTensors
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
-from halfstep.kernels.forward import compiled, on_shapes
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
-from halfstep.precision.casting.autocast import support
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-
-Loss = Callable[[Any], Tensor]
 
 
 def estimate(
@@ -42,14 +39,12 @@ def estimate(
     policy: str | PrecisionPolicy = "auto",
     batch: object = (),
     *,
-    loss: Loss | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
     logits: int = 0,
     ranks: int = 1,
     device: str | torch.device | None = None,
     averages: float | Mapping[str, float] = 2,
     micro_batches: int = 1,
-    release_gradients: bool = False,
-    least: bool = False,
 ) -> Memory:
     """Estimate what a training step holds; allocates nothing, and changes nothing.
 
@@ -66,14 +61,8 @@ def estimate(
         device: What it is for; None: the device that this machine would train on.
         averages: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1 for SGD
             with momentum; or of each parameter by its name, as ``optimizer.averages(model)`` of
-            halfstep's optimizers gives them (Muon: 1 of a matrix; Adafactor: its sums).
+            halfstep's optimizers gives them (Muon: 1 of a matrix).
         micro_batches: Micro-batches of a step, whose gradients add up in ``grad_dtype``.
-        release_gradients: Whether gradients are released during backward
-            (:class:`halfstep.Precision`): the largest alone counts then. An operation that makes
-            those of several weights at once holds all of them.
-        least: Leave out what shapes cannot be sure of, so that the step holds no less: whether
-            halfstep's kernels run, which save less than torch's operations, and attention masks,
-            which models drop where nothing is padded.
 
     Returns:
         The bytes by part and dtype.
@@ -83,52 +72,28 @@ def estimate(
             shapes alone, because it depends on values.
     """
     require_model(model, "estimate(model)")
-    where = default_device() if device is None else as_device(device)
-    value = parse_policy(policy, where)
-    found: Bytes = _state(model, value, max(1, ranks), averages, micro_batches > 1)
-    if release_gradients:
-        require_unscaled(value)
-        if ranks > 1 or micro_batches > 1:
-            raise PrecisionError(
-                f"estimate(release_gradients=True, ranks={ranks}, micro_batches={micro_batches}): "
-                "gradients are released in one process, from one backward a step; allowed: 1 and 1"
-            )
-        found["gradients"] = _largest_gradient(model, value)
-    modules: Bytes = {}
-    rows = 0
-    if batch is not None and any(True for _ in tensors_in(batch)):
-        try:
-            native = where.type == "cpu" and support(value, where).status == "native"
-            how = _How(least or (native and compiled()), not least, logits)
-            saved, modules = _saved(model, value, batch, loss, how)
-            found |= saved
-        except PrecisionError:
-            raise
-        except Exception as error:  # whatever a stranger's forward raises on shapes alone
-            raise PrecisionError(
-                f"estimate(model): its forward cannot be run on shapes alone "
-                f"({type(error).__name__}: {str(error)[:160]}); measure a real step by "
-                "halfstep.MemoryMeter"
-            ) from error
-        tensors = list(tensors_in(batch))
-        rows = len(tensors[0]) if tensors[0].dim() else 0
-        sizes: dict[str, int] = {}
-        for tensor in tensors:
-            name = dtype_name(tensor.dtype)
-            sizes[name] = sizes.get(name, 0) + tensor.nbytes
-        found["batch"] = sizes
-    return Memory(str(value), False, found, rows, max(1, ranks), modules)
+    value = parse_policy(policy, default_device() if device is None else as_device(device))
+    state = estimate_state(model, value, ranks, averages, micro_batches)
+    if batch is None or not any(True for _ in tensors_in(batch)):
+        return state
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        if isinstance(batch, Mapping):
+            return _loss_of(model(**batch), loss)
+        return _loss_of(model(*batch) if isinstance(batch, tuple) else model(batch), loss)
+
+    return with_saved(state, model, value, batch, run, logits)
 
 
-def _state(
+def estimate_state(
     model: nn.Module,
     policy: PrecisionPolicy,
-    ranks: int,
-    averages: float | Mapping[str, float],
-    several: bool,
-) -> Bytes:
-    """The bytes between steps: of weights, masters, gradients and moments."""
-    kept = place(policy, model).kept()
+    ranks: int = 1,
+    averages: float | Mapping[str, float] = 2,
+    micro_batches: int = 1,
+) -> Memory:
+    """Count what is kept between steps, with all gradients: weights, masters and moments."""
+    kept, ranks = place(policy, model).kept(), max(1, ranks)
     names = {id(p): n for n, p in model.named_parameters()}
     found: dict[str, dict[str, int]] = {}
 
@@ -145,7 +110,7 @@ def _state(
         add("weights", dtype_name(stored), count * stored.itemsize)
         if not parameter.requires_grad:
             continue
-        each = bytes_per_parameter(policy, kept=is_kept, several=several)
+        each = bytes_per_parameter(policy, kept=is_kept, several=micro_batches > 1)
         grad = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each["gradients"])]
         add("masters", "fp32", count * each["masters"])
         add("masters", "remainder", count * each["remainder"])
@@ -157,20 +122,7 @@ def _state(
         add("moments", moments, number * _moment_bytes(count, moments))
     for buffer in model.buffers():
         add("weights", dtype_name(buffer.dtype), buffer.nbytes)
-    return found
-
-
-def _largest_gradient(model: nn.Module, policy: PrecisionPolicy) -> dict[str, int]:
-    """The bytes of one gradient, by dtype: where they are released, one exists at a time."""
-    kept = place(policy, model).kept()
-    sizes = {}
-    for name, parameter in model.named_parameters():
-        each = bytes_per_parameter(policy, kept=name in kept)["gradients"]
-        form = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each)]
-        if parameter.requires_grad:
-            sizes[name] = (round(parameter.numel() * each), form)
-    size, form = max(sizes.values(), default=(0, "fp32"))
-    return {form: size}
+    return Memory(str(policy), False, found, 0, ranks)
 
 
 def _moment_bytes(count: float, form: str) -> float:
@@ -180,37 +132,49 @@ def _moment_bytes(count: float, form: str) -> float:
     return count * {"fp32": 4, "bf16": 2, "fp16": 2}[form]
 
 
-class _How(NamedTuple):
-    """Whether compiled kernels run, whether masks count, and the last dimension of logits."""
+def with_saved(
+    state: Memory,
+    model: nn.Module,
+    policy: PrecisionPolicy,
+    batch: object,
+    run: Callable[[nn.Module, Any], Tensor],
+    logits: int = 0,
+) -> Memory:
+    """Add to a state what one forward of a batch saves; ``run`` makes the loss of both.
 
-    kernels: bool
-    masks: bool
-    logits: int
+    Raises:
+        PrecisionError: If the forward cannot be run on shapes alone.
+    """
+    try:
+        saved = _saved(model, policy, batch, run, logits)
+    except PrecisionError:
+        raise
+    except Exception as error:  # whatever a stranger's forward raises on shapes alone
+        raise PrecisionError(
+            f"estimate(model): its forward cannot be run on shapes alone "
+            f"({type(error).__name__}: {str(error)[:160]}); measure a real step by "
+            "halfstep.MemoryMeter"
+        ) from error
+    tensors = list(tensors_in(batch))
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        name = dtype_name(tensor.dtype)
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    rows = len(tensors[0]) if tensors[0].dim() else 0
+    return Memory(state.policy, False, {**state.bytes, **saved, "batch": sizes}, rows, state.ranks)
 
 
 def _saved(
     model: nn.Module,
     policy: PrecisionPolicy,
     batch: object,
-    loss: Loss | None,
-    how: _How,
-) -> tuple[Bytes, Bytes]:
-    """What one forward saves for its backward: by part, and its activations by module."""
+    run: Callable[[nn.Module, Any], Tensor],
+    logits: int,
+) -> Bytes:
+    """What one forward saves for its backward, by part."""
     low = policy.param_dtype != torch.float32
-    kept = place(policy, model).kept()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-
-        def fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-            return made.requires_grad_(tensor.requires_grad)
-
-        held = {}
-        twins: dict[int, Tensor] = {}
-        for name, tensor in [*model.named_parameters(remove_duplicate=False),
-                             *model.named_buffers(remove_duplicate=False)]:  # fmt: skip
-            is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            dtype = policy.param_dtype if is_weight and low and name not in kept else tensor.dtype
-            held[name] = twins.setdefault(id(tensor), fake(tensor, dtype))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        twin = _twin(model, policy)
 
         def given(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -221,21 +185,32 @@ def _saved(
 
         batched = given(batch)
         inputs = cast_floating(batched, policy.compute_dtype) if low else batched
-        args = () if isinstance(inputs, Mapping) else inputs
-        args = (args,) if isinstance(args, Tensor) else args
-        kwargs = inputs if isinstance(inputs, Mapping) else {}
-        counted = SavedTensors(model, held.values(), tensors_in(batched), how.logits)
-        assert mode is not None
-        shapes = on_shapes(FakeTensor, kernels=how.kernels)
-        with shapes, _FusedAttention(), _casts(policy), _Masks(how.masks), counted:
-            output = torch.func.functional_call(model, held, args, dict(kwargs), tie_weights=True)
-            result = _loss_of(output, loss)
-            found = counted.bytes, counted.modules
-            del result, output
+        counted = SavedTensors(twin, tensors_in(batched), logits)
+        with _FusedAttention(), _casts(policy), counted:
+            result = run(twin, inputs)
+            found = counted.bytes
+            del result
     return found
 
 
-def _loss_of(output: Any, loss: Loss | None) -> Tensor:
+def _twin(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
+    """Copy a model onto tensors without memory, with weights in the policy's dtype.
+
+    Running the model itself could leave tensors without numbers in what it remembers.
+    """
+    kept = place(policy, model).kept()
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        low = parameter.is_floating_point() and policy.param_dtype != torch.float32
+        dtype = policy.param_dtype if low and name not in kept else parameter.dtype
+        made = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="cpu")
+        memo.setdefault(id(parameter), nn.Parameter(made, requires_grad=parameter.requires_grad))
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return copy.deepcopy(model, memo)
+
+
+def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if loss is not None:
         return loss(output)
     if isinstance(getattr(output, "loss", None), Tensor):
@@ -258,23 +233,6 @@ def _casts(policy: PrecisionPolicy) -> Iterator[None]:
             stack.enter_context(AutocastCasts())
             stack.enter_context(torch.autocast("cpu", dtype=policy.compute_dtype))
         yield
-
-
-class _Masks(TorchFunctionMode):
-    """Passes attention's masks on, or none of them."""
-
-    def __init__(self, kept: bool) -> None:
-        super().__init__()
-        self._kept = kept
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        options = dict(kwargs or {})
-        if func is functional.scaled_dot_product_attention and not self._kept:
-            args = (*args[:3], None, *args[4:]) if len(args) > 3 else args
-            options.pop("attn_mask", None)
-        return func(*args, **options)
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
@@ -30,9 +30,7 @@ class SavedTensors:
     """A context that records the storages which autograd saves in it.
 
     Args:
-        model: Its parameters and buffers exist anyway: their storages are not counted. What its
-            modules save is told apart by them.
-        held: Further tensors that exist anyway.
+        model: Its parameters and buffers exist anyway: their storages are not counted.
         batch: Inputs and targets, which are counted as such.
         logits: The last dimension of the logits, by which those are told from other activations;
             0: not told.
@@ -41,18 +39,17 @@ class SavedTensors:
     def __init__(
         self,
         model: nn.Module,
-        held: Iterable[Tensor] = (),
         batch: Iterable[Tensor] = (),
         logits: int = 0,
     ) -> None:
-        every = (*model.parameters(), *model.buffers(), *held)
-        self._held = {id(s): s for s in map(_storage, every)}
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._held = {id(s): s for s in map(_storage, (*model.parameters(), *model.buffers()))}
+        self._parameters: dict[torch.Size, list[Tensor]] = {}
+        for parameter in model.parameters():
+            self._parameters.setdefault(parameter.shape, []).append(parameter)
         self._batch = {id(s): s for s in map(_storage, batch)}
         self._logits = logits
-        self._round: dict[int, tuple[Any, str, str, str]] = {}
+        self._round: dict[int, tuple[Any, str, str]] = {}
         self._largest: Bytes = {}
-        self._modules: Bytes = {}
         self._used = False
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
@@ -70,20 +67,13 @@ class SavedTensors:
         self._end()
         return self._largest
 
-    @property
-    def modules(self) -> Bytes:
-        """Module and dtype to bytes, of that forward's activations."""
-        self._end()
-        return self._modules
-
     def _pack(self, tensor: Tensor) -> Tensor:
         if self._used:  # a backward has begun since: this is the next micro-batch
             self._end()
         storage = _storage(tensor)
         if id(storage) not in self._held and id(storage) not in self._round:
             part = "batch" if id(storage) in self._batch else self._part_of(tensor)
-            module = self._module() if part == "activations" else ""
-            self._round[id(storage)] = (storage, part, dtype_name(tensor.dtype), module)
+            self._round[id(storage)] = (storage, part, dtype_name(tensor.dtype))
         return tensor
 
     def _unpack(self, tensor: Tensor) -> Tensor:
@@ -91,33 +81,24 @@ class SavedTensors:
         return tensor
 
     def _end(self) -> None:
-        kept = [*self._round.values()]
-        found = _sums((part, form, s.nbytes()) for s, part, form, _ in kept)
+        found = _sums((part, form, s.nbytes()) for s, part, form in self._round.values())
         if _total(found) > _total(self._largest):
             self._largest = found
-            self._modules = _sums(
-                (module, form, s.nbytes())
-                for s, part, form, module in kept
-                if part == "activations"
-            )
         self._round, self._used = {}, False
 
-    def _module(self) -> str:
-        """The innermost module whose forward is running; empty: the model itself, or none.
+    def _is_cast_copy(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor without a graph holds a parameter's numbers in another dtype.
 
-        Read off the call stack: hooks on modules would keep a compiled block from running whole.
+        So an autograd function keeps a parameter that it has cast itself.
         """
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_varnames[:1] == ("self",):
-                name: str | None = self._names.get(id(frame.f_locals.get("self")))
-                if name is not None:
-                    return name
-            frame = frame.f_back  # type: ignore[assignment]
-        return ""
+        if tensor.grad_fn is not None or is_fake(tensor):
+            return False
+        same = self._parameters.get(tensor.shape, ())
+        return any(p.dtype != tensor.dtype and bool(tensor.eq(p.to(tensor.dtype)).all())
+                   for p in same)  # fmt: skip
 
     def _part_of(self, tensor: Tensor) -> str:
-        if _is_cast_parameter(tensor):
+        if _is_cast_parameter(tensor) or self._is_cast_copy(tensor):
             return "cast copies"
         if self._logits and tensor.dim() > 1 and tensor.shape[-1] == self._logits:
             return "logits"
@@ -157,7 +138,7 @@ class MemoryMeter:
         )
         self._batch = list(tensors_in(batch))
         model = precision.model
-        self._saved = SavedTensors(model, (), self._batch, logits)
+        self._saved = SavedTensors(model, self._batch, logits)
         self._memory: Memory | None = None
         self._gradients: dict[int, tuple[str, int]] = {}
         self._stepped: dict[int, tuple[str, int]] = {}
@@ -235,7 +216,7 @@ class MemoryMeter:
             "batch", {}
         )
         length = len(self._batch[0]) if self._batch and self._batch[0].dim() else 0
-        return Memory(str(precision.policy), True, found, length, modules=self._saved.modules)
+        return Memory(str(precision.policy), True, found, length)
 
 
 def _distinct(tensors: Iterable[Tensor], others: list[Tensor]) -> list[Tensor]:
@@ -250,8 +231,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 def _is_cast_parameter(tensor: Tensor) -> bool:
     """Whether a saved tensor is a parameter's cast, or a view of one."""
-    if getattr(tensor, "is_cast_copy", False):
-        return True
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

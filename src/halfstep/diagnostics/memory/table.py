@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from halfstep.shown import as_html, bars
@@ -22,8 +22,6 @@ PARTS = {
     "batch": "inputs and targets",
 }
 """Part of the memory to its meaning."""
-WHOLE, OTHERS = "(model)", "(others)"
-"""Names of the model itself, and of what is not among the largest, in :meth:`Memory.by_kind`."""
 SAVED = ("cast copies", "activations", "logits")
 """What lives from the forward to the backward, and grows with the batch but for the casts."""
 
@@ -48,16 +46,13 @@ class Memory:
         bytes: Part and dtype to bytes, as ``{"logits": {"fp32": 4096}}``.
         rows: Rows of the batch: the length of its first tensor; 0 without a batch.
         ranks: Ranks that share weights, masters, gradients and moments.
-        modules: Module and dtype to bytes of the activations saved in its forward, but not in that
-            of a module in it; empty name: in the model's own, or outside of it.
     """
 
     policy: str
     measured: bool
     bytes: Mapping[str, Mapping[str, int]]
     rows: int = 0
-    ranks: int = field(default=1)
-    modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    ranks: int = 1
 
     def part(self, name: str) -> int:
         """Bytes of one part, in all dtypes."""
@@ -87,36 +82,6 @@ class Memory:
         return ", ".join(
             f"{name} {size_text(self.part(name))}" for name in PARTS if self.part(name)
         )
-
-    def by_kind(self, most: int = 4) -> list[tuple[str, Mapping[str, int]]]:
-        """The modules whose activations are largest, and the rest, with bytes by dtype.
-
-        Layers that differ in their number alone count as one, as ``layers.*.mlp``; the model itself
-        is :data:`WHOLE`, and the rest :data:`OTHERS`.
-        """
-        kinds: dict[str, dict[str, int]] = {}
-        for name, forms in self.modules.items():
-            kind = ".".join("*" if p.isdecimal() else p for p in name.split(".")) or WHOLE
-            _add(kinds.setdefault(kind, {}), forms)
-        ordered = sorted(kinds.items(), key=lambda item: -sum(item[1].values()))
-        left: dict[str, int] = {}
-        for _, forms in ordered[most:]:
-            _add(left, forms)
-        return [*ordered[:most], *([(OTHERS, left)] if left else [])]
-
-    def modules_text(self) -> Phrase:
-        """What :meth:`by_kind` tells, in a line."""
-        own = {WHOLE: _phrase("whole"), OTHERS: _phrase("others")}
-        texts = [
-            _phrase(
-                "module",
-                name=own.get(name, name),
-                size=size_text(sum(forms.values())),
-                forms=_forms(forms) if len(forms) > 1 else next(iter(forms)),
-            )
-            for name, forms in self.by_kind()
-        ]
-        return joined(texts, _phrase("and")) if texts else _phrase("none")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, which :func:`memory_from_json` reads."""
@@ -166,8 +131,6 @@ class Memory:
             found = self.bytes.get(name, {})
             if self.part(name):
                 rows.append((name, size_text(self.part(name)), _forms(found)))
-                split = self.by_kind() if name == "activations" else []
-                rows += [(f"  {n}", size_text(sum(f.values())), _forms(f)) for n, f in split]
         rows.append(("total", size_text(self.total), f"{self.policy}, {self._how()}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -189,24 +152,16 @@ def _forms(found: Mapping[str, int]) -> Phrase:
     return joined(texts, _phrase("comma"))
 
 
-def _add(sums: dict[str, int], forms: Mapping[str, int]) -> None:
-    for form, size in forms.items():
-        sums[form] = sums.get(form, 0) + size
-
-
 def memory_from_json(found: Any) -> Memory | None:
     """What :meth:`Memory.to_json` gave; None for anything else."""
     try:
-        tables = [
-            {
-                str(name): {str(form): _bytes(size) for form, size in forms.items()}
-                for name, forms in found[key].items()
-            }
-            for key in ("bytes", "modules")
-        ]
-        parts = {name: forms for name, forms in tables[0].items() if name in PARTS}
+        parts = {
+            name: {str(form): _bytes(size) for form, size in forms.items()}
+            for name, forms in found["bytes"].items()
+            if name in PARTS
+        }
         rows, ranks = _bytes(found["rows"]), max(1, _bytes(found["ranks"]))
-        return Memory(str(found["policy"]), bool(found["measured"]), parts, rows, ranks, tables[1])
+        return Memory(str(found["policy"]), bool(found["measured"]), parts, rows, ranks)
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
 

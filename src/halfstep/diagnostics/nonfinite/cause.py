@@ -1,27 +1,172 @@
-"""The report of the first NaN or infinity: one operation in full detail, and its remedy."""
+"""The report of the first NaN or infinity: one operation in full detail, its class and remedy.
+
+:data:`CHANGES` has all classes, and words.toml their names and remedies; :func:`cause_class`
+chooses the class from the facts that the trace has about the operation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from halfstep.diagnostics.nonfinite.remedies import (
-    CHANGES,
-    Change,
-    Kind,
-    Role,
-    class_in_words,
-    remedy,
-)
 from halfstep.precision.policy.policy import DTYPES, dtype_name
 from halfstep.shown import as_html
 from halfstep.words import Phrase, Told, phrase_of
 
 _told = Told("halfstep.diagnostics.nonfinite")
+
+Kind = Literal[
+    "overflow",
+    "x / 0 or log 0",
+    "inf - inf or 0 * inf",
+    "0 / 0 or invalid",
+    "fully masked row",
+    "not finite in the input data",
+]
+Role = Literal["", "parameter", "buffer", "unwritten", "number"]
+Change = Literal["", "range", "rate", "data"]
+
+
+CHANGES: Mapping[str, Change] = {
+    "weights diverged": "rate",
+    "weight not finite": "rate",
+    "buffer not finite": "",
+    "data not finite": "data",
+    "literal not finite": "",
+    "unwritten memory": "",
+    "overflow in attention scores": "range",
+    "overflow in a residual sum": "range",
+    "overflow in a product": "range",
+    "overflow in the loss": "range",
+    "overflow in a cast": "range",
+    "overflow of a mask": "",
+    "overflow in the backward": "range",
+    "overflow": "range",
+    "own autograd.Function": "",
+    "fully masked row": "",
+    "log or division of zero": "",
+    "invalid operation": "",
+    "inf - inf": "",
+}
+"""Class of a cause to what a run can change without a change of code: a policy with more range, the
+learning rate, or leaving out the batch. words.toml has the line of code to change."""
+
+
+def class_in_words(name: str) -> Phrase:
+    """The name of a class of causes, in each language."""
+    return _told.phrase(f"class {name}")
+
+
+def remedy_of(name: str, form: str) -> Phrase:
+    """What to do about a class of causes in a format: the line to change, or the setting."""
+    text = _told.phrase(f"remedy {name}")
+    wider = CHANGES[name] == "range" and form == "fp16"
+    return _told.phrase("or_bf16", remedy=text) if wider else text
+
+
+_BIG_GAIN = 10.0
+"""The median gain (rms * sqrt(fan in)) of matrices above which a model's weights have diverged: at
+a usual initialisation, and in trained models, it is of the order of 1."""
+_LOSS = re.compile(r"loss|entropy|criterion", re.IGNORECASE)
+_POLE = re.compile(r"(Log|Sqrt|Rsqrt|Div|Reciprocal|Pow|Norm|LinalgVectorNorm|Dist|Cdist)\w*?Back")
+_ATTENTION = re.compile(r"att(ention|n)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the trace knows of the operation that made the first NaN or infinity."""
+
+    kind: Kind
+    base: str
+    """The operation's name without namespace and overload, such as ``add``."""
+    product: bool
+    """Whether it is a matrix product, a convolution or a sum."""
+    attention: bool
+    """Whether it is a whole attention."""
+    node: str | None
+    """The autograd node that runs it; None in the forward."""
+    own: bool
+    """Whether it ran in an ``autograd.Function`` that is neither torch's nor halfstep's."""
+    module: str
+    class_name: str
+    called_by: str
+    """File and function that called it."""
+    dims: int
+    """Number of dimensions of the output."""
+    roles: Sequence[Role]
+    """Roles of the operands that are not finite."""
+    tensors: int
+    """Number of operands that are tensors."""
+    mask: bool
+    """Whether infinities came from a mask that no longer fitted."""
+    gain: float
+    """The median gain of the model's matrices."""
+    after: bool
+    """Whether a module's forward has ended before."""
+
+
+def cause_class(facts: Facts) -> str:
+    """The class of a cause, a key of :data:`CHANGES`."""
+    if facts.kind == "not finite in the input data":
+        return _of_input(facts)
+    if facts.mask:
+        return "overflow of a mask"
+    if facts.kind == "fully masked row":
+        return "fully masked row"
+    if facts.gain > _BIG_GAIN:
+        return "weights diverged"
+    if facts.own:
+        return "own autograd.Function"
+    if facts.kind == "0 / 0 or invalid" and _POLE.match(facts.node or ""):
+        return "log or division of zero"
+    others = {
+        "x / 0 or log 0": "log or division of zero",
+        "0 / 0 or invalid": "invalid operation",
+        "inf - inf or 0 * inf": "inf - inf",
+    }
+    return others.get(facts.kind) or _of_overflow(facts)
+
+
+def _of_input(facts: Facts) -> str:
+    roles = {
+        "parameter": "weight not finite",
+        "buffer": "buffer not finite",
+        "unwritten": "unwritten memory",
+        "number": "literal not finite",
+    }
+    for role, name in roles.items():
+        if role in facts.roles:
+            return name
+    return "own autograd.Function" if facts.own else "data not finite"
+
+
+def _of_overflow(facts: Facts) -> str:
+    if facts.node is not None:
+        return "overflow in the backward"
+    inside = bool(facts.module)
+    if _LOSS.search(facts.base) or (not inside and _LOSS.search(facts.called_by)):
+        return "overflow in the loss"
+    outside = not facts.class_name and (facts.after or facts.dims == 0)
+    if outside or _LOSS.search(facts.class_name):
+        return "overflow in the loss"
+    in_attention = bool(_ATTENTION.search(f"{facts.module}.{facts.class_name}"))
+    scores = facts.base in ("bmm", "baddbmm", "matmul", "einsum")
+    added = facts.base in ("add", "mul", "div") and facts.dims >= 4
+    if facts.attention or (in_attention and (scores or added)):
+        return "overflow in attention scores"
+    if facts.base in ("_to_copy", "copy", "to"):
+        return "overflow in a cast"
+    if facts.base in ("add", "sub") and facts.tensors == 2:
+        return "overflow in a residual sum"
+    return "overflow in a product" if facts.product else "overflow"
+
+
+# The report of one operation.
 
 _SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
 
@@ -73,16 +218,10 @@ class Cause:
             ``autograd.Function`` written in Python.
         cause_class: What went wrong, such as ``"overflow in attention scores"``: a class with one
             remedy.
-        shape: Shape of the output that is not finite.
-        rows: Indices, along its first dim, of the rows that are not finite; 16 at most.
         gain: The median over the model's matrices of rms * sqrt(fan in), of the order of 1 in
             healthy models; 0 if it has none.
         micro_batch: Number of the micro-batch in which it happened, from 1; 0: not known.
         micro_batches: Number of micro-batches of the step; 0: not known.
-        samples: The rows of that micro-batch that make the NaN, from 0; empty if not known, or if
-            it is none of them in particular.
-        rank: The process that met it; 0 if there is one only.
-        ranks: Number of processes of the run.
     """
 
     kind: Kind
@@ -99,19 +238,14 @@ class Cause:
     node: str = ""
     source: str = ""
     cause_class: str = "overflow"
-    shape: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
     gain: float = 0.0
     micro_batch: int = 0
     micro_batches: int = 0
-    samples: tuple[int, ...] = ()
-    rank: int = 0
-    ranks: int = 1
 
     @property
     def remedy(self) -> Phrase:
         """What to do about it: the line to change, or the setting."""
-        return remedy(self.cause_class, dtype_name(self.dtype))
+        return remedy_of(self.cause_class, dtype_name(self.dtype))
 
     @property
     def change(self) -> Change:
@@ -132,24 +266,10 @@ class Cause:
             where = _told("in_block", place=where, block=self.block)
         return _told("at_node", place=where, node=self.node) if self.node else where
 
-    @property
-    def coordinates(self) -> Phrase:
-        """Rank, micro-batch and sample, as far as known; empty if none of them is."""
-        return phrase_of(self._coordinates)
-
-    def _coordinates(self) -> str:
-        words = []
-        if self.ranks > 1:
-            words.append(_told("rank", rank=self.rank))
-        if self.micro_batches:
-            words.append(_told("micro_batch", number=self.micro_batch, count=self.micro_batches))
-        if self.samples:
-            listed = ", ".join(map(str, self.samples))
-            several = len(self.samples) > 1
-            words.append(
-                _told("samples", listed=listed) if several else _told("sample", listed=listed)
-            )
-        return _told("comma").join(words)
+    def _micro_batch(self) -> str:
+        if not self.micro_batches:
+            return ""
+        return _told("micro_batch", number=self.micro_batch, count=self.micro_batches)
 
     @property
     def summary(self) -> Phrase:
@@ -165,7 +285,7 @@ class Cause:
             if operand.role == "parameter" and operand.nan:
                 line += _told("also", name=operand.name)
         line += _told("called_at", source=self.source) if self.source else ""
-        where = self._coordinates()
+        where = self._micro_batch()
         return line + _told("and_where", coordinates=where) if where else line
 
     def _operation(self, what: str) -> str:
@@ -199,8 +319,6 @@ class Cause:
                 for operand in known["inputs"]
             ]
             known["inputs"] = tuple(Operand(**operand) for operand in inputs)
-            for name in ("shape", "rows", "samples"):
-                known[name] = tuple(known[name])
             found = cls(**known)
             _ = str(found), found.summary  # fails where a value is of another type
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
@@ -226,7 +344,7 @@ class Cause:
             *map(self._input, self.inputs),
         ]
         lines += self._bound(torch.finfo(self.dtype).max)
-        where = self._coordinates()
+        where = self._micro_batch()
         lines += [where] if where else []
         lines += [_told("source", source=self.source)] if self.source else []
         to_do = _told("to_do", remedy=self.remedy)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.diagnostics.nonfinite.remedies import Kind
+from halfstep.diagnostics.nonfinite.cause import Kind
 from halfstep.precision.scaling.gradients import in_fp64
 
 _ALLOCATES = frozenset(
@@ -305,13 +305,3 @@ def overflows_a_mask(made: Counts, given: Sequence[Input]) -> bool:
         if lowest <= -1e4 and (near or (two and values.numel() > 1)):
             return True
     return False
-
-
-def broken_rows(tensor: Tensor, most: int = 16) -> tuple[int, ...]:
-    """The indices along the first dim of the rows that hold a NaN or an infinity."""
-    value = stored(tensor)
-    if value.dim() == 0:
-        return ()
-    bad = ~value.float().isfinite() if value.element_size() == 1 else ~value.isfinite()
-    found = bad.reshape(value.shape[0], -1).any(dim=1).nonzero().flatten()
-    return tuple(found[:most].tolist())

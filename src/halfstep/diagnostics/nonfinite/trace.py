@@ -6,38 +6,54 @@ forward and backward is checked, functional ones too::
     outputs are finite                               continue: one sum on the device, one host sync
     a non-finite input came from no operation seen   data or weights are the cause: report that
     NaN that the inputs do not explain               this operation is the cause: report it
-    infinity that the inputs do not explain          it is a suspect: see suspects.py
+    infinity that the inputs do not explain          it is a suspect: see below
     otherwise                                        it passes on values that were allowed
 
 Intended infinities are allowed: -inf as an input (a mask) or a literal, and +inf as the literal of
 a fill. A NaN made from them is reported. Storages with allowed values are remembered by weak
 references, so that reading them again is not reported. Views, and operations that only allocate,
 are never reported.
+
+An infinity need not be a fault: T5 takes ``log(0)`` of distances that it does not use, a softmax
+makes 0 of ``-inf``, a clamp makes a number of ``inf``. So the operation that makes one is a suspect
+at first, and so is everything that the infinity passes through::
+
+    NaN is made of it                  the suspect is the cause
+    it becomes finite                  the suspect is cleared, unless NaN is made of it elsewhere
+    nothing has made it finite         the suspect is the cause of what is still infinite
+
+Where several are the cause, the first is reported.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils.hooks import RemovableHandle
 
-from halfstep.diagnostics.nonfinite.cause import Cause, Operand, block_of
+from halfstep.diagnostics.module_calls import ModuleCalls
+from halfstep.diagnostics.nonfinite.cause import (
+    Cause,
+    Facts,
+    Kind,
+    Operand,
+    Role,
+    block_of,
+    cause_class,
+)
 from halfstep.diagnostics.nonfinite.operations import (
     Counts,
     Input,
     Operation,
-    broken_rows,
     count,
     floating,
     inputs,
@@ -48,12 +64,8 @@ from halfstep.diagnostics.nonfinite.operations import (
     storage_key,
     stored,
 )
-from halfstep.diagnostics.nonfinite.remedies import Facts, Kind, Role, cause_class
-from halfstep.diagnostics.nonfinite.suspects import Suspects
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
-from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
-from halfstep.precision.ownership import is_ours
 from halfstep.precision.scaling import calibrate, gradients
 from halfstep.words import Told
 
@@ -253,8 +265,6 @@ class NonFiniteTrace(TorchDispatchMode):
             inputs=operands,
             source=caller.source if caller.own or place.direction == "forward" else "",
             cause_class=cause_class(facts),
-            shape=tuple(outputs[0].shape),
-            rows=broken_rows(outputs[0]),
             gain=gain,
             **place._asdict(),
         )
@@ -354,117 +364,68 @@ def median_gain(model: nn.Module) -> float:
     return sorted(gains)[len(gains) // 2] if gains else 0.0
 
 
-# Finds the module in whose forward an operation runs, or whose forward a backward belongs to.
+class _Suspect:
+    """A cause of infinities, and the storages that hold them."""
+
+    def __init__(self, cause: Cause) -> None:
+        self.cause = cause
+        self.storages: dict[int, StorageWeakRef] = {}  # weak references keep keys from reuse
+        self.cleared = False
 
 
-class Location(NamedTuple):
-    """Where an operation runs; the fields are those of :class:`Cause`."""
-
-    module: str = ""
-    class_name: str = ""
-    direction: Literal["forward", "backward"] = "forward"
-    node: str = ""
-
-
-class _Call(NamedTuple):
-    """One run of a module's forward."""
-
-    name: str
-    class_name: str
-    task: int  # the backward pass in which it ran, -1 for none
-    first: int  # the number that autograd gives to the first node made in it
-    end: int = sys.maxsize  # one more than the last node's
-
-
-class _Running(threading.local):
-    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
+class Suspects:
+    """The operations that have made infinities, in order."""
 
     def __init__(self) -> None:
-        self.stack: list[_Call] = []
+        self._suspects: list[_Suspect] = []
 
+    def __bool__(self) -> bool:
+        """Whether there are any, cleared ones included."""
+        return bool(self._suspects)
 
-class ModuleCalls:
-    """Tracks the forwards of a model's modules by hooks.
+    def add(self, cause: Cause, made: Iterable[Tensor]) -> None:
+        """Remember an operation that made infinities of finite numbers."""
+        suspect = _Suspect(cause)
+        self._suspects.append(suspect)
+        _hold(suspect, made)
 
-    Autograd numbers its nodes in the order in which a thread makes them, so the numbers at a
-    forward's start and end tell which nodes it made. That needs no hooks on tensors, and works for
-    any type of module output.
-    """
+    def of(self, given: Iterable[Tensor]) -> list[int]:
+        """The numbers of the suspects whose infinities may be in these tensors."""
+        keys = {storage_key(tensor) for tensor in given}
+        return [n for n, s in enumerate(self._suspects) if keys & s.storages.keys()]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._handles: list[RemovableHandle] = []
-        self._portable: list[nn.Module] = []
-        self._running = _Running()
-        self._calls: list[_Call] = []
-        self._thread = 0
+    def pass_on(self, numbers: Iterable[int], made: Iterable[Tensor]) -> None:
+        """Infinities of these suspects have passed into what an operation made."""
+        tensors = [*made]
+        for number in numbers:
+            _hold(self._suspects[number], tensors)
 
-    def hook(self) -> None:
-        """Register the hooks; if that fails, none is left."""
-        self._thread = threading.get_ident()
-        try:
-            for name, module in self._model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # it takes no hooks
-                enter = Hook(partial(self._enter, name))
-                leave = Hook(partial(self._leave, name))
-                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                self._handles.append(module.register_forward_hook(leave, always_call=True))
-            self._portable = make_modules_portable_(self._model, is_ours)
-        except BaseException:
-            self.unhook()
-            raise
+    def clear(self, numbers: Iterable[int]) -> None:
+        """An operation has made finite numbers of the infinities of these suspects."""
+        for number in numbers:
+            self._suspects[number].cleared = True
 
-    def unhook(self) -> None:
-        """Remove all hooks and forget what ran."""
-        for handle in self._handles:
-            handle.remove()
-        make_modules_plain_(self._portable)
-        self._handles, self._portable, self._calls = [], [], []
-        self._running = _Running()
+    def first(self, numbers: Iterable[int]) -> Cause:
+        """The first of these and of all that are not cleared."""
+        known = {*numbers}
+        return next(s.cause for n, s in enumerate(self._suspects) if n in known or not s.cleared)
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        task = torch._C._current_graph_task_id()
-        first = torch._C._autograd._get_sequence_nr()
-        self._running.stack.append(_Call(name, type(module).__name__, task, first))
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        stack = self._running.stack
-        if not stack or stack[-1].name != name:
-            return
-        call = stack.pop()
-        if (
-            call.task != -1 or threading.get_ident() == self._thread
-        ):  # other threads number their own nodes
-            self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
+    def forward_of(self, node: str, module: str) -> Cause | None:
+        """The suspect whose backward this autograd node is, such as ``log`` of ``LogBackward0``."""
+        for suspect in self._suspects:
+            base = suspect.cause.op.split(".")[1].strip("_").replace("_", "")
+            forward = suspect.cause.direction == "forward" and suspect.cause.module == module
+            if forward and node.partition("Backward")[0].lower() == base:
+                return suspect.cause
+        return None
 
     @property
-    def any_ended(self) -> bool:
-        """Whether any forward has ended."""
-        return bool(self._calls)
+    def open(self) -> Cause | None:
+        """The first suspect whose infinities nothing has made finite."""
+        return next((s.cause for s in self._suspects if not s.cleared), None)
 
-    def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
-        """The location of the current operation; ``names`` are by the key of the storage."""
-        task = torch._C._current_graph_task_id()
-        top = self._running.stack[-1] if self._running.stack else None
-        if task == -1 or (top is not None and top.task == task):
-            return Location() if top is None else Location(top.name, top.class_name)
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return Location(direction="backward")
-        kind = node.name().removeprefix("torch::autograd::")
-        variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
-        if isinstance(variable, Tensor) and storage_key(variable) in names:
-            parameter = names[storage_key(variable)][0]
-            module = parameter.rpartition(".")[0]
-            class_name = type(self._model.get_submodule(module)).__name__
-            return Location(module, class_name, "backward", f"{kind} of {parameter}")
-        # A forward recomputed by this backward pass may reuse node numbers, but makes no node that
-        # the pass itself goes through, so such calls are excluded.
-        number = node._sequence_nr()
-        runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
-        runs = [c for c in runs if c.task == runs[-1].task]
-        if not runs:
-            return Location("", "", "backward", kind)
-        call = min(runs, key=lambda run: run.end - run.first)
-        return Location(call.name, call.class_name, "backward", kind)
+
+def _hold(suspect: _Suspect, tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        reference = StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        suspect.storages[reference.cdata] = reference

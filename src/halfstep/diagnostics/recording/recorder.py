@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from halfstep.diagnostics.capture.captures import Captures, Finding, Steps, finding, rank_and_size
+import torch.distributed as dist
+
+from halfstep.diagnostics.capture import Captures, Finding, finding
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.excluded import Excluded
 from halfstep.diagnostics.recording.metrics import (
@@ -38,21 +40,12 @@ from halfstep.precision.step import Precision
 
 
 class StepLog:
-    """Writes a run's folder, step by step, and captures; used by the integrations."""
+    """Writes a run's folder, step by step; used by the integrations."""
 
-    def __init__(
-        self, steps: Steps, folder: Path | str, *, captures: int = 0, spikes: OnSpike | None = None
-    ) -> None:
-        """Begin, or go on, in a folder; rank 0 writes its lines, every rank its captures.
-
-        Raises:
-            CheckpointError: If the folder cannot be written.
-        """
-        if type(captures) is not int or captures < 0:
-            raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
-        self._steps, self._folder = steps, Path(folder)
+    def __init__(self, policy: str, folder: Path | str, spikes: OnSpike | None = None) -> None:
+        """Begin, or go on, in a folder; rank 0 writes it."""
+        self._policy, self._folder = policy, Path(folder)
         self._spikes = OnSpike() if spikes is None else spikes
-        self._captures = Captures(self._folder, captures) if captures else None
         self._where: dict[int, dict[str, list[Any]]] = {}
         self._given: dict[str, list[Any]] = {}
         self._batches = 0
@@ -62,11 +55,11 @@ class StepLog:
 
     def open(self, step: int) -> None:
         """Open the files for the steps after ``step``, whose later lines a resume writes again."""
-        if rank_and_size()[0]:
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            policy = f"precision = {json.dumps(str(self._steps.policy))}\n"
+            policy = f"precision = {json.dumps(self._policy)}\n"
             (self._folder / "config.toml").write_text(policy, encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
@@ -77,22 +70,13 @@ class StepLog:
     def _rows(self, step: int) -> Mapping[str, Any]:
         return self._where.get(step, {})
 
-    def begin(self, batch: Any, *, first: bool, **where: Any) -> None:
+    def begin(self, *, first: bool, **where: Any) -> None:
         """Remember a micro-batch before its forward; ``where`` says where it is found again."""
         if first:
             self._given = {}
         for key, value in {"batch": self._batches, **where}.items():
             self._given.setdefault(key, []).append(value)
         self._batches += 1
-        if self._captures is not None:
-            self._captures.begin(self._steps.model, batch, first=first)
-
-    def failed(self, step: int, found: Finding) -> Path | None:
-        """Capture a step that is about to be answered; return where, or None."""
-        if self._captures is None:
-            return None
-        guarded = self._spikes.action != "off"
-        return self._captures.write(self._steps, step, found, guarded=guarded)
 
     def stepped(self, step: int, result: StepResult, **more: Any) -> None:
         """Write a step's line, and the batches of its window if it spiked."""
@@ -175,8 +159,10 @@ class Recorder:
                 "capture is the state before the step, and some updates are made by then; use "
                 "captures=0, or leave release_gradients out"
             )
-        choice = precision.choices[1]
-        self._log = StepLog(precision, folder, captures=captures, spikes=choice)
+        if type(captures) is not int or captures < 0:
+            raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
+        self._captures = Captures(Path(folder), captures) if captures else None
+        self._log = StepLog(str(precision.policy), folder, precision.choices[1])
         self._log.open(self._step)
         precision.on_incurable = self._failed
         self._last: Finding | None = None  # of the step that is being answered
@@ -197,7 +183,9 @@ class Recorder:
         """
         self._precision.settle()
         first = not self._precision.has_loss
-        self._log.begin(batch, first=first, **where)
+        self._log.begin(first=first, **where)
+        if self._captures is not None:
+            self._captures.begin(self._precision.model, batch, first=first)
 
     def step(self, result: StepResult) -> StepResult:
         """Write the step's line; returns the result, so that it can stand around the step."""
@@ -207,7 +195,9 @@ class Recorder:
 
     def _failed(self, judged: Judged) -> None:
         self._last, self._stopping = finding(judged), self._step + 1
-        self._log.failed(self._stopping, self._last)
+        if self._captures is not None:
+            guarded = self._precision.choices[1].action != "off"
+            self._captures.write(self._precision, self._stopping, self._last, guarded=guarded)
 
     def close(self) -> None:
         """Write nothing more."""

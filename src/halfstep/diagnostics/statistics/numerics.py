@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from halfstep.diagnostics.statistics.exponent_map import maps_html
-from halfstep.diagnostics.statistics.product_error import ProductError
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import (
     FLUSHED_AT_MOST,
@@ -47,8 +45,6 @@ class StepNumerics:
     """The precision policy, or empty in a loop without one."""
     tensors: tuple[TensorStatistics, ...]
     """In the order in which their first numbers were counted."""
-    products: tuple[ProductError, ...] = ()
-    """What each recipe that the watch was asked for would change of linear layers' products."""
 
     def of(self, *kinds: Kind) -> tuple[TensorStatistics, ...]:
         """The tensors of some kinds."""
@@ -143,7 +139,7 @@ class StepNumerics:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return as_html(self.table(), maps_html(self.tensors, self.loss_scale))
+        return as_html(self.table())
 
     def to_json(self) -> str:
         """One line of strict JSON."""
@@ -154,8 +150,6 @@ class StepNumerics:
             "policy": self.policy,
             "tensors": [one.to_dict() for one in self.tensors],
         }
-        if self.products:
-            table["products"] = [one.to_dict() for one in self.products]
         return json.dumps(table, allow_nan=False, separators=(",", ":"))
 
     @classmethod
@@ -168,7 +162,7 @@ class StepNumerics:
         try:
             table: Any = json.loads(line)
             scale, step = table["loss_scale"], table["step"]
-            tensors, products = table["tensors"], table.get("products", [])
+            tensors = table["tensors"]
             if type(step) is not int or not isinstance(tensors, list):
                 raise ValueError(step)
             return cls(
@@ -177,7 +171,6 @@ class StepNumerics:
                 loss_scale=math.nan if scale is None else float(scale),
                 policy=str(table["policy"]),
                 tensors=tuple(map(TensorStatistics.from_dict, tensors)),
-                products=tuple(map(ProductError.from_dict, products)),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"not the numerics of a step: {line[:80]!r}") from error

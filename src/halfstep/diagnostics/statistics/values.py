@@ -1,34 +1,72 @@
 """What is known of the numbers of one tensor: how many have which exponent, and their extremes.
 
-It is made from a row of counts (:mod:`halfstep.kernels.exponents`), merged over ranks by sums, and
-kept as JSON in ``numerics.jsonl``.
+It is made from a row of 284 fp64 counts: zeros; one count for each exponent from -149 (the smallest
+fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude;
+numbers that were subnormal before a factor; the mantissa bits in use. Counts of several tensors add
+up in one row, merge over ranks by sums, and are kept as JSON in ``numerics.jsonl``.
+
+**Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
+subnormal numbers have those from -149 to -127.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import DataError
-from halfstep.kernels.exponents import (
-    DIGITS,
-    FIRST,
-    INFINITE,
-    LARGEST,
-    LEAST,
-    MOST,
-    NOT_A_NUMBER,
-    SQUARES,
-    SUBNORMAL,
-    ZEROS,
-)
 
 Kind = Literal["weight", "activation", "activation_gradient", "gradient", "update"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+LEAST, MOST = -149, 127
+"""The exponents of the smallest and of the largest fp32 number."""
+ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
+"""Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
+SQUARES, LARGEST, SUBNORMAL, DIGITS, ROW = 280, 281, 282, 283, 284
+_COPIES = 64
+_AT_ONCE = 1 << 22
+
+
+@torch.no_grad()
+def count_into_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
+    """Count a tensor's numbers in a row; nothing waits for the device.
+
+    Args:
+        row: ``(284,)`` fp64, zeros at first, on the tensor's device.
+        x: Floating-point, of any shape. Exponents of fp64 numbers beyond those of fp32 count as
+            the nearest that fp32 has.
+        factor: Multiplies each number first, rounded to fp32. Multiply by powers of two afterwards
+            instead, by moving the counts.
+    """
+    x = x.detach()
+    if factor != 1.0:
+        least = torch.finfo(x.dtype).smallest_normal
+        magnitude = x.abs() if x.dtype.itemsize > 1 else x.float().abs()
+        row[SUBNORMAL] += ((magnitude > 0) & (magnitude < least)).sum()
+        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * factor
+    for part in torch.split(x.reshape(-1), _AT_ONCE) if x.numel() else ():
+        magnitude = (part if part.dtype == torch.float64 else part.float()).abs()
+        finite = magnitude.isfinite()
+        numbers = torch.where(finite, magnitude, 0.0)
+        exponent = torch.frexp(numbers).exponent - 1  # frexp has mantissas from 1/2 to 1
+        at = exponent.clamp(LEAST, MOST) + (FIRST - LEAST)
+        at = torch.where(numbers == 0, ZEROS, at)
+        at = torch.where(finite, at, torch.where(magnitude.isnan(), NOT_A_NUMBER, INFINITE))
+        # Many threads of a GPU that add to one count wait for each other, so there are copies.
+        copy = torch.arange(len(at), device=at.device) % _COPIES
+        counts = torch.zeros(_COPIES * SQUARES, dtype=torch.int64, device=at.device)
+        counts.scatter_add_(0, at + copy * SQUARES, torch.ones_like(copy))
+        row[:SQUARES] += counts.view(_COPIES, SQUARES).sum(0)
+        row[SQUARES] += numbers.double().square().sum()
+        row[LARGEST] = torch.maximum(row[LARGEST], numbers.amax().double())
+        bits = magnitude.float().view(torch.int32)
+        digits = torch.where(bits & 0x1FFF != 0, 23, torch.where(bits & 0xFFFF != 0, 10, 7))
+        row[DIGITS] = torch.maximum(row[DIGITS], digits.amax().double())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +104,6 @@ class TensorStatistics:
     23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
-    rounding: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
-    """For each block format that the watch was asked for, relative errors on some rows of the
-    tensor: to nearest, and bias and spread of stochastic rounding."""
 
     @property
     def nonzero(self) -> int:
@@ -115,8 +150,6 @@ class TensorStatistics:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them: no NaN, no infinity, exponents as text."""
         fields = {name: getattr(self, name) for name in _FIELDS}
-        if self.rounding:
-            fields["rounding"] = {name: list(errors) for name, errors in self.rounding.items()}
         return fields | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
 
     @classmethod
@@ -128,13 +161,12 @@ class TensorStatistics:
         """
         try:
             exponents = {int(e): _count(n) for e, n in fields["exponents"].items()}
-            rounding = {str(n): _errors(e) for n, e in fields.get("rounding", {}).items()}
             read = {name: _FIELDS[name](fields[name]) for name in _FIELDS}
             if read["kind"] not in KINDS:
                 raise ValueError(read["kind"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DataError(f"not the statistics of a tensor: {str(fields)[:80]}") from error
-        return cls(exponents=exponents, rounding=rounding, **read)
+        return cls(exponents=exponents, **read)
 
 
 def min_exponent(dtype: torch.dtype) -> int:
@@ -184,11 +216,6 @@ def _magnitude(value: Any) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(value)
     return number
-
-
-def _errors(value: Any) -> tuple[float, float, float]:
-    nearest, bias, spread = map(_magnitude, value)
-    return nearest, bias, spread
 
 
 _FIELDS: dict[str, Any] = {

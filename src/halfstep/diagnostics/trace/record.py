@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key, stored
-from halfstep.diagnostics.nonfinite.trace import ModuleCalls
 from halfstep.diagnostics.trace.ran import Holding, Operation, Ran, is_product
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting import simulate

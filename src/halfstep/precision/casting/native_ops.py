@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.kernels import attention, rows
-from halfstep.kernels.forward import have_numbers, is_plain, may_run
+from halfstep.kernels.forward import is_plain, may_run
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kernel = Callable[..., Any]
@@ -131,10 +131,9 @@ def _cross_entropy(
     if len(input) != len(target) or input.numel() < MANY or input.stride(1) != 1:
         return NotImplemented
     counted = target != ignore_index
-    if have_numbers():
-        low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
-        if low < 0 or high >= input.shape[1]:
-            return NotImplemented
+    low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
+    if low < 0 or high >= input.shape[1]:
+        return NotImplemented
     losses = rows.cross_entropy(input, target, ignore_index)
     if reduction == "none":
         return losses

@@ -17,7 +17,6 @@ import tomli_w
 
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
@@ -114,12 +113,6 @@ def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseC
     config: BaseConfig = build(TASKS[task], values, strict=strict)
     run = config.run
     on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)
-    for name in run.watch_formats:
-        if name not in BLOCK_FORMATS:
-            raise ConfigError(
-                f"key run.watch_formats: {shown(name)}{did_you_mean(name, BLOCK_FORMATS)}; "
-                f"allowed: {', '.join(BLOCK_FORMATS)}"
-            )
     # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
     if run.simulate:

@@ -54,9 +54,6 @@ class RunConfig:
     watch: Count = field(default=0, metadata={"bare": "100"})
     """Count the exponents of weights, activations, gradients and updates on the first step and on
     every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never."""
-    watch_formats: tuple[str, ...] = ()
-    """Formats below 16 bits, such as mxfp8 nvfp4: watched steps also measure what each would change
-    of every tensor, and of the products of linear layers; halfstep report shows it."""
     save_every: Count = 100
     """Save a checkpoint every this many steps and at the end; 0: at the end only."""
     keep: AtLeast1 = 2
@@ -93,11 +90,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         require_ranges("run", self)
         _require_path(self.output_dir)
-        if self.watch_formats and not self.watch:
-            raise ConfigError(
-                f"run.watch_formats={' '.join(self.watch_formats)} is measured in watched "
-                "steps, of which there are none: add --watch"
-            )
         if self.batch_size % self.grad_accum:
             raise ConfigError(
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="

@@ -16,9 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.errors import DataError
-from halfstep.kernels.forward import have_numbers, may_run, new
+from halfstep.kernels.forward import may_run, new
 from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
 
 IGNORE_INDEX = -100
@@ -305,7 +306,7 @@ def _by_kernel(
 
 def _require_targets_in_range(targets_N: torch.Tensor, vocab: int) -> None:
     """Raise DataError for a target out of range, and show it; the host waits for the targets."""
-    if not have_numbers():
+    if is_fake(targets_N):  # an estimate of memory knows shapes alone
         return
     bad_N = ((targets_N < 0) | (targets_N >= vocab)) & (targets_N != IGNORE_INDEX)
     if not bool(bad_N.any()):

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.policy.devices import choose, name_of
 from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint.store import passed_over
-from halfstep.trainer.cores import Watch
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.run.folder import (
     CHECKPOINTS,
@@ -96,14 +93,11 @@ def execute(
         if world.is_main:
             named = session.config.run.report_to
             every += [SINKS[name](path, session.step + 1) for name in named]
-        watch = Watch(torch.get_num_threads()) if session.device.type == "cpu" else None
         for tick in train(session, path):
             for sink in every:
                 sink.write(tick.record)
             ticked(tick)
             last = tick
-            if watch is not None and (busy := watch.look()):
-                say(_told("note", text=busy))
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""

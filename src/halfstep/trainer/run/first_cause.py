@@ -7,8 +7,8 @@ state and loss scale are those of the step, and so are the dropout seeds. It sea
 - at the third skip in a row, which a loss scale seldom needs once it has found its level;
 - whenever the scale has fallen to a 16th of its level since the last search.
 
-While a scale searches for its level, overflows of the backward are expected and not told. With
-several ranks all of them run the step again together, and tell of the one that met it first.
+While a scale searches for its level, overflows of the backward are expected and not reported. With
+several ranks nothing is searched.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from halfstep.diagnostics.nonfinite.again import over_ranks, scale_kept, search
 from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.nonfinite.first_cause import scale_kept, search
 from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
@@ -96,13 +96,11 @@ class CauseSearch:
         fallen = not calibrating and scale <= self._level / _FALL
         if not calibrating and (fallen or not self._level):
             self._level = scale
-        if error is None and in_a_row != _SKIPS and not fallen:
+        if self._session.world.size > 1 or (error is None and in_a_row != _SKIPS and not fallen):
             return
         try:
             cause = self._search()
         except (RuntimeError, ValueError, TypeError, LookupError) as failed:
-            if self._session.world.size > 1:
-                raise
             known = {"kind": type(failed).__name__, "error": str(failed)[:80]}
             self.failed = _told.phrase("no_cause", **known)
             return
@@ -112,9 +110,8 @@ class CauseSearch:
             self._write(cause)
 
     def _search(self) -> Cause | None:
-        """Run the step again on all ranks; the same cause on all of them."""
         session, batches = self._session, self._batches
-        precision, strategy, world = session.precision, session.strategy, session.world
+        precision, strategy = session.precision, session.strategy
         (n,) = strategy.sum([sum(map(session.task.targets, batches))])
 
         def run(number: int, batch: Batch) -> None:
@@ -123,22 +120,11 @@ class CauseSearch:
                 run_micro_batch(session.loss_sum, precision, batch, n, seed)
 
         precision.discard()
-        alone = world.size == 1
         with scale_kept(precision):
-            cause = search(
-                session.task.model,
-                run,
-                batches,
-                clear=precision.discard,
-                alone=alone,
-                finish=strategy.finish,
-            )
-        return cause if alone else over_ranks(cause)
+            return search(session.task.model, run, batches, clear=precision.discard)
 
     def _write(self, cause: Cause) -> None:
-        """Append the cause to ``causes.jsonl``; on rank 0."""
-        if not self._session.world.is_main:
-            return
+        """Append the cause to ``causes.jsonl``."""
         line = {"step": self._session.step + 1, "loss_scale": self.scale, **cause.to_json()}
         line["text"] = str(cause)
         append_line(self._path / CAUSES, line)
@@ -149,15 +135,14 @@ class CauseSearch:
         command = getattr(config, "COMMAND", "")
         if cause is None or not command:
             return ""
-        path, size = str(self._path), self._session.world.size
-        ranks = f" --nproc {size}" if size > 1 else ""
-        resumed = f"halfstep {command}{ranks} --resume --output-dir {quote(path)}"
+        path = str(self._path)
+        resumed = f"halfstep {command} --resume --output-dir {quote(path)}"
         if cause.change == "range":
             return _told("try", command=f"{resumed} --precision bf16-mixed")
         if cause.change == "data":
             return _told("try", command=f"{resumed} --on-nonfinite skip:1")
         if cause.change == "rate":
-            fresh = f"halfstep {command}{ranks} --config {quote(str(self._path / 'config.toml'))}"
+            fresh = f"halfstep {command} --config {quote(str(self._path / 'config.toml'))}"
             lower = _lower_rate(config)
             other = quote(f"{path}-lower-rate")
             changed = f"{fresh} --output-dir {other} --learning-rate {lower:g}"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.diagnostics.capture.captures import Finding, finding
-from halfstep.diagnostics.capture.replay import Replayed
+from halfstep.diagnostics.capture import Finding, Replayed, finding
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy

@@ -21,7 +21,7 @@ RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "on_spike", "capture", "parallel", "sequence_parallel",
      "grad_accum", "agree_every", "rank_timeout", "background_save", "threads", "max_steps",
      "max_seconds", "epochs", "eval_every", "eval_batches", "lost_update_every", "watch",
-     "watch_formats", "save_every", "keep", "patience", "output_dir", "report_to"}
+     "save_every", "keep", "patience", "output_dir", "report_to"}
 )  # fmt: skip
 
 

@@ -11,9 +11,7 @@ Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from operator import or_
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
-from halfstep.kernels.forward import cast_copy, is_plain
-from halfstep.kernels.onlookers import Onlooker, onlookers
+from halfstep.kernels.forward import is_plain
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,
@@ -57,24 +54,17 @@ class Weights(NamedTuple):
         low = [p.ndim == 2 or p is self.qkv_bias for p in self]
         return Weights(
             *(
-                cast_copy(p, _LOW if is_low else torch.float32)
+                p.to(_LOW if is_low else torch.float32).contiguous()
                 for p, is_low in zip(self, low, strict=True)
             )
         )
 
 
-class Layers(NamedTuple):
-    """What a block's six layers hold, in order: norm, qkv, proj, norm, up, down."""
-
-    weights: Weights
-    onlookers: Sequence[Sequence[Onlooker]]
-
-
-def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Layers | None:
-    """The parameters of a block's six layers, and who looks on; None where somebody changed one.
+def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Weights | None:
+    """The parameters of a block's six layers; None where somebody changed one.
 
     Changed are a module of another class (a subclass, too), one with hooks (tensor parallelism,
-    a user's) that do more than look, or with a ``forward`` of its own, and parameters of a subclass
+    a user's, a watch's) or with a ``forward`` of its own, and parameters of a subclass
     of tensors.
 
     Args:
@@ -84,7 +74,7 @@ def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Layer
     """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
-    layers, looking = [], []
+    layers = []
     for name, expected in classes.items():
         m: Any = block
         for part in name.split("."):
@@ -93,61 +83,23 @@ def layers_of(block: nn.Module, classes: Mapping[str, type[nn.Module]]) -> Layer
                 return None
         if type(m) is not expected or "forward" in m.__dict__:
             return None
-        those = onlookers(m)
-        if those is None:
+        hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        if any(hooks):
             return None
         if m._parameters:
             layers.append(m)
-            looking.append(those)
     if any(set(m._parameters) != {"weight", "bias"} for m in layers):
         return None
     found = [p for m in layers for p in (m._parameters["weight"], m._parameters["bias"])]
     if not all(map(is_plain, found)):
         return None
-    return Layers(Weights(*found), looking)  # type: ignore[arg-type]
+    return Weights(*found)  # type: ignore[arg-type]
 
 
-def fused_block(x_BTC: Tensor, layers: Layers, head_dim: int, epsilon: float) -> Tensor:
+def fused_block(x_BTC: Tensor, weights: Weights, head_dim: int, epsilon: float) -> Tensor:
     """The residual stream after a block without dropout, in its dtype (bf16 or fp32)."""
-    told = _Told(x_BTC, layers) if any(layers.onlookers) else None
-    y_BTC: Tensor = _Block.apply(x_BTC, head_dim, epsilon, told, *layers.weights)  # type: ignore[no-untyped-call]
+    y_BTC: Tensor = _Block.apply(x_BTC, head_dim, epsilon, *weights)  # type: ignore[no-untyped-call]
     return y_BTC
-
-
-class _Told:
-    """Tells onlookers the outputs of the layers, and in backward the gradients of those.
-
-    A layer is told of no gradient where its output by itself would have none: where nothing up to
-    it learns.
-    """
-
-    def __init__(self, x_BTC: Tensor, layers: Layers) -> None:
-        w = layers.weights
-        pairs = zip(w[::2], w[1::2], strict=True)
-        own = (any(p.requires_grad for p in pair) for pair in pairs)
-        learns = list(accumulate(own, or_, initial=x_BTC.requires_grad))[1:]
-        self._layers = dict(zip(Weights._fields[::2], layers.onlookers, strict=True))
-        self._learns = dict(zip(Weights._fields[::2], learns, strict=True))
-        self._leading, self._grad = x_BTC.shape[:-1], torch.is_grad_enabled()
-        self._after: dict[str, list[Callable[[Tensor], None]]] = {}
-
-    def output(
-        self, layer: str, x: Tensor, taken: Tensor | None = None, bias: Tensor | None = None
-    ) -> None:
-        """Tell a layer's output, ``(N, ...)``, to which its bias may not have been added yet."""
-        x = (x if bias is None else x + bias.to(x.dtype)).view(*self._leading, -1)
-        with torch.set_grad_enabled(self._grad):  # as around the block
-            self._after[layer] = [one.told(x, taken) for one in self._layers[layer]]
-
-    def gradient(self, layer: str, gradient: Tensor) -> None:
-        """Tell the gradient with respect to a layer's output."""
-        if self._learns[layer]:
-            for look in self._after[layer]:
-                look(gradient.view(*self._leading, -1))
-
-
-def _nobody(layer: str, x: Tensor, taken: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Nobody looks on."""
 
 
 class _Block(torch.autograd.Function):
@@ -157,32 +109,24 @@ class _Block(torch.autograd.Function):
         x_BTC: Tensor,
         head_dim: int,
         epsilon: float,
-        told: _Told | None,
         *parameters: Tensor,
     ) -> Tensor:
         w, batch = Weights(*parameters).ready(), len(x_BTC)
-        tell = told.output if told else _nobody
         x = x_BTC.reshape(-1, x_BTC.shape[-1]).contiguous()
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
-        tell("norm1", h)
-        tell("qkv", qkv, h)
         q, k, v = _heads(qkv, batch, head_dim)
         mixed, lse = attend(q, k, v, None, 0.0, True, 1 / math.sqrt(head_dim), 0)
         added = torch.mm(_flat(mixed), w.proj.t())
-        tell("proj", added, _flat(mixed), w.proj_bias)
         middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
         u = torch.mm(h, w.up.t())
-        tell("norm2", h)
-        tell("up", u, h, w.up_bias)
         active = gelu_of_rows(u, w.up_bias)
         added = torch.mm(active, w.down.t())
-        tell("down", added, active, w.down_bias)
         del active
         # shaped before, as FSDP2 wants a result that is no view
         y = add(middle.view(x_BTC.shape), added, w.down_bias)
         ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
-        ctx.shape, ctx.head_dim, ctx.epsilon, ctx.told = x_BTC.shape, head_dim, epsilon, told
+        ctx.shape, ctx.head_dim, ctx.epsilon = x_BTC.shape, head_dim, epsilon
         return y
 
     @staticmethod
@@ -195,36 +139,27 @@ class _Block(torch.autograd.Function):
         x, qkv, mixed, lse, middle, u, *rest = ctx.saved_tensors
         p, w = Weights(*rest[: len(rest) // 2]), Weights(*rest[len(rest) // 2 :])
         dy = grad_BTC.reshape(x.shape).contiguous()
-        wanted, tell = (
-            Weights(*ctx.needs_input_grad[4:]),
-            ctx.told.gradient if ctx.told else _nobody,
-        )
+        wanted = Weights(*ctx.needs_input_grad[3:])
 
         dy_low = dy.to(_LOW)
-        tell("down", dy_low)
         down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias)) if wanted.down else None
         down_bias = dy.sum(0, dtype=torch.float32)
         du = torch.mm(dy_low, w.down)
         up_bias = gelu_of_rows_backward_(du, u, w.up_bias)
-        tell("up", du)
         h, mean, inverse = normalised(middle, w.norm2, w.shift2, ctx.epsilon, _LOW, True)
         up, dh = torch.mm(du.t(), h) if wanted.up else None, torch.mm(du, w.up)
-        tell("norm2", dh)
         d_middle, (norm2, shift2, proj_bias) = norm_gradients(
             middle, w.norm2, dh, mean, inverse, passed=dy
         )
         d_low = d_middle.to(_LOW)
-        tell("proj", d_low)
         proj = torch.mm(d_low.t(), _flat(mixed)) if wanted.proj else None
         d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
         d_qkv, batch = torch.empty_like(qkv), len(mixed)
         q, k, v = _heads(qkv, batch, ctx.head_dim)
         into, scale = _heads(d_qkv, batch, ctx.head_dim), 1 / math.sqrt(ctx.head_dim)
         attend_backward(into, d_mixed, q, k, v, None, mixed, lse, 0.0, True, scale, 0)
-        tell("qkv", d_qkv)
         h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, _LOW, True)
         qkv_weight, dh = torch.mm(d_qkv.t(), h) if wanted.qkv else None, torch.mm(d_qkv, w.qkv)
-        tell("norm1", dh)
         qkv_bias = d_qkv.sum(0, dtype=torch.float32)
         dx, (norm1, shift1, _) = norm_gradients(x, w.norm1, dh, mean, inverse, passed=d_middle)
         made = (
@@ -235,7 +170,7 @@ class _Block(torch.autograd.Function):
             g.to(gradient_dtype(q)) if g is not None and want else None
             for g, q, want in zip(made, p, wanted, strict=True)
         )
-        return dx.view(ctx.shape), None, None, None, *grads
+        return dx.view(ctx.shape), None, None, *grads
 
 
 def _heads(qkv: Tensor, batch: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
-from halfstep.trainer.models.gpt.fused_block import Layers, fused_block, layers_of
+from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, layers_of
 from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -442,11 +442,11 @@ class Block(nn.Module):
         y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
 
-    def _fusable(self, x_BTC: torch.Tensor) -> Layers | None:
+    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
         """The layers for one pass by the compiled kernels; None where that does not apply."""
         known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
         layers = layers_of(self, _AS_BUILT) if known and may_run() else None
-        if layers is None or matmul_dtype(x_BTC, layers.weights.qkv) != torch.bfloat16:
+        if layers is None or matmul_dtype(x_BTC, layers.qkv) != torch.bfloat16:
             return None
         attn = self.attn
         drops = (self.training and self.dropout.p > 0) or (attn.training and attn.dropout > 0)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.errors import ConfigError
-from halfstep.kernels.forward import have_numbers
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
 from halfstep.trainer.models.language_model import check_drawing, require_finite
 from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
@@ -70,11 +69,6 @@ def open_causal_lm(
     return PretrainedLM(model, dtype)
 
 
-def _at(x_BT: Tensor, counted_BT: Tensor) -> Tensor:
-    """What stands at the positions that count; on shapes alone, where none is known, nothing."""
-    return x_BT[counted_BT] if have_numbers() else x_BT.new_empty(0, *x_BT.shape[2:])
-
-
 class PretrainedLM(Pretrained):
     """A ``transformers`` causal LM with loss sums; ``stored_dtype`` is that of its folder."""
 
@@ -102,7 +96,7 @@ class PretrainedLM(Pretrained):
         """
         ids_BT, targets_BT, positions_BT = batch
         counted_BT = targets_BT != IGNORE_INDEX
-        targets_N = _at(targets_BT, counted_BT)
+        targets_N = targets_BT[counted_BT]
         head = self.core.get_output_embeddings()
         # Hook the head instead of calling it: what comes before it (a projection) and after it
         # (softcapping, a factor) differs between architectures, and must run too.
@@ -110,7 +104,7 @@ class PretrainedLM(Pretrained):
         rows: list[Tensor] = []
 
         def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-            x_NC = _at(args[0], counted_BT)
+            x_NC = args[0][counted_BT]
             rows.append(x_NC)
             return ((x_NC[:0] if fused else x_NC).unsqueeze(0),)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import halfstep.diagnostics.statistics.what_if as module
-from halfstep.diagnostics.statistics.values import TensorStatistics, merged
+from halfstep.diagnostics.statistics.values import ROW, TensorStatistics, count_into_, merged
 from halfstep.diagnostics.statistics.what_if import (
     Window,
     beyond,
@@ -21,14 +21,13 @@ from halfstep.diagnostics.statistics.what_if import (
 )
 from halfstep.errors import DataError, PrecisionError
 from halfstep.formats import BF16, E4M3FN, E5M2, FP16, FloatFormat
-from halfstep.kernels.exponents import add_, empty_row
 
 FORMATS = [FP16, BF16, E4M3FN, E5M2]
 
 
 def statistics(x: Tensor, shift: int = 0, name: str = "w") -> TensorStatistics:
-    row = empty_row(x.device)
-    add_(row, x)
+    row = torch.zeros(ROW, dtype=torch.float64)
+    count_into_(row, x)
     return TensorStatistics.from_row("gradient", name, x.dtype, row.tolist(), shift)
 
 

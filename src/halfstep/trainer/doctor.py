@@ -1,7 +1,6 @@
-"""Which precision a device is good for: what it multiplies natively, how fast, and what to take.
+"""Says which precision a device is good for: what it multiplies natively, how fast, what to take.
 
-``halfstep env`` reports a machine's versions and rates; this draws the conclusion, for the device
-at hand with measurements at the user's own shapes, for a device that is only named from the table.
+The device at hand is measured at the user's own shapes; one that is only named is looked up.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ from halfstep.precision.policy.probe import failed_probe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.cores import busy, probe as waiting_for_cores
 from halfstep.trainer.environment import choose_device, gemm_table
 from halfstep.words import Told
 
-_phrase = Told("halfstep.trainer.doctor").phrase
+_phrase = Told("halfstep.trainer").phrase
 
 FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _INSTRUCTIONS = ("amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512f",
@@ -255,10 +253,6 @@ def _notes(
             notes.append(_phrase("no_kernels", here=f"{major}.{minor}", built=", ".join(built)))
     if device.type == "mps":
         notes.append(_phrase("never_on_mac"))
-    if device.type == "cpu":
-        share = waiting_for_cores()
-        found_busy = busy(share, torch.get_num_threads())
-        notes += [found_busy] if found_busy else []
     found = support(POLICIES[policy], device)
     if found.status != "native":
         status = status_text(found.status)

@@ -9,23 +9,22 @@ from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.precision.policy import devices
 from halfstep.precision.policy.devices import DEVICES
+from halfstep.trainer import doctor as machine
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.doctor import machine
-from halfstep.trainer.doctor.machine import diagnose, diagnose_named, products_of, read_product
+from halfstep.trainer.doctor import diagnose, diagnose_named, products_of, read_product
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Rates that depend on format and product alone, and a machine without neighbours."""
+    """Rates that depend on format and product alone."""
     rates = {"fp32": 1e9, "bf16-mixed": 4e9, "fp16-mixed": 5e8}
 
     def rate(policy, device, size=0, repeats=5, shape=None):
         return rates[str(policy)] * (1 if shape is None or shape[0] > 100 else 0.1)
 
     monkeypatch.setattr("halfstep.trainer.environment.gemm_flops_per_second", rate)
-    monkeypatch.setattr(machine, "waiting_for_cores", lambda: 0.0)
     return rates
 
 
@@ -114,6 +113,9 @@ def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
         (["--device", "mps"], "take fp16-mixed: mps (Apple M)"),  # where there is no Mac
         (["--device", "T4", "A100"], "T4      fp16-mixed  T4 (Turing)"),
         ([], "take "),
+        ([], "cpu       "),
+        ([], "halfstep.optim runs by "),
+        ([], "precision     here"),
     ],
 )
 def test_what_the_command_prints(capsys, words, said):
@@ -125,6 +127,8 @@ def test_json(capsys):
     assert main(["doctor", "--json", "--device", "cpu", "--config", "gpt-tiny"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["measured"] is True
+    assert found["environment"]["device"] == "cpu"
+    assert found["environment"]["precisions"]["fp32"]["status"] == "native"
     # 16 sequences of 128 tokens, 128 wide
     assert list(found["forms"][0]["rates"]) == ["2048x128x384", "2048x128x512", "2048x512x128"]
 

@@ -1,1 +1,0 @@
-"""Steps that went wrong, kept whole so that they can be taken again."""

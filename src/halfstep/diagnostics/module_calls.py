@@ -1,0 +1,141 @@
+"""Tracks by hooks the forwards of a model's modules: which runs, and which a backward belongs to.
+
+Autograd numbers its nodes in the order in which a thread makes them, so the numbers at a forward's
+start and end tell which nodes it made. That needs no hooks on tensors, and works for any type of
+module output.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from halfstep.diagnostics.nonfinite.operations import storage_key
+from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+from halfstep.precision.ownership import is_ours
+
+
+class Location(NamedTuple):
+    """Where an operation runs; the fields are those of :class:`Cause`."""
+
+    module: str = ""
+    class_name: str = ""
+    direction: Literal["forward", "backward"] = "forward"
+    node: str = ""
+
+
+class Call(NamedTuple):
+    """One run of a module's forward."""
+
+    name: str
+    class_name: str
+    task: int  # the backward pass in which it ran, -1 for none
+    learns: bool  # gradients are on, and this is no forward that a backward pass repeats
+    first: int  # the number that autograd gives to the first node made in it
+    end: int = sys.maxsize  # one more than the last node's
+
+
+class _Running(threading.local):
+    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
+
+    def __init__(self) -> None:
+        self.stack: list[Call] = []
+
+
+class ModuleCalls:
+    """The forwards of a model's modules while its hooks are on.
+
+    ``ended`` is called with each forward that has ended, and with its output.
+    """
+
+    def __init__(
+        self, model: nn.Module, ended: Callable[[Call, Any], None] = lambda call, output: None
+    ) -> None:
+        self._model, self._ended = model, ended
+        self._handles: list[RemovableHandle] = []
+        self._portable: list[nn.Module] = []
+        self._running = _Running()
+        self._calls: list[Call] = []
+        self._thread = 0
+
+    def hook(self) -> None:
+        """Register the hooks; if that fails, none is left."""
+        self._thread = threading.get_ident()
+        try:
+            for name, module in self._model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
+                enter = Hook(partial(self._enter, name))
+                leave = Hook(partial(self._leave, name))
+                self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+            self._portable = make_modules_portable_(self._model, is_ours)
+        except BaseException:
+            self.unhook()
+            raise
+
+    def unhook(self) -> None:
+        """Remove all hooks and forget what ran."""
+        for handle in self._handles:
+            handle.remove()
+        make_modules_plain_(self._portable)
+        self._handles, self._portable, self._calls = [], [], []
+        self._running = _Running()
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack, task = self._running.stack, torch._C._current_graph_task_id()
+        # A checkpoint's forward has no gradients on, but is inside of one that has.
+        learns = torch.is_grad_enabled() or bool(stack and stack[-1].learns)
+        first = torch._C._autograd._get_sequence_nr()
+        stack.append(Call(name, type(module).__name__, task, learns and task == -1, first))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        stack = self._running.stack
+        if torch.compiler.is_compiling() or not stack or stack[-1].name != name:
+            return
+        call = stack.pop()
+        if (
+            call.task != -1 or threading.get_ident() == self._thread
+        ):  # other threads number their own nodes
+            self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
+        self._ended(call, output)
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether any forward has ended."""
+        return bool(self._calls)
+
+    def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
+        """The location of the current operation; ``names`` are by the key of the storage."""
+        task = torch._C._current_graph_task_id()
+        top = self._running.stack[-1] if self._running.stack else None
+        if task == -1 or (top is not None and top.task == task):
+            return Location() if top is None else Location(top.name, top.class_name)
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return Location(direction="backward")
+        kind = node.name().removeprefix("torch::autograd::")
+        variable = getattr(node, "variable", None)  # of the node that adds to a leaf's gradient
+        if isinstance(variable, Tensor) and storage_key(variable) in names:
+            parameter = names[storage_key(variable)][0]
+            module = parameter.rpartition(".")[0]
+            class_name = type(self._model.get_submodule(module)).__name__
+            return Location(module, class_name, "backward", f"{kind} of {parameter}")
+        # A forward recomputed by this backward pass may reuse node numbers, but makes no node that
+        # the pass itself goes through, so such calls are excluded.
+        number = node._sequence_nr()
+        runs = [c for c in self._calls if c.task != task and c.first <= number < c.end]
+        runs = [c for c in runs if c.task == runs[-1].task]
+        if not runs:
+            return Location("", "", "backward", kind)
+        call = min(runs, key=lambda run: run.end - run.first)
+        return Location(call.name, call.class_name, "backward", kind)

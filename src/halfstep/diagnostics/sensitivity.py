@@ -1,0 +1,232 @@
+"""Measures how much gradient error each linear layer and matmul makes in a format below 16 bits.
+
+A batch's gradient is computed once in bf16, and once for each matmul (``fprop``, ``dgrad``,
+``wgrad``) of each linear layer with that matmul alone in the other format. With G the gradient of
+all parameters and dG its change, the error is ``|dG|^2 / |G|^2``.
+
+Random bits are drawn several times: the mean of the draws' errors is the *bias*, the rest the
+*variance*, which counts by one tenth because Adam's momentum of 0.9 averages ten steps. Without
+this, stochastic rounding would look worse than rounding to nearest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PrecisionError
+from halfstep.files import write_whole
+from halfstep.formats import BLOCK_FORMATS
+from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
+from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.step import Precision
+
+LossFn = Callable[[Any, Any], Tensor]
+"""From model and batch to the mean loss, a scalar."""
+REFERENCE = "bf16-mixed"
+_AVERAGED = 10  # steps that an optimizer averages over: 1 / (1 - beta1) of Adam
+_DRAWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulError:
+    """What one matmul of one layer changes of the gradient.
+
+    Attributes:
+        layer: The layer's qualified name.
+        matmul: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        bias: Squared error of the gradient's mean over random draws, relative to its square.
+        variance: The same of the draws around their mean; 0 where nothing is drawn.
+    """
+
+    layer: str
+    matmul: str
+    bias: float
+    variance: float
+
+    @property
+    def error(self) -> float:
+        """What it adds to the gradient's error; infinite where a gradient is not finite."""
+        return self.bias + self.variance / _AVERAGED
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The errors of every linear layer in a format.
+
+    A matmul is missing where the layer's features fill no whole blocks of the format.
+    """
+
+    format: str
+    layers: tuple[str, ...]
+    errors: tuple[MatmulError, ...]
+
+    def toml(self, most: float) -> str:
+        """Spell a policy: bf16 for matmuls with an error above ``most``, else the format."""
+        found = {(row.layer, row.matmul): row.error for row in self.errors}
+        typical = {
+            matmul: median([row.error for row in self.errors if row.matmul == matmul] or [0.0])
+            for matmul in PRODUCTS
+        }
+        rules = []
+        for layer in self.layers:
+            kept = {}
+            for matmul in PRODUCTS:
+                error = found.get((layer, matmul))
+                if error is None:
+                    kept[matmul] = f"its features fill no whole blocks of {self.format}"
+                elif not error <= most:
+                    kept[matmul] = f"gradient error {error:.2g}, median {typical[matmul]:.2g}"
+            if kept:
+                forms = ", ".join(f'{m} = "{KEPT if m in kept else self.format}"' for m in PRODUCTS)
+                why = "; ".join(f"{matmul}: {text}" for matmul, text in kept.items())
+                rules += [f"# {why}", f'"{layer}" = {{{forms}}}']
+        lines = [
+            f'base = "{self.format}"',
+            "simulate = true  # where the device does not multiply this format",
+            *(["", "[rules]", *rules] if rules else []),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, path: str | Path, most: float) -> None:
+        """Write :meth:`toml` to a file, which ``--precision`` and ``Precision`` read."""
+        write_whole(Path(path), self.toml(most))
+
+
+def sensitivity(
+    model: nn.Module, batches: Sequence[Any], loss_fn: LossFn, form: str = "nvfp4"
+) -> Sensitivity:
+    """Measure the gradient error that each linear layer and matmul makes alone in a format.
+
+    It takes three passes over each batch for a linear layer, four times as many for a format that
+    rounds stochastically.
+
+    Args:
+        model: Plain, on its device, with trained weights: a new model's errors are others. It is
+            not changed; copies of it run.
+        batches: What ``loss_fn`` takes; errors are averaged over them.
+        loss_fn: A function of model, batch and torch's random numbers alone.
+        form: A format that recipes have, such as ``"mxfp8"`` or ``"nvfp4"``.
+
+    Raises:
+        PrecisionError: If the format is unknown, there is no linear layer, or a gradient in bf16
+            is 0 or not finite.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        >>> batches = [torch.randn(64, 32) for _ in range(2)]
+        >>> found = sensitivity(model, batches, lambda model, x: (model(x) - x).square().mean())
+        >>> len(found.errors)
+        6
+    """
+    if form not in SCHEMES:
+        raise PrecisionError(f"format {form!r}; allowed: {', '.join(SCHEMES)}")
+    if not batches:
+        raise PrecisionError("batches is empty; give at least one")
+    layers = {
+        placement.name: placement.module
+        for placement in place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model).low
+    }
+    references = [gradients(REFERENCE, model, batch, loss_fn)[0] for batch in batches]
+    for reference in references:
+        size = _square(reference.values())
+        if not 0 < size < math.inf:
+            raise PrecisionError(
+                f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
+                "measured; give weights and batches where it is finite and above 0"
+            )
+    draws = _DRAWS if SCHEMES[form].stochastic else 1
+    errors = []
+    for name, layer in layers.items():
+        for matmul in PRODUCTS:
+            if not fills_blocks(layer, matmul, form):
+                continue
+            recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
+            policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
+            parts = [
+                _compare(reference, gradients(policy, model, batch, loss_fn, draws))
+                for batch, reference in zip(batches, references, strict=True)
+            ]
+            errors.append(MatmulError(name, matmul, *map(fmean, zip(*parts, strict=True))))
+    return Sensitivity(form, tuple(layers), tuple(errors))
+
+
+def gradients(
+    policy: str, model: nn.Module, batch: Any, loss_fn: LossFn, draws: int = 1
+) -> list[dict[str, Tensor]]:
+    """Compute the gradients of a batch under a policy, one set for each draw of its random bits."""
+    copied = copy.deepcopy(model)
+    trained = [p for p in copied.parameters() if p.requires_grad]
+    precision = Precision(policy, copied, torch.optim.SGD(trained, lr=1.0))
+    found = []
+    try:
+        for draw in range(draws):
+            precision.clock.step = draw
+            copied.zero_grad()
+            torch.manual_seed(0)  # the same dropout in every pass
+            with precision.autocast():
+                loss = loss_fn(precision.model, batch)
+            precision.backward(loss)
+            named = precision.model.named_parameters()
+            found.append({n: p.grad.float().clone() for n, p in named if p.grad is not None})
+    finally:
+        precision.close()
+    return found
+
+
+def fills_blocks(layer: nn.Module, matmul: str, form: str) -> bool:
+    """Tell whether a layer's features fill the format's blocks, square ones of weights included."""
+    if matmul == "wgrad":  # its tokens are padded
+        return True
+    weight: Any = layer.weight
+    # a Conv1D of transformers holds its weight as (inputs, outputs)
+    outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
+    scheme = SCHEMES[form]
+    summed, other = (inputs, outputs) if matmul == "fprop" else (outputs, inputs)
+    tall = (BLOCK_FORMATS[scheme.weights].block or (1, 1))[0]
+    return not (summed % scheme.block or other % tall)
+
+
+def _compare(
+    reference: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
+) -> tuple[float, float]:
+    """Bias and variance of gradients relative to the reference's square; infinite if one is."""
+    errors = [[grad[name] - g for name, g in reference.items()] for grad in found]
+    bias, variance = bias_and_variance(errors)
+    if not math.isfinite(bias + variance):
+        return math.inf, 0.0
+    whole = _square(reference.values())
+    return bias / whole, variance / whole
+
+
+def _square(parts: Iterable[Tensor]) -> float:
+    return sum(float(part.double().square().sum()) for part in parts)
+
+
+def bias_and_variance(errors: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
+    """Split errors over draws into the squared mean and the squares around it; both unbiased.
+
+    Args:
+        errors: For each draw, the error in parts. The variance of a single one is 0.
+
+    Returns:
+        Sums over all elements, in fp64; NaN or infinite where an error is.
+    """
+    draws = len(errors)
+    parts = zip(*errors, strict=True)
+    mean = _square(torch.stack(draws_of).double().mean(0) for draws_of in parts)
+    variance = 0.0
+    if draws > 1:
+        variance = max((sum(map(_square, errors)) - draws * mean) / (draws - 1), 0.0)
+    # what a few draws leave of the variance in their mean is not bias
+    return max(mean - variance / draws, 0.0), variance

@@ -1,1 +1,0 @@
-"""What is wrong, or could be better, with a machine or a run: ``halfstep doctor``."""
