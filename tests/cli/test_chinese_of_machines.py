@@ -69,7 +69,6 @@ COMMANDS = [
     "env",
     "estimate --params 1.3B",
     "estimate --params 1.3B --optimizer adafactor",
-    "estimate --params 1.3B --precision bf16-split24 --release-gradients",
     "estimate --config gpt-tiny --parallel shard=2",
     "formats",
     *(f"formats {value}" for value in ("0.1", "1e-8", "1e-300", "500", "1e39", "nan")),

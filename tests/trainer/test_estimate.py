@@ -40,12 +40,6 @@ def test_what_fits_is_told_with_the_device_whose_memory_it_is(capsys, monkeypatc
     assert "fits: in the 80 GB of NVIDIA H100;" in capsys.readouterr().out
 
 
-def test_released_gradients_leave_out_what_scales_the_loss(capsys):
-    found = answer(capsys, "--params", "1B", "--release-gradients")["policies"]
-    names = [row["policy"] for row in found]
-    assert names == ["fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"]
-
-
 def test_optimizers_of_matrices(capsys):
     words = ["--params", "1B", "--optimizer"]
     muon = {

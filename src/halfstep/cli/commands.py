@@ -223,8 +223,6 @@ class Estimate:
     "data=2,tensor=2", as for halfstep train; default: one device."""
     memory: str = ""
     """The device's memory, such as 16GB; default: of the device that this machine trains on."""
-    release_gradients: bool = False
-    """Gradients are released during backward (optimizer.release_gradients), one at a time."""
     json: bool = False
     """Print one JSON object on stdout."""
 

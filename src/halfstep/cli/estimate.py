@@ -31,23 +31,18 @@ def run(arguments: Estimate) -> int:
         raise ConfigError("--params and --config: give one of them")
     if arguments.batch_size < 0:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 0")
-    layout, release = Layout.parse(arguments.parallel), arguments.release_gradients
-    if release and layout.size > 1:
-        raise ConfigError(
-            f"--release-gradients with --parallel {arguments.parallel}: gradients of several ranks "
-            "are summed before the first update; leave one of the two out"
-        )
+    layout = Layout.parse(arguments.parallel)
     device = choose_device("auto")
     spec = arguments.config or "gpt-small-cpu"
     changes = [("optimizer.name", arguments.optimizer)] if arguments.optimizer else []
     optimizer = load_config(spec, changes).optimizer
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
     if not arguments.precision:
-        policies = [policy for policy in policies if _is_usual(policy, optimizer, release)]
+        policies = [policy for policy in policies if _is_usual(policy, optimizer)]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
-        found = estimate_count(count, policies, layout, optimizer, release_gradients=release)
+        found = estimate_count(count, policies, layout, optimizer)
     else:
         found = estimate_config(
             spec,
@@ -56,7 +51,6 @@ def run(arguments: Estimate) -> int:
             layout,
             device,
             optimizer,
-            release_gradients=release,
         )
     if arguments.json:
         rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
@@ -65,19 +59,18 @@ def run(arguments: Estimate) -> int:
         what = told("this_machine") if device.type == "cpu" else name_of(device)
         own = told("fits_into_device", size=size_text(have), device=what)
         fits = told("fits_into", size=size_text(have)) if arguments.memory else own
-        print(_text(found, have, fits, layout, release))
+        print(_text(found, have, fits, layout))
         if arguments.params and optimizer.name == "adafactor":
             print(told("without_sums"))
     return 0
 
 
-def _is_usual(policy: PrecisionPolicy, optimizer: OptimizerConfig, release: bool) -> bool:
-    """Adafactor keeps no moments in 8 bits, and released gradients allow no loss scale."""
-    moments = optimizer.name != "adafactor" or policy.moment_format != "8bit"
-    return moments and not (release and policy.loss_scale.kind != "none")
+def _is_usual(policy: PrecisionPolicy, optimizer: OptimizerConfig) -> bool:
+    """Adafactor keeps no moments in 8 bits."""
+    return optimizer.name != "adafactor" or policy.moment_format != "8bit"
 
 
-def _text(found: list[Memory], have: int, fits: str, layout: Layout, release: bool) -> str:
+def _text(found: list[Memory], have: int, fits: str, layout: Layout) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
     names = [said(part_text(part)) for part in [*parts, "total"]]
@@ -96,7 +89,7 @@ def _text(found: list[Memory], have: int, fits: str, layout: Layout, release: bo
     if with_batch:
         notes.append(told("micro_batch", rows=found[0].rows))
     else:
-        notes.append(told("without_released") if release else told("without_activations"))
+        notes.append(told("without_activations"))
     if layout.size > 1:
         notes.append(told("each_rank", size=layout.size, layout=layout))
     lines = [table([head, *rows], set(range(1, len(head)))), ""]

@@ -44,7 +44,6 @@ from halfstep.optim.storage.state import (
     zero_moment,
 )
 from halfstep.optim.storage.weights import write_master_
-from halfstep.precision.masters.places import Place, Places
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
@@ -55,6 +54,8 @@ _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
 _NO_GRADIENT = torch.empty(0)
 Members = list[tuple[nn.Parameter, StepTask]]
 """The parameters of one kernel call, each with its task."""
+Member = tuple[int, int, nn.Parameter]
+"""A parameter, after the numbers of its random stream and of its group."""
 
 
 @dataclass(slots=True)
@@ -108,7 +109,6 @@ class LowPrecisionOptimizer(Optimizer):
             )
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
-        self.places = Places()
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels, self._kept, self.places = {}, {}, Places()
+        self._kernels, self._kept = {}, {}
         # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
         defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
@@ -181,7 +181,7 @@ class LowPrecisionOptimizer(Optimizer):
                 another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
-        for _, parameter in self._standing(gradients):
+        for _, _, parameter in self._standing(gradients):
             check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
@@ -191,17 +191,14 @@ class LowPrecisionOptimizer(Optimizer):
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
         multiplier: float | DeviceStep = 1.0,
-        part: int | None = None,
     ) -> Any:
-        """Take one step, or a part of one.
+        """Take one step.
 
         Args:
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
                 the :meth:`device_step` that has examined these gradients and knows the factor.
-            part: The number of a training step that these gradients are a part of, for hooks: its
-                last call has no ``part``, and perhaps no gradients. None: a whole step.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
@@ -218,7 +215,7 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for group, plan, members in self._plans(gradients, factor, part):
+        for group, plan, members in self._plans(gradients, factor):
             self._run(group, plan, members)
             for parameter, task in members:
                 if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
@@ -257,21 +254,18 @@ class LowPrecisionOptimizer(Optimizer):
         return self._kernels[key]
 
     def _plans(
-        self,
-        gradients: Mapping[nn.Parameter, Tensor] | None,
-        multiplier: float,
-        part: int | None,
+        self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
     ) -> list[tuple[dict[str, Any], Plan, Members]]:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
-        places = self._standing(gradients, part)
-        gradients = {parameter: gradients[parameter] for _, parameter in places}
+        members = self._standing(gradients)
+        gradients = {parameter: gradients[parameter] for _, _, parameter in members}
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
         counted: list[Tensor] = []
-        for (stream, number, _), parameter in places:
+        for stream, number, parameter in members:
             group, gradient = self.param_groups[number], gradients[parameter]
             kept = self._task_of(stream, group, parameter, gradient)
             step, update, moments = int(kept.number) + 1, kept.update, kept.moments
@@ -319,22 +313,14 @@ class LowPrecisionOptimizer(Optimizer):
             self._kept[stream] = kept
         return kept
 
-    def _standing(
-        self, gradients: Mapping[nn.Parameter, Tensor], part: int | None = None
-    ) -> list[tuple[Place, nn.Parameter]]:
-        """Places of those parameters that are this optimizer's, in the order of the groups.
-
-        A step in parts looks them up; a whole step walks over its parameters once in any case.
-        """
-        if part is not None or self.places.in_parts:
-            return self.places.of(self.param_groups, gradients, part)
-        given, found, stream = set(map(id, gradients)), [], 0
-        for number, group in enumerate(self.param_groups):
-            for at, parameter in enumerate(group["params"]):
-                if id(parameter) in given:
-                    found.append((Place(stream, number, at), parameter))
-                stream += 1
-        return found
+    def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
+        """Those of the parameters that are this optimizer's, in the order of the groups."""
+        given = set(map(id, gradients))
+        return [
+            (stream, number, parameter)
+            for stream, (number, _, parameter) in enumerate(self._members())
+            if id(parameter) in given
+        ]
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -469,8 +455,9 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
-        for place, _ in self.places.of(self.param_groups, [parameter]):
-            return self.param_groups[place.group], place.stream
+        for stream, (_, group, candidate) in enumerate(self._members()):
+            if candidate is parameter:
+                return group, stream
         raise PrecisionError("the parameter does not belong to this optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -263,8 +263,8 @@ class CapturedStep:
         if precision.path is None:
             raise PrecisionError(
                 "captured() needs steps that are decided on the device: one optimizer of "
-                "halfstep.optim on CUDA, with Triton, in a run of one process, without on_spike, "
-                "fp8-delayed and release_gradients. Call the function itself instead"
+                "halfstep.optim on CUDA, with Triton, in a run of one process, without on_spike "
+                "and fp8-delayed. Call the function itself instead"
             )
         self._precision, self._path = precision, precision.path
         self._function = function

@@ -164,8 +164,7 @@ def incurable(
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
     what = what or _told.phrase("nan_and_inf")
     where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
-    same = _told.phrase("updated", count=judged.updated) if judged.updated else _UNCHANGED
-    known = {"where": where, "end": joined([same, FIND_IT], "")}
+    known = {"where": where, "end": joined([_UNCHANGED, FIND_IT], "")}
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)

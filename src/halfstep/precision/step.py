@@ -11,15 +11,14 @@ One optimizer step, in this order (the order of Megatron-Core's mixed-precision 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
 moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
 clipping, masks and writes to weights mean what they mean in torch.
-On CUDA the device takes these steps alone where it can: ``device_path.py``. Where gradients are
-released, updates are made during the backward: ``masters/release.py``.
+On CUDA the device takes these steps alone where it can: ``device_path.py``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -30,7 +29,6 @@ from halfstep.errors import PrecisionError, SpikeError
 from halfstep.precision import checks, ownership, recovery
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
 from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
@@ -38,7 +36,6 @@ from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
-from halfstep.precision.masters.release import GradientRelease, require_releasable
 from halfstep.precision.masters.stepping import Decision, Gradients, require_own_optimizer
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
@@ -82,7 +79,6 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
-        release_gradients: bool = False,
         steps: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -106,9 +102,6 @@ class Precision:
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
-            release_gradients: Update each parameter during backward, as soon as its gradient is
-                complete, and free that at once. Clipping, several backwards a step, a loss scale,
-                several ranks and all that undoes a step are refused then (``docs/memory.md``).
             steps: How many steps the run will take; only a policy with a schedule needs it.
             ranks: The ranks that must agree on each step, and so must call each method together.
                 None: all of ``torch.distributed``'s default group, if it is initialised.
@@ -141,16 +134,14 @@ class Precision:
         checks.check_parameters(placed, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
-        if require(release_gradients, bool, "Precision(release_gradients)", "True or False"):
-            require_releasable(self.policy, model, self.optimizers, self.ranks, self.choices)
         self._door = ownership.StepDoor(self.policy, self.optimizers, names)
         try:
-            self._take(model, placed, upcast=upcast_trainable, releases=release_gradients)
+            self._take(model, placed, upcast=upcast_trainable)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
 
-    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool, releases: bool) -> None:
+    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool) -> None:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         if upcast and self.policy.param_dtype == torch.float32:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
@@ -162,11 +153,7 @@ class Precision:
         parts = [*self._kept.values()], model, self.optimizers, self._after.ema, self.ranks
         self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        self.gradient_release: GradientRelease | None = None
-        if releases:
-            needed = self.masters, self._examiner, self._door, self.optimizers
-            self.gradient_release = GradientRelease(*needed)
-        elif not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
+        if not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
             config, installed = self.policy.loss_scale, self.masters.installed
             self.path = device_path(self.optimizers, config, self.ranks, installed)
         self._scalers = ownership.OneScaler()
@@ -226,10 +213,6 @@ class Precision:
             self._drop_amaxes()
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
-        releasing: AbstractContextManager[None] = nullcontext()
-        if self.gradient_release is not None and not apart:
-            self._require_own_weights()
-            releasing = self.gradient_release.during(loss, bool(retain_graph) or create_graph)
         history = self.clock.history
         noting = history.backward(counts=not apart) if history else nullcontext()
         with self._context.arithmetic(), noting:
@@ -237,7 +220,7 @@ class Precision:
             if self.uncalibrated:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
             scale = held.value if self.path is None else self.path.scale(held)
-            with releasing, self.masters.arrivals.running(scale, loss, asked):
+            with self.masters.arrivals.running(scale, loss, asked):
                 scaled = (
                     loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
                 )
@@ -249,8 +232,7 @@ class Precision:
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
-        if self.gradient_release is None:
-            self.masters.note()
+        self.masters.note()
 
     @property
     def has_loss(self) -> bool:
@@ -264,15 +246,7 @@ class Precision:
         """Drop everything back-propagated since the last step: gradients and losses.
 
         ``zero_grad()`` of the model or of all optimizers does the same.
-
-        Raises:
-            PrecisionError: If gradients are released, and have updated parameters since.
         """
-        if self.gradient_release is not None:
-            self.gradient_release.require_finished("discard()")
-        self._drop()
-
-    def _drop(self) -> None:
         self.masters.clear()
         self._drop_amaxes()
         self._loss = self._last = None
@@ -289,7 +263,7 @@ class Precision:
         try:
             self.settle()
         finally:
-            self._drop()
+            self.discard()
             self._door.close()
             self._released()
             ownership.give_back_whole_(self.model)
@@ -329,12 +303,11 @@ class Precision:
         Raises:
             NonFiniteError: If continuing cannot help and ``on_nonfinite`` does not say otherwise:
                 the loss is not finite, there is no scale to lower or it is at its floor, or too
-                many steps in a row were skipped. Weights and optimizer state are unchanged, except
-                where gradients are released; the message says how many parameters were updated.
-                On CUDA it may be raised when the result is read, or by the next call.
+                many steps in a row were skipped. Weights and optimizer state are unchanged. On CUDA
+                it may be raised when the result is read, or by the next call.
             SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
-            PrecisionError: If ``backward`` was not called, no parameter got a gradient,
-                ``max_norm`` is not above 0, or gradients are released and it or a closure is given.
+            PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
+                ``max_norm`` is not above 0.
         """
         self._require_open()
         if self.path is not None:
@@ -342,16 +315,12 @@ class Precision:
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
         self._require_own_weights()
-        if self.gradient_release is not None:
-            self.gradient_release.require_plain(loss, max_norm)
         if loss is not None and not isinstance(loss, Tensor):
             return self._step_with(checks.as_closure(loss), max_norm)
         if loss is not None:
             if self._last is not None and self._last() is loss:
                 raise checks.twice()
             self.backward(loss)
-        if self.gradient_release is not None:
-            return self._finish(self.gradient_release)
         try:
             self.settle()
             loss, gradients = self._gradients()
@@ -370,19 +339,8 @@ class Precision:
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
             self._keep_amaxes()
         finally:
-            self._drop()
+            self.discard()
         return self._applied(judged)
-
-    def _finish(self, release: GradientRelease) -> StepResult:
-        """Report a step whose updates were made during its backward."""
-        try:
-            judged = release.finish()
-            if not judged.broken:
-                self._keep_amaxes()
-        finally:
-            self._drop()
-        self.clock.step += 1
-        return self._skip(judged) if judged.broken else self._applied(judged)
 
     def captured(self, function: Callable[..., StepResult]) -> CapturedStep:
         """A whole training step as one CUDA graph, which the host launches in one call.
@@ -436,7 +394,7 @@ class Precision:
                 return self._skip(judged)
             self._keep_amaxes()
         finally:
-            self._drop()
+            self.discard()
         return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
@@ -463,8 +421,6 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state dicts."""
         self.settle()
-        if self.gradient_release is not None:
-            self.gradient_release.require_finished("state_dict()")
         self.masters.adopt()
         masters: dict[str, Tensor] = {}
         if self.policy.keeps_more_than_weights:
@@ -496,9 +452,6 @@ class Precision:
         if progress.load(state, other_policy=state["policy"] != str(self.policy)):
             self.uncalibrated = False
         self.clock.step = progress.applied_total + progress.skipped_total
-        if self.gradient_release is not None:
-            self.gradient_release.reset()
-            self._drop()  # what stands in for its gradients
         for key, each in self._kept.items():
             each.restore_(state.get(key))
         if masters:

@@ -24,7 +24,6 @@ from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
-from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
@@ -50,13 +49,10 @@ def estimate_count(
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
-    *,
-    release_gradients: bool = False,
 ) -> list[Memory]:
     """What training holds for that many parameters, under each policy, without a batch.
 
-    All count as hidden matrices, of shapes that are not known: without Adafactor's sums, and where
-    gradients are released during backward, without the largest one.
+    All count as hidden matrices, of shapes that are not known: without Adafactor's sums.
     """
     _check_moments(optimizer, policies)
     with torch.device("meta"):
@@ -67,11 +63,6 @@ def estimate_count(
     stored = [dataclasses.replace(p, recipe=Recipe(), schedule=()) for p in policies]
     found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in stored]
     found = [dataclasses.replace(m, policy=str(p)) for m, p in zip(found, policies, strict=True)]
-    if release_gradients:
-        for policy in policies:
-            require_unscaled(policy)
-        rest = [{k: v for k, v in m.bytes.items() if k != "gradients"} for m in found]
-        found = [dataclasses.replace(m, bytes=b) for m, b in zip(found, rest, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
 
 
@@ -88,8 +79,6 @@ def estimate_config(
     layout: Layout,
     device: torch.device,
     optimizer: OptimizerConfig | None = None,
-    *,
-    release_gradients: bool = False,
 ) -> list[Memory]:
     """What a step of a configuration's GPT holds on each rank, under each policy.
 
@@ -100,7 +89,6 @@ def estimate_config(
         layout: How ranks share the work.
         device: What it is for.
         optimizer: None: the configuration's.
-        release_gradients: Release gradients during backward, whatever the configuration says.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration, or that the
@@ -118,7 +106,6 @@ def estimate_config(
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
     of_rank = _OfRank(
         model, (tokens, tokens), layout, averages(optimizer, model), device, run.grad_accum,
-        release=release_gradients or config.optimizer.release_gradients,
     )  # fmt: skip
     return [of_rank.memory(policy) for policy in policies]
 
@@ -160,7 +147,7 @@ def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
     of_rank = _OfRank(
         task.model, task.shapes(rows) if plain else None, layout,
         0 if task.own_optimizer else averages(config.optimizer, task.model), device,
-        run.grad_accum, splits, config.optimizer.release_gradients and layout.size == 1,
+        run.grad_accum, splits,
     )  # fmt: skip
     found, have = of_rank.memory(policy), memory_bytes(device)
     if found.peak(run.grad_accum) <= have:
@@ -187,8 +174,6 @@ class _OfRank:
     micro_batches: int = 1
     splits: Any = None
     """The model's plan of tensor parallelism; None: its own."""
-    release: bool = False
-    """Whether gradients are released during backward."""
 
     def memory(
         self, policy: PrecisionPolicy, *, least: bool = False, recompute: bool = False
@@ -197,7 +182,6 @@ class _OfRank:
         layout = self.layout
         options: Any = {"averages": self.averages, "least": least, "device": self.device}
         options |= {"ranks": layout.shard, "loss": _itself, "micro_batches": self.micro_batches}
-        options["release_gradients"] = self.release
         splits: Any = self.splits
         if splits is None:
             own: Any = self.model
@@ -274,7 +258,6 @@ def _way_out(of_rank: _OfRank, task: Task, have: int) -> str:
             return f"It fits with {option}"
         accum = next(n for n in range(1, size + 1) if size % n == 0 and fitting * ranks * n >= size)
         smaller = f"{_typed(task, 'grad_accum', accum)}, or a smaller batch by "
-        smaller = "a smaller batch by " if of_rank.release else smaller
         smaller += _typed(task, "batch_size", fitting * config.grad_accum * ranks)
         also = f"{option} and " if option else ""
         return f"Micro-batches of {fitting} rows fit: {also}{smaller}"
@@ -285,9 +268,7 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
     """What the run might be instead: its memory, the option to type, and ranks with own data."""
     config: BaseConfig = task.config
     now = of_rank.layout.batch_ranks
-    alone = of_rank.release  # it takes neither several micro-batches nor several ranks
-    if not alone:
-        of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
+    of_rank = dataclasses.replace(of_rank, micro_batches=2)  # as a smaller micro-batch makes it
     policy = config.precision
     assert isinstance(policy, PrecisionPolicy)  # the session knows the device
     yield of_rank.memory(policy, least=True), "", now
@@ -301,11 +282,7 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now
     ranks = 2
-    while (
-        not alone
-        and of_rank.layout.size == 1
-        and ranks * config.run.grad_accum <= config.run.batch_size
-    ):
+    while of_rank.layout.size == 1 and ranks * config.run.grad_accum <= config.run.batch_size:
         shared = dataclasses.replace(of_rank, layout=Layout(shard=ranks))
         yield (
             shared.memory(policy, least=True),

@@ -39,7 +39,7 @@ def make_optimizer(
             RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha. Muon updates
             hidden matrices and AdamW the rest, as :func:`halfstep.optim.muon_groups` picks them.
         policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
-            says or gradients are released, torch's optimizer elsewhere (the fused one where torch
+            says, torch's optimizer elsewhere (the fused one where torch
             has it).
         seed: Seed of stochastic rounding, where the policy uses it.
 
@@ -58,8 +58,7 @@ def make_optimizer(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in every if group["params"]]
-    needed = policy.needs_own_optimizer or config.release_gradients
-    own = config.name in OWN and (needed or config.name not in _TORCH)
+    own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
     make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
     offered = {
         "lr": config.learning_rate,

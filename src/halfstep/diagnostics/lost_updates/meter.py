@@ -174,8 +174,6 @@ class _Watch:
     _count: int
     _exact: ExactMoments
     _open: StepSample | None = None  # the call in progress
-    _parts: list[StepSample] = field(default_factory=list)  # of a step made in parts, until it ends
-    _part: int | None = None  # the number of that step
     _unread: list[StepSample] = field(default_factory=list)
     _reports: tuple[GroupReport, ...] = ()
     fresh: bool = False
@@ -188,10 +186,7 @@ class _Watch:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open = None
-        part = kwargs.get("part")
-        if part is not None and part != self._part:  # what there is belongs to a step that failed
-            self._part, self._parts = part, []
-        self._exact.prepare(optimizer, kwargs)
+        self._exact.prepare(optimizer)
         if (self._count + 1) % self._every == 0:
             number, exact = self._count + 1, self._exact.get
             self._open = before_step(
@@ -204,14 +199,9 @@ class _Watch:
         step, self._open = self._open, None
         if step is not None:
             after_step(optimizer, step)
-        if kwargs.get("part") is not None:
-            self._parts += [] if step is None else [step]
-            return
         self._count += 1
         self.fresh = step is not None
         if step is not None:
-            step.join(self._parts)
-            self._part, self._parts = None, []
             kept = self._unread[1 - _UNREAD :] if step.found is not None else []
             self._unread = [*kept, step]
 

@@ -21,7 +21,6 @@ from halfstep.diagnostics.lost_updates.sampling import (
     is_own,
     local,
     sampled_state,
-    stepped,
 )
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.directed import DirectedOptimizer
@@ -226,17 +225,16 @@ class ExactMoments:
         """The moments after the last step, fp32 of shape (k,); None if the optimizer keeps fp32."""
         return self._values.get(place)
 
-    def prepare(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    def prepare(self, optimizer: Optimizer) -> None:
         """Before a step: start from the stored moments if the last step did not lead to this one.
 
         That is so at the first step, and after a state was loaded or parameters were changed: the
-        step counter is another tensor then. Of a step made in parts only the part's counts.
+        step counter is another tensor then.
         """
-        for number, members in enumerate(stepped(optimizer, kwargs)):
-            group = optimizer.param_groups[number]
+        for number, group in enumerate(optimizer.param_groups):
             if not _is_coarse(optimizer, group):
                 continue
-            for j, parameter in members:
+            for j, parameter in enumerate(group["params"]):
                 state, place = optimizer.state.get(parameter, {}), (number, j)
                 step = state.get("step")
                 index = self._index.get(place)
@@ -258,11 +256,10 @@ class ExactMoments:
         multiplier = kwargs.get("multiplier", 1.0)
         if isinstance(multiplier, DeviceStep):
             found, multiplier = multiplier.found, multiplier.multiplier
-        for number, tensors in enumerate(stepped(optimizer, kwargs)):
-            group = optimizer.param_groups[number]
+        for number, group in enumerate(optimizer.param_groups):
             # Only the gathering is per tensor, the rest per group and dtype: this runs every step.
             gathered: dict[torch.dtype, list[tuple[_Place, Tensor]]] = {}
-            for j, parameter in tensors:
+            for j, parameter in enumerate(group["params"]):
                 index = self._index.get((number, j))
                 gradient = parameter.grad if given is None else given.get(parameter)
                 if index is not None and gradient is not None:

@@ -82,13 +82,6 @@ class StepSample:
     late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
-    def join(self, parts: Sequence[StepSample]) -> None:
-        """Add the samples of parts of this step, as where gradients are released in backward."""
-        for part in parts:
-            for mine, theirs in zip(self.groups, part.groups, strict=True):
-                mine.samples += theirs.samples
-                mine.sparse += theirs.sparse
-
 
 class Chooser:
     """Chooses the elements to sample of each tensor, the same ones at every step."""
@@ -128,17 +121,6 @@ def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
     return isinstance(optimizer, LowPrecisionOptimizer)
 
 
-def stepped(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> list[list[tuple[int, Tensor]]]:
-    """By group, the tensors that a step or a part of one may update, with their indices in it."""
-    groups, part = optimizer.param_groups, kwargs.get("part")
-    if part is None or not is_own(optimizer):
-        return [[*enumerate(group["params"])] for group in groups]
-    found: list[list[tuple[int, Tensor]]] = [[] for _ in groups]
-    for place, tensor in optimizer.places.of(groups, kwargs["gradients"], part):
-        found[place.group].append((place.at, tensor))
-    return found
-
-
 def before_step(
     optimizer: Optimizer,
     number: int,
@@ -167,13 +149,11 @@ def before_step(
         _copy(found),
         late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
     )
-    for i, (group, members) in enumerate(
-        zip(optimizer.param_groups, stepped(optimizer, kwargs), strict=True)
-    ):
+    for i, group in enumerate(optimizer.param_groups):
         options = {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
         step.groups.append(GroupSample(options))
         own_names = group.get("param_names")
-        for j, parameter in members:
+        for j, parameter in enumerate(group["params"]):
             gradient = parameter.grad if given is None else given.get(parameter)
             tensor = local(parameter.detach())
             if not tensor.numel() or (gradient is None and not step.late):

@@ -27,7 +27,6 @@ from halfstep.precision.casting.autocast import support
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.masters.release import require_unscaled
 from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
@@ -48,7 +47,6 @@ def estimate(
     device: str | torch.device | None = None,
     averages: float | Mapping[str, float] = 2,
     micro_batches: int = 1,
-    release_gradients: bool = False,
     least: bool = False,
 ) -> Memory:
     """Estimate what a training step holds; allocates nothing, and changes nothing.
@@ -68,9 +66,6 @@ def estimate(
             with momentum; or of each parameter by its name, as ``optimizer.averages(model)`` of
             halfstep's optimizers gives them (Muon: 1 of a matrix; Adafactor: its sums).
         micro_batches: Micro-batches of a step, whose gradients add up in ``grad_dtype``.
-        release_gradients: Whether gradients are released during backward
-            (:class:`halfstep.Precision`): the largest alone counts then. An operation that makes
-            those of several weights at once holds all of them.
         least: Leave out what shapes cannot be sure of, so that the step holds no less: whether
             halfstep's kernels run, which save less than torch's operations, and attention masks,
             which models drop where nothing is padded.
@@ -86,14 +81,6 @@ def estimate(
     where = default_device() if device is None else as_device(device)
     value = parse_policy(policy, where)
     found: Bytes = _state(model, value, max(1, ranks), averages, micro_batches > 1)
-    if release_gradients:
-        require_unscaled(value)
-        if ranks > 1 or micro_batches > 1:
-            raise PrecisionError(
-                f"estimate(release_gradients=True, ranks={ranks}, micro_batches={micro_batches}): "
-                "gradients are released in one process, from one backward a step; allowed: 1 and 1"
-            )
-        found["gradients"] = _largest_gradient(model, value)
     modules: Bytes = {}
     rows = 0
     if batch is not None and any(True for _ in tensors_in(batch)):
@@ -158,19 +145,6 @@ def _state(
     for buffer in model.buffers():
         add("weights", dtype_name(buffer.dtype), buffer.nbytes)
     return found
-
-
-def _largest_gradient(model: nn.Module, policy: PrecisionPolicy) -> dict[str, int]:
-    """The bytes of one gradient, by dtype: where they are released, one exists at a time."""
-    kept = place(policy, model).kept()
-    sizes = {}
-    for name, parameter in model.named_parameters():
-        each = bytes_per_parameter(policy, kept=name in kept)["gradients"]
-        form = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each)]
-        if parameter.requires_grad:
-            sizes[name] = (round(parameter.numel() * each), form)
-    size, form = max(sizes.values(), default=(0, "fp32"))
-    return {form: size}
 
 
 def _moment_bytes(count: float, form: str) -> float:

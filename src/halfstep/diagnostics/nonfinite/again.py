@@ -248,16 +248,12 @@ def _responsible(
 
 @contextmanager
 def scale_kept(precision: Precision) -> Iterator[None]:
-    """Inside the block no loss calibrates the first loss scale: parts of a batch give another.
-
-    Nor are gradients released: a backward leaves the weights as they are.
-    """
+    """Inside the block no loss calibrates the first loss scale: parts of a batch give another."""
     uncalibrated, precision.uncalibrated = precision.uncalibrated, False
-    release, precision.gradient_release = precision.gradient_release, None
     try:
         yield
     finally:
-        precision.uncalibrated, precision.gradient_release = uncalibrated, release
+        precision.uncalibrated = uncalibrated
 
 
 @contextmanager

@@ -169,12 +169,6 @@ class Recorder:
         )
         if precision.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
-        if captures and precision.gradient_release is not None:
-            raise PrecisionError(
-                f"Recorder(captures={captures}) of a Precision with release_gradients=True: a "
-                "capture is the state before the step, and some updates are made by then; use "
-                "captures=0, or leave release_gradients out"
-            )
         choice = precision.choices[1]
         self._log = StepLog(precision, folder, captures=captures, spikes=choice)
         self._log.open(self._step)

@@ -105,9 +105,8 @@ class KeepsMasters(Protocol):
         *,
         gradients: Gradients | None = None,
         multiplier: float | StepsOnDevice = 1.0,
-        part: int | None = None,
     ) -> Any:
-        """Take a step with these gradients times ``multiplier``, or a part of the step ``part``."""
+        """Take a step with these gradients times ``multiplier``."""
 
     def device_step(self, config: LossScaleConfig) -> StepsOnDevice | None:
         """Its steps on the device, or None where the host decides."""
@@ -124,18 +123,13 @@ class KeepsMasters(Protocol):
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "multiplier")
-
-
-def takes_parts(optimizer: Optimizer) -> bool:
-    """Whether ``step`` accepts the gradients of one parameter after another, too."""
-    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "part")
+    return isinstance(optimizer, KeepsMasters) and _takes_gradients(type(optimizer))
 
 
 @cache
-def _accepts(kind: type[Any], option: str) -> bool:
+def _takes_gradients(kind: type[Any]) -> bool:
     accepted = inspect.signature(kind.step).parameters
-    return {"gradients", option} <= accepted.keys() or any(
+    return {"gradients", "multiplier"} <= accepted.keys() or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     )
 

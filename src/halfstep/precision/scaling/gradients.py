@@ -216,7 +216,6 @@ class Judged:
     norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
     found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
     spike: Spike | None = None  # what is wrong with a finite step, where spikes are guarded
-    updated: int = 0  # parameters updated before the verdict, where gradients are released
 
     @property
     def broken(self) -> bool:
