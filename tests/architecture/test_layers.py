@@ -63,7 +63,7 @@ OPTIONAL = {
     ("report/figures.py", "matplotlib"),
     (
         "optim/kernels/cuda.py",
-        "halfstep.optim.kernels.triton_decide",
+        "halfstep.optim.kernels.triton_statistics",
     ),  # which needs triton at its top
 }
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
+from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.kernels.dispatch import Kernel, kernel_for
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.on_device.step import DeviceStep, device_step
 from halfstep.optim.options import (
     check_gradient,
     check_group,
@@ -45,7 +46,7 @@ from halfstep.optim.storage.state import (
 )
 from halfstep.optim.storage.weights import write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.masters.stepping import DeviceDecision
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -190,7 +191,7 @@ class LowPrecisionOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
-        multiplier: float | DeviceStep = 1.0,
+        multiplier: float | DeviceDecision = 1.0,
     ) -> Any:
         """Take one step.
 
@@ -198,15 +199,16 @@ class LowPrecisionOptimizer(Optimizer):
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
-                the :meth:`device_step` that has examined these gradients and knows the factor.
+                what :meth:`decide` has decided about these gradients.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
-        if isinstance(multiplier, DeviceStep):
-            multiplier.update()
-            return None
-        loss, factor = None, multiplier
+        loss, factor, decision = None, 1.0, None
+        if isinstance(multiplier, DeviceDecision):
+            decision = multiplier
+        else:
+            factor = multiplier
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -215,7 +217,7 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for group, plan, members in self._plans(gradients, factor):
+        for group, plan, members in self._plans(gradients, factor, decision):
             self._run(group, plan, members)
             for parameter, task in members:
                 if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
@@ -229,17 +231,58 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
         """Update the tensors of one plan, all of one group."""
-        kernel = self._kernel(members[0][0].device, plan.algorithm.name)
-        kernel.run([task for _, task in members], plan)
+        tasks = [task for _, task in members]
+        if plan.decision is not None:
+            cuda.run_cuda(tasks, plan)
+        else:
+            self._kernel(tasks[0].weight.device, plan.algorithm.name).run(tasks, plan)
 
-    def device_step(self, config: LossScaleConfig) -> DeviceStep | None:
-        """Steps whose decisions stay on the device; None where there is no kernel for them.
+    def can_decide(self) -> bool:
+        """Whether :meth:`decide` has kernels.
 
         A subclass with a ``step`` of its own has none, since it may read the multiplier.
         """
-        if inspect.unwrap(type(self).step) is not inspect.unwrap(LowPrecisionOptimizer.step):
-            return None
-        return device_step(self, config)
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        own_step = inspect.unwrap(type(self).step) is inspect.unwrap(LowPrecisionOptimizer.step)
+        known = own_step and len(devices) == 1 and self.algorithm.name in RULES
+        return known and cuda.can_launch(*devices)
+
+    @torch.no_grad()
+    def decide(
+        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], max_norm: float | None
+    ) -> DeviceDecision | None:
+        """Decide on a step on the device; give the result to :meth:`step` as its multiplier.
+
+        A step whose loss or gradients are not finite leaves weights, moments and remainders
+        unchanged, bit for bit; :meth:`uncount` it once the host knows.
+
+        Args:
+            loss: A scalar.
+            gradients: Of the parameters, unscaled; fp32, bf16 or fp16. They are only read.
+            max_norm: Clip their global 2-norm to this, or None.
+
+        Returns:
+            None where the host must decide: in the steps that compare 8-bit moments with their
+            gradients, and where a gradient is sparse.
+
+        **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's
+        fused ones.
+        """
+        return None if self._compares_next(gradients) else cuda.decide(loss, gradients, max_norm)
+
+    def _compares_next(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Whether the next step compares 8-bit moments with their gradients."""
+        if len(self.algorithm.moments) < 2:
+            return False
+        for _, number, parameter in self._standing(gradients):
+            group, state = self.param_groups[number], self.state.get(parameter, {})
+            if kept_moments(self.algorithm.moments, group, state) == "8bit" and is_due(int(state.get("step", 0)) + 1):
+                return True
+        return False
+
+    def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take back that a step counts, which the device has not applied."""
+        torch._foreach_sub_([self.state[p]["step"] for p in parameters], 1)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
@@ -254,7 +297,10 @@ class LowPrecisionOptimizer(Optimizer):
         return self._kernels[key]
 
     def _plans(
-        self, gradients: Mapping[nn.Parameter, Tensor] | None, multiplier: float
+        self,
+        gradients: Mapping[nn.Parameter, Tensor] | None,
+        multiplier: float,
+        decision: DeviceDecision | None,
     ) -> list[tuple[dict[str, Any], Plan, Members]]:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
@@ -282,6 +328,7 @@ class LowPrecisionOptimizer(Optimizer):
                     -multiplier if group.get("maximize") else multiplier,
                     group["seed"],
                     step,
+                    decision,
                 )
                 found[key] = (group, plan, [])
             found[key][2].append((parameter, kept.task))

@@ -25,8 +25,7 @@ class Algorithm:
     moments: tuple[str, ...]  # names of its state, as in ``torch.optim``; the first is signed
     # maps group options to the rule's fp32 constants in late steps, at most 8
     settled: Callable[[dict[str, Any]], Constants]
-    # maps these and a step number, from 1, to the constants of that step; ``triton_decide.py``
-    # repeats it, because there only the device knows the step number
+    # maps these and a step number, from 1, to the constants of that step
     at_step: Callable[[Constants, int], Constants]
     # maps (weight, gradient, first, second, constants) to the new weight, first and second moment,
     # all fp32 of one shape; a moment that the rule does not use is returned unchanged. Rules of

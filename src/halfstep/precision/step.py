@@ -31,7 +31,7 @@ from halfstep.precision.after_step import EMA, AfterStep, OnSkip
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
-from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
+from halfstep.precision.device_path import DevicePath, device_path
 from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
@@ -61,11 +61,6 @@ class Precision:
         >>> result.applied, result.loss_scale
         (True, 1.0)
     """
-
-    loss_scale = Later[LossScale]()
-    applied_total = Later[int]()
-    skipped_total = Later[int]()
-    skipped_in_a_row = Later[int]()
 
     def __init__(
         self,
@@ -154,8 +149,7 @@ class Precision:
         self._guard = recovery.make_guard(self.choices, *parts)
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
         if not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
-            config, installed = self.policy.loss_scale, self.masters.installed
-            self.path = device_path(self.optimizers, config, self.ranks, installed)
+            self.path = device_path(self.optimizers, self.ranks, self.masters.installed)
         self._scalers = ownership.OneScaler()
         self._watch = ownership.ForwardWatch(self.policy, self.device)
         self.model = model
@@ -163,7 +157,7 @@ class Precision:
         cast_at_border(placed, self.clock)
         hooks = [*self._watch.attach(model), *self.masters.handles]
         if self.path is not None:
-            hooks += self.path.attach(self.optimizers, weakref.WeakMethod(self.settle))
+            hooks += self.path.attach(weakref.WeakMethod(self.settle))
         # a model with 16-bit weights needs its casts even after this Precision is gone
         stays = self.policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
@@ -216,10 +210,12 @@ class Precision:
         history = self.clock.history
         noting = history.backward(counts=not apart) if history else nullcontext()
         with self._context.arithmetic(), noting:
+            if self.policy.loss_scale.kind == "dynamic":
+                self.settle()  # the last step may have lowered the scale
             held = self._progress.loss_scale
             if self.uncalibrated:
                 self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
-            scale = held.value if self.path is None else self.path.scale(held)
+            scale = held.value
             with self.masters.arrivals.running(scale, loss, asked):
                 scaled = (
                     loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
@@ -310,8 +306,6 @@ class Precision:
                 ``max_norm`` is not above 0.
         """
         self._require_open()
-        if self.path is not None:
-            self.path.require_noticed()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
         self._require_own_weights()
@@ -325,12 +319,15 @@ class Precision:
             self.settle()
             loss, gradients = self._gradients()
             self.clock.step += 1
-            if self.path is not None and self.path.takes(gradients):
+            decision = None if self.path is None else self.path.decide(loss, gradients, max_norm)
+            if self.path is not None and decision is not None:
                 self.masters.take_written_()
-                self.path.examine(self._progress.loss_scale, loss, gradients, max_norm)
                 with self._door.open():
-                    self.masters.update_(gradients, self.path.steps)
-                return self.took(self.path)
+                    self.masters.update_(gradients, decision)
+                result = self.path.result(decision, gradients, self._learn)
+                if self._after.waits or self._guard is not None:
+                    self.settle()  # schedules, EMA and guards need the outcome at once
+                return result
             judged = self._examiner.judge(loss, gradients)
             if judged.broken:
                 return self._skip(judged)
@@ -342,30 +339,34 @@ class Precision:
             self.discard()
         return self._applied(judged)
 
-    def captured(self, function: Callable[..., StepResult]) -> CapturedStep:
-        """A whole training step as one CUDA graph, which the host launches in one call.
-
-        Each call of what is returned takes one step and returns its result: the first three run the
-        function itself, the next one captures it, and all later ones replay it. What Python does
-        inside the function happens at its capture only.
-
-        Args:
-            function: Takes tensors on the device; computes the loss in :meth:`autocast`, calls
-                :meth:`step` once, and returns its result without reading it.
-
-        Raises:
-            PrecisionError: If the host must decide about this Precision's steps.
-        """
-        return CapturedStep(self, function)
-
     def settle(self) -> None:
         """Wait for the last step on the device, and raise the NonFiniteError that it ended with."""
         if self.path is not None:
             self.path.settle()
 
-    def took(self, path: DevicePath) -> StepResult:
-        """The result of a step on the device; schedules, EMA and guards need it at once."""
-        return path.result(self._learn, waits=self._after.waits or self._guard is not None)
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale after the last step, whose outcome this waits for, as do all counts."""
+        self.settle()
+        return self._progress.loss_scale
+
+    @property
+    def applied_total(self) -> int:
+        """Applied steps."""
+        self.settle()
+        return self._progress.applied_total
+
+    @property
+    def skipped_total(self) -> int:
+        """Skipped steps."""
+        self.settle()
+        return self._progress.skipped_total
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Steps skipped since the last applied one."""
+        self.settle()
+        return self._progress.skipped_in_a_row
 
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""

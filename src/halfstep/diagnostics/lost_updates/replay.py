@@ -24,10 +24,10 @@ from halfstep.diagnostics.lost_updates.sampling import (
 )
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.directed import DirectedOptimizer
-from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import stored_moment
+from halfstep.precision.masters.stepping import DeviceDecision
 
 # Optimizers whose rule is element-wise according to torch.optim's documentation.
 _ELEMENTWISE = frozenset(
@@ -254,7 +254,7 @@ class ExactMoments:
         given = kwargs.get("gradients")
         scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         multiplier = kwargs.get("multiplier", 1.0)
-        if isinstance(multiplier, DeviceStep):
+        if isinstance(multiplier, DeviceDecision):
             found, multiplier = multiplier.found, multiplier.multiplier
         for number, group in enumerate(optimizer.param_groups):
             # Only the gathering is per tensor, the rest per group and dtype: this runs every step.

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.directed import DirectedOptimizer
-from halfstep.optim.on_device.step import DeviceStep
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import Update, random_key
+from halfstep.precision.masters.stepping import DeviceDecision
 
 _FEW = 16  # least number of elements sampled from a tensor
 
@@ -140,7 +140,7 @@ def before_step(
     given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
     multiplier = kwargs.get("multiplier", 1.0) if own else 1.0
     found = getattr(optimizer, "found_inf", None)
-    if isinstance(multiplier, DeviceStep):
+    if isinstance(multiplier, DeviceDecision):
         found, multiplier = multiplier.found, multiplier.multiplier
     step = StepSample(
         number,

@@ -27,10 +27,9 @@ from halfstep.optim.kernels.triton_numbers import (
     mix,
     nearest,
 )
-from halfstep.optim.on_device.buffer import Head, Row
 
 # Columns of a row: addresses, then the number of elements, the random stream and its seed, and the
-# indices of the tensor's first program in the update and in the statistics.
+# index of the tensor's first program.
 WEIGHT = tl.constexpr(0)
 REMAINDER = tl.constexpr(1)
 GRADIENT = tl.constexpr(2)
@@ -42,15 +41,9 @@ COUNT = tl.constexpr(7)
 STREAM = tl.constexpr(8)
 SEED = tl.constexpr(9)
 UPDATE_START = tl.constexpr(10)
-STATISTICS_START = tl.constexpr(11)
-COLUMNS = tl.constexpr(12)
+COLUMNS = tl.constexpr(11)
 
 LANES = tl.constexpr(128)  # moments.BLOCK
-_FOUND = tl.constexpr(Head.FOUND.value)
-_MULTIPLIER = tl.constexpr(Head.MULTIPLIER.value)
-_STEP = tl.constexpr(Row.STEP.value)
-_CONSTANTS = tl.constexpr(Row.CONSTANTS.value)
-_SIGN = tl.constexpr(Row.SIGN.value)
 
 # Compiler options of every kernel here; Triton's interpreter ignores them.
 LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
@@ -197,27 +190,21 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
                     _store(v_tops, block, blocks, tops, masked)
 
 
-@triton.jit(do_not_specialize=["at_row", "step"])
+@triton.jit(do_not_specialize=["step"])
 def update_kernel(  # noqa: ANN201
-    table, owners, state, at_row, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    table, owners, decision, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
-    aligned: tl.constexpr, on_device: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
+    aligned: tl.constexpr, decided: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Update a program's tiles; with ``on_device`` all numbers are read from ``state``."""
-    if on_device:
-        if tl.load(state + _FOUND) > 0:
+    """Update a program's tiles.
+
+    ``decision`` points to the numbers of a ``DeviceDecision``, where the step is ``decided`` on the
+    device: nothing changes if the first is above 0, and the second is a further factor.
+    """
+    if decided:
+        if tl.load(decision) > 0:
             return
-        numbers = state + at_row
-        multiplier = (tl.load(state + _MULTIPLIER) * tl.load(numbers + _SIGN)).to(tl.float32)
-        step = tl.load(numbers + _STEP).to(tl.int32)
-        c0 = tl.load(numbers + _CONSTANTS).to(tl.float32)
-        c1 = tl.load(numbers + _CONSTANTS + 1).to(tl.float32)
-        c2 = tl.load(numbers + _CONSTANTS + 2).to(tl.float32)
-        c3 = tl.load(numbers + _CONSTANTS + 3).to(tl.float32)
-        c4 = tl.load(numbers + _CONSTANTS + 4).to(tl.float32)
-        c5 = tl.load(numbers + _CONSTANTS + 5).to(tl.float32)
-        c6 = tl.load(numbers + _CONSTANTS + 6).to(tl.float32)
-        c7 = tl.load(numbers + _CONSTANTS + 7).to(tl.float32)
+        multiplier = (tl.load(decision + 1) * multiplier).to(tl.float32)
     program = tl.program_id(0)
     row = table + tl.load(owners + program) * COLUMNS
     count = tl.load(row + COUNT)

@@ -43,10 +43,10 @@ from halfstep.precision.masters.local_part import (
 )
 from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
+    DeviceDecision,
     Gradients,
     KeepsMasters,
     StepHooks,
-    StepsOnDevice,
     takes_gradients,
 )
 from halfstep.precision.policy.policy import LOW, dtype_name
@@ -397,10 +397,10 @@ class MasterWeights:
             with self.installed():
                 keeper.write_master_(weight.target, value.float())
 
-    def update_(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
+    def update_(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers with the gradients times ``factor``, and round masters to weights.
 
-        A step that is decided on the device knows the factor, and has examined these gradients.
+        A decision on the device knows the factor, and whether the step changes anything.
         """
         hooks = self._hooks
         with self.installed():
@@ -410,7 +410,7 @@ class MasterWeights:
                 self._step(gradients, factor)
         self.push_(gradients)
 
-    def _step(self, gradients: Gradients, factor: float | StepsOnDevice) -> None:
+    def _step(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one that steps checks for itself
             for keeper in self._own:

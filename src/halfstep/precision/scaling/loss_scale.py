@@ -5,8 +5,7 @@ loss by S multiplies every gradient by S on its way through the 16-bit operation
 finished fp32 gradient by S restores it. S is always a power of two here, so both are exact.
 
 :meth:`Limits.after` is the algorithm of a dynamic scale: from a state, and whether the step
-overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it;
-``triton_decide.py`` repeats it on a GPU and is tested against it.
+overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
 3.2 and 4; start, factors and interval as in ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor
@@ -41,7 +40,7 @@ def _is_number(value: object, kind: type[int] | type[float]) -> bool:
 
 
 class ScaleState(NamedTuple):
-    """The changing state of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
+    """The changing state of a dynamic loss scale."""
 
     value: float  # the scale of the next backward
     good_steps: int  # since the last overflow or growth
