@@ -470,30 +470,6 @@ def test_all_ranks_roll_back_to_the_same_weights(pool2, layout, policy):
         same_bits(before["parts"], rank["parts"])
 
 
-def calibrates(rank, policy, factors):
-    """The scale that each rank starts at; their losses differ by orders of magnitude."""
-    strategy, model, precision = parity.prepare("data=2", policy)
-    parity.backward_all(strategy, model, precision, 0, factor=factors[rank])
-    return precision.loss_scale.value
-
-
-@pytest.mark.parametrize("policy", ["fp16-mixed,init_scale=auto", "fp16-master,init_scale=auto"])
-def test_data_ranks_calibrate_to_the_smallest_of_their_scales(pool2, policy):
-    alone = pool2.run(calibrates, policy=policy, factors=[64.0, 64.0])
-    assert alone[0] == alone[1]
-    lower = pool2.run(calibrates, policy=policy, factors=[1.0, 64.0])
-    assert lower[0] == lower[1]
-    higher = pool2.run(calibrates, policy=policy, factors=[1.0, 1.0])
-    assert higher[0] == higher[1]
-    assert higher[0] > lower[0]  # a loss 64 times as large takes a scale that much smaller
-    assert lower[0] == alone[0]
-
-
-def test_a_loss_that_is_nan_on_one_rank_is_not_calibrated_from(pool2):
-    scales = pool2.run(calibrates, policy="fp16-mixed,init_scale=auto", factors=[1.0, float("nan")])
-    assert scales[0] == scales[1]
-
-
 def masters_at_the_start(rank, layout, policy):
     """Before any step: what each policy trains, whole."""
     _, model, precision = parity.prepare(layout, policy)

@@ -34,11 +34,6 @@ class Verdict:
     note: str = ""
 
 
-_SCALES = Verdict(
-    "init_scale=auto tries scales on each rank by itself, and gradients of different scales would "
-    "be added",
-    "init_scale=65536",
-)
 EXACT, REORDERED = "bit for bit", "another order of sums"
 OTHER_BITS = "other random bits on each rank"
 
@@ -73,16 +68,12 @@ def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
                 "block's parameters in one format",
                 f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
             )
-        if policy.loss_scale.calibrate:
-            return _SCALES
         if low:
             return Verdict(note=f"sums rounded to {dtype_name(policy.param_dtype)}")
         if policy.casts == "module":
             return Verdict(note="bf16 between layers")
         return Verdict(note=_exact(policy, layout))
     if layout.tensor > 1:
-        if policy.loss_scale.calibrate:
-            return _SCALES
         form = dtype_name(policy.compute_dtype)
         return Verdict(note=REORDERED if form == "fp32" else f"{form} partial sums")
     return Verdict(note=_exact(policy, layout) if layout.data > 1 else "")

@@ -108,6 +108,9 @@ class LowPrecisionOptimizer(Optimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
+        # group, index in it and random stream by the id of a tensor, checked before use
+        self._places: dict[int, tuple[int, int, int]] = {}
+        self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
@@ -125,7 +128,8 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels, self._kept = {}, {}
+        self._kernels, self._kept, self._places = {}, {}, {}
+        self._lengths = []
         # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
         defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
@@ -502,10 +506,23 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
-        for stream, (_, group, candidate) in enumerate(self._members()):
-            if candidate is parameter:
-                return group, stream
-        raise PrecisionError("the parameter does not belong to this optimizer")
+        if not self.holds(parameter):
+            raise PrecisionError("the parameter does not belong to this optimizer")
+        number, _, stream = self._places[id(parameter)]
+        return self.param_groups[number], stream
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a group holds this tensor; looked up once as long as the groups stay so."""
+        groups = self.param_groups
+        lengths = [len(group["params"]) for group in groups]
+        place = self._places.get(id(parameter)) if lengths == self._lengths else None
+        if place is None or groups[place[0]]["params"][place[1]] is not parameter:
+            self._lengths, self._places, stream = lengths, {}, 0
+            for number, group in enumerate(groups):
+                for at, held in enumerate(group["params"]):
+                    self._places[id(held)] = number, at, stream
+                    stream += 1
+        return id(parameter) in self._places
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.

@@ -41,7 +41,6 @@ from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.calibrate import calibrate_
 from halfstep.precision.scaling.gradients import Examiner, Judged, Progress, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import SpikeDetector
@@ -111,7 +110,6 @@ class Precision:
         self.support = require_support(self.policy, self.device)
         self._progress = Progress(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self.uncalibrated = self.policy.loss_scale.calibrate  # the next finite loss sets the scale
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self.on_broken: recovery.OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
@@ -212,10 +210,7 @@ class Precision:
         with self._context.arithmetic(), noting:
             if self.policy.loss_scale.kind == "dynamic":
                 self.settle()  # the last step may have lowered the scale
-            held = self._progress.loss_scale
-            if self.uncalibrated:
-                self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
-            scale = held.value
+            scale = self._progress.loss_scale.value
             with self.masters.arrivals.running(scale, loss, asked):
                 scaled = (
                     loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
@@ -450,8 +445,7 @@ class Precision:
         self.masters.adopt()
         masters = checks.check_state(state, self.policy, self.named_parameters(), weights)
         progress = self._progress
-        if progress.load(state, other_policy=state["policy"] != str(self.policy)):
-            self.uncalibrated = False
+        progress.load(state, other_policy=state["policy"] != str(self.policy))
         self.clock.step = progress.applied_total + progress.skipped_total
         for key, each in self._kept.items():
             each.restore_(state.get(key))

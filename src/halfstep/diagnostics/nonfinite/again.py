@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,9 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.checks import no_loss
+from halfstep.precision.masters.arrivals import graph_leaves
 from halfstep.precision.ownership import tensors_in
 from halfstep.precision.recovery import FIND_IT, Buffers
-from halfstep.precision.scaling.calibrate import graph_leaves
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
@@ -84,11 +84,9 @@ def first_cause(
 
         context: Callable[[], Any] = used.autocast
         backward, clear = used.backward, used.discard
-        scaled: AbstractContextManager[None] = scale_kept(used)
     else:
         model, context = precision, nullcontext
         backward, clear = Tensor.backward, model.zero_grad
-        scaled = nullcontext()
     own = set(model.parameters())
 
     def run(number: int, rows: Any) -> None:
@@ -100,8 +98,7 @@ def first_cause(
             backward(value)
 
     clear()
-    with scaled:
-        cause = search(model, run, [batch], clear=clear)
+    cause = search(model, run, [batch], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
@@ -244,16 +241,6 @@ def _responsible(
         half = len(found) // 2
         found = next((part for part in (found[:half], found[half:]) if has_it(part)), ())
     return tuple(found) if found and others_fail(found) is False else ()
-
-
-@contextmanager
-def scale_kept(precision: Precision) -> Iterator[None]:
-    """Inside the block no loss calibrates the first loss scale: parts of a batch give another."""
-    uncalibrated, precision.uncalibrated = precision.uncalibrated, False
-    try:
-        yield
-    finally:
-        precision.uncalibrated = uncalibrated
 
 
 @contextmanager

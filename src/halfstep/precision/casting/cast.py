@@ -368,12 +368,6 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
                 f"{policy} gradients have moved on by then, and every rank would train by "
                 "its own; use halfstep.distributed (parallel=data=N), or bf16-mixed"
             )
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    if policy.loss_scale.calibrate and sharded:
-        raise PrecisionError(
-            "init_scale=auto tries scales on each rank separately, and ranks that share the "
-            "parameters of one model would add gradients of different scales; use init_scale=65536"
-        )
     found = dict(fsdp_modules(model))
     for name, state in found.items():
         _check_casts(policy, name or "the model", getattr(state, "_mp_policy", None))

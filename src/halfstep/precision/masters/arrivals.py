@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
-from halfstep.precision.scaling.calibrate import graph_leaves
 
 # Thread id to 1 / S of the backward it runs. Global, as a loss may reach another Precision's model.
 _RUNNING: dict[int, float] = {}
@@ -207,6 +206,23 @@ class Arrivals:
             parameter.grad_dtype = parameter.dtype
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self._low, self._received, self._sharded, self._left = [], [], [], []
+
+
+def graph_leaves(loss: Tensor) -> list[Tensor]:
+    """The leaf tensors that would get a gradient from a backward of ``loss``, each once."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    leaves: dict[Tensor, None] = {}
+    seen, todo = {loss.grad_fn}, [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves[node.variable] = None  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return list(leaves)
 
 
 def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:

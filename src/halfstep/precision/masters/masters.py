@@ -486,8 +486,12 @@ class MasterWeights:
 
     def _keeper(self, weight: Weight) -> KeepsMasters | None:
         """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
-        held = weight.keeper is not None and weight.parameter in self._held().by_parameter
-        return weight.keeper if held else None
+        keeper = weight.keeper
+        if keeper is None:
+            return None
+        return (
+            keeper if keeper.holds(weight.target if self._installed else weight.parameter) else None
+        )
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:

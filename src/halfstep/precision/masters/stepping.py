@@ -120,6 +120,9 @@ class KeepsMasters(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a group holds this tensor."""
+
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The exact fp32 values that a parameter and its remainder represent."""
 

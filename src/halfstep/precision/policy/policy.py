@@ -326,8 +326,6 @@ def _spell_scale(scale: LossScaleConfig) -> list[str]:
         for key in LOSS_SCALE_FIELDS
         if getattr(scale, key) != getattr(default, key)
     }
-    if scale.calibrate:  # its init_scale is only a placeholder
-        changed = {"init_scale": "auto", **{k: v for k, v in changed.items() if k != "init_scale"}}
     return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 
 

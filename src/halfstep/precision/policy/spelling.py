@@ -279,10 +279,7 @@ def _from_fields(
             raise PrecisionError(f"scale={values['scale']}; allowed: {', '.join(get_args(Kind))}")
     for key in LOSS_SCALE_FIELDS:
         if key in values:
-            if (key, values[key]) == ("init_scale", "auto"):
-                options["calibrate"] = True
-            else:
-                options[key] = _read_number(key, values[key])
+            options[key] = _read_number(key, values[key])
     if set(options) - {"kind"} and options.get("kind", base.loss_scale.kind) == "none":
         raise PrecisionError(
             f"{', '.join(sorted(set(options) - {'kind'}))} given, but this policy does not scale "

@@ -387,10 +387,8 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
-    def load(self, state: Mapping[str, Any], *, other_policy: bool) -> bool:
-        """Go on from :meth:`state`; return whether its loss scale was accepted.
-
-        That of another policy is, if it fits.
+    def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
+        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit.
 
         Raises:
             PrecisionError: If the loss scale is damaged; nothing is changed then.
@@ -407,4 +405,3 @@ class Progress:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if accepted and self.applied_total:
             self.calibrating = False
-        return accepted

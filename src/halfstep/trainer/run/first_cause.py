@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
-from halfstep.diagnostics.nonfinite.again import over_ranks, scale_kept, search
+from halfstep.diagnostics.nonfinite.again import over_ranks, search
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
@@ -124,15 +124,14 @@ class CauseSearch:
 
         precision.discard()
         alone = world.size == 1
-        with scale_kept(precision):
-            cause = search(
-                session.task.model,
-                run,
-                batches,
-                clear=precision.discard,
-                alone=alone,
-                finish=strategy.finish,
-            )
+        cause = search(
+            session.task.model,
+            run,
+            batches,
+            clear=precision.discard,
+            alone=alone,
+            finish=strategy.finish,
+        )
         return cause if alone else over_ranks(cause)
 
     def _write(self, cause: Cause) -> None:
