@@ -68,7 +68,6 @@ COMMANDS = [
     "doctor --device V100 T4 A100 H100 mps cpu",
     "env",
     "estimate --params 1.3B",
-    "estimate --params 1.3B --optimizer adafactor",
     "estimate --config gpt-tiny --parallel shard=2",
     "formats",
     *(f"formats {value}" for value in ("0.1", "1e-8", "1e-300", "500", "1e39", "nan")),

@@ -11,10 +11,8 @@ from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_tex
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import name_of
-from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.memory import memory_bytes
@@ -37,8 +35,6 @@ def run(arguments: Estimate) -> int:
     changes = [("optimizer.name", arguments.optimizer)] if arguments.optimizer else []
     optimizer = load_config(spec, changes).optimizer
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
-    if not arguments.precision:
-        policies = [policy for policy in policies if _is_usual(policy, optimizer)]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.params:
         count = read_count(arguments.params, "--params")
@@ -60,14 +56,7 @@ def run(arguments: Estimate) -> int:
         own = told("fits_into_device", size=size_text(have), device=what)
         fits = told("fits_into", size=size_text(have)) if arguments.memory else own
         print(_text(found, have, fits, layout))
-        if arguments.params and optimizer.name == "adafactor":
-            print(told("without_sums"))
     return 0
-
-
-def _is_usual(policy: PrecisionPolicy, optimizer: OptimizerConfig) -> bool:
-    """Adafactor keeps no moments in 8 bits."""
-    return optimizer.name != "adafactor" or policy.moment_format != "8bit"
 
 
 def _text(found: list[Memory], have: int, fits: str, layout: Layout) -> str:

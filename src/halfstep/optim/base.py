@@ -142,11 +142,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     def averages(self, model: nn.Module) -> dict[str, float]:
         """Tensors of a parameter's size that its moments are, by name: for halfstep.estimate."""
-        held = {p: self._averages(group, p) for _, group, p in self._members()}
+        held = {p: len(self.algorithm_of(group).moments) for _, group, p in self._members()}
         return {name: held[p] for name, p in model.named_parameters() if p in held}
-
-    def _averages(self, group: Mapping[str, Any], parameter: Tensor) -> float:
-        return len(self.algorithm_of(group).moments)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
@@ -408,20 +405,6 @@ class LowPrecisionOptimizer(Optimizer):
                 f"are bf16 from step {plan.step} on (2 bytes more per parameter)",
                 stacklevel=4,
             )
-
-    @property
-    def fallen_back(self) -> tuple[str, ...]:
-        """The parameters whose 8-bit moments have become bf16, by name or by shape.
-
-        8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
-        elements below that is detected automatically, reported by one warning, and kept in bf16 for
-        good, also through checkpoints.
-        """
-        return tuple(
-            self._name(parameter)
-            for _, _, parameter in self._members()
-            if FELL_BACK in self.state.get(parameter, {})
-        )
 
     def _name(self, parameter: Tensor) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""

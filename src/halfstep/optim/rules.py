@@ -86,15 +86,11 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     return moved, m * beta2 + g * rest2, v
 
 
-# Rules of whole matrices: what is done with a direction once it is known (optim/directed.py).
+# The rule of whole matrices: what is done with a direction once it is known (optim/muon.py).
 
 
 def _directed_settled(group: dict[str, Any]) -> Constants:
     return 1 - group["lr"] * group["weight_decay"], group["lr"]
-
-
-def _adafactor_settled(group: dict[str, Any]) -> Constants:
-    return 1 - group["lr"] * group["weight_decay"], 1.0  # its step size is part of the direction
 
 
 def _directed(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
@@ -117,7 +113,6 @@ def averaging(momentum: float, *, nesterov: bool) -> Constants:
 ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_settled, _adamw_at, _adamw)
 SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_settled, _sgd_at, _sgd)
 LION = Algorithm("lion", ("exp_avg",), _lion_settled, lambda c, step: c, _lion)
-# The kernels' rule, and the two optimizers that use it; their sources stand beside their classes.
+# The kernels' rule, and the optimizer that uses it, whose source stands beside its class.
 DIRECTED = Algorithm("directed", (), _directed_settled, lambda c, step: c, _directed)
 MUON = Algorithm("muon", ("momentum_buffer",), _directed_settled, lambda c, step: c, _directed)
-ADAFACTOR = Algorithm("adafactor", (), _adafactor_settled, lambda c, step: c, _directed)

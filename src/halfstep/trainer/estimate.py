@@ -22,7 +22,6 @@ from halfstep.diagnostics.memory.table import Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.tensor.styles import STYLES
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.optim.adafactor import check_moments
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
@@ -52,24 +51,19 @@ def estimate_count(
 ) -> list[Memory]:
     """What training holds for that many parameters, under each policy, without a batch.
 
-    All count as hidden matrices, of shapes that are not known: without Adafactor's sums.
+    All count as hidden matrices.
     """
-    _check_moments(optimizer, policies)
     with torch.device("meta"):
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
-    kept = 0 if optimizer.name == "adafactor" else averages(optimizer, model)
     # a recipe changes nothing that is kept between steps, and needs layers of a known shape
     stored = [dataclasses.replace(p, recipe=Recipe(), schedule=()) for p in policies]
-    found = [estimate(model, policy, None, ranks=ranks, averages=kept) for policy in stored]
+    found = [
+        estimate(model, policy, None, ranks=ranks, averages=averages(optimizer, model))
+        for policy in stored
+    ]
     found = [dataclasses.replace(m, policy=str(p)) for m, p in zip(found, policies, strict=True)]
     return [dataclasses.replace(memory, ranks=layout.size) for memory in found]
-
-
-def _check_moments(optimizer: OptimizerConfig, policies: Sequence[PrecisionPolicy]) -> None:
-    for policy in policies if optimizer.name == "adafactor" else ():
-        if policy.needs_own_optimizer:
-            check_moments(policy.moment_format)
 
 
 def estimate_config(
@@ -93,13 +87,11 @@ def estimate_config(
     Raises:
         ConfigError: For a task whose model is not described by its configuration, or that the
             layout does not fit.
-        PrecisionError: For moments that the optimizer does not keep.
     """
     config, model = described_model(
         spec, "halfstep.estimate(model, policy, batch) answers for any model, or give --params"
     )
     optimizer = optimizer or config.optimizer
-    _check_moments(optimizer, policies)
     model.require_shares(layout.tensor)
     run = config.run
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
@@ -276,8 +268,7 @@ def _ways(of_rank: _OfRank, task: Task) -> Iterator[tuple[Memory, str, int]]:
         on = _typed(task, "model.activation_checkpointing", "true")
         yield of_rank.memory(policy, least=True, recompute=True), on, now
     ours = config.optimizer.name in OWN and not task.own_optimizer
-    leaner_ones = _LEANER[:1] if config.optimizer.name == "adafactor" else _LEANER
-    for name in leaner_ones if ours else ():
+    for name in _LEANER if ours else ():
         leaner = parse_policy(name, of_rank.device)
         if leaner != policy and support(leaner, of_rank.device).status == "native":
             yield of_rank.memory(leaner, least=True), _typed(task, "precision", name), now

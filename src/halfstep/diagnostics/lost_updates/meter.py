@@ -47,7 +47,6 @@ from halfstep.diagnostics.lost_updates.sampling import (
     before_step,
 )
 from halfstep.errors import PrecisionError
-from halfstep.optim.adafactor import Adafactor
 from halfstep.optim.storage.state import FELL_BACK
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
@@ -259,7 +258,7 @@ class _Watch:
             updates,
             slowdowns=slowdowns(self._optimizer, options, samples, multiplier),
             visible=self._visible,
-            linear=_is_linear(self._optimizer, options, samples),
+            linear=type(self._optimizer) is not optim.Rprop,  # whose step sizes adapt away from it
             note="; ".join(notes),
         )
 
@@ -268,11 +267,3 @@ class _Watch:
         suffix = "" if decay is None else f" (weight decay {float(decay):g})"
         name = f"{self._prefix}{options.get('name') or f'group {number}{suffix}'}"
         return f"{name} (group {number})" if name in taken else name
-
-
-def _is_linear(optimizer: Optimizer, options: Mapping[str, Any], samples: Sequence[Sample]) -> bool:
-    """Whether a step's updates are proportional to the learning rate."""
-    if isinstance(optimizer, Adafactor):  # which takes 1 / sqrt(step) where lr is larger
-        steps = max(int(sample.state.get("step", 0)) + 1 for sample in samples)
-        return bool(options["lr"] ** 2 * steps <= 1)
-    return type(optimizer) is not optim.Rprop  # whose step sizes adapt away from it

@@ -23,7 +23,7 @@ from halfstep.diagnostics.lost_updates.sampling import (
     sampled_state,
 )
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.directed import DirectedOptimizer
+from halfstep.optim.muon import Muon
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import stored_moment
@@ -62,7 +62,7 @@ def intended_updates(
         multiplier = -multiplier
     gradients = [sample.gradient.double() * multiplier for sample in samples]
     if is_own(optimizer):
-        unseen = isinstance(optimizer, DirectedOptimizer) and optimizer.is_directed(options)
+        unseen = isinstance(optimizer, Muon) and optimizer.is_directed(options)
         if unseen and any(sample.direction is None for sample in samples):
             return f"the direction of {type(optimizer).__name__} was given to another meter"
         return _by_rule(optimizer, options, samples, gradients)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.directed import DirectedOptimizer
+from halfstep.optim.muon import Muon
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
@@ -180,7 +180,7 @@ def before_step(
                 sample.remainder = sample.state.pop(REMAINDER, None)
             step.groups[i].samples.append(sample)
             step.groups[i].places.append((parameter, index))
-    if isinstance(optimizer, DirectedOptimizer):
+    if isinstance(optimizer, Muon):
         optimizer.on_direction = _directions(step)
     return step
 
@@ -204,7 +204,7 @@ def _directions(step: StepSample) -> Callable[[Tensor, Tensor, float], None]:
 def after_step(optimizer: Optimizer, step: StepSample) -> None:
     """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
     own = is_own(optimizer)
-    if isinstance(optimizer, DirectedOptimizer):
+    if isinstance(optimizer, Muon):
         optimizer.on_direction = None
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):

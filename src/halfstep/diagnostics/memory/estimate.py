@@ -64,7 +64,7 @@ def estimate(
         device: What it is for; None: the device that this machine would train on.
         averages: Tensors of a parameter's size that the optimizer keeps: 2 for AdamW, 1 for SGD
             with momentum; or of each parameter by its name, as ``optimizer.averages(model)`` of
-            halfstep's optimizers gives them (Muon: 1 of a matrix; Adafactor: its sums).
+            halfstep's optimizers gives them (Muon: 1 of a matrix).
         micro_batches: Micro-batches of a step, whose gradients add up in ``grad_dtype``.
         least: Leave out what shapes cannot be sure of, so that the step holds no less: whether
             halfstep's kernels run, which save less than torch's operations, and attention masks,

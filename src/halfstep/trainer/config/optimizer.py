@@ -8,10 +8,10 @@ from typing import Literal
 from halfstep.trainer.config.read import Amount, Count, Fraction, Positive, Share, require_ranges
 
 OptimizerName = Literal[
-    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
+    "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
     "radam", "rmsprop", "sgd",
 ]  # fmt: skip
-"""Every torch.optim optimizer with weight decay, and Lion; Muon has AdamW for all but matrices."""
+"""The torch.optim optimizers with weight decay, and Lion; Muon has AdamW for all but matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
