@@ -21,11 +21,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.covering]
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
             "bf16-split24", "bf16-kahan", "bf16-sr", "bf16-pure", "fp16-pure",
-            "mxfp8,simulate=yes", "fp8-delayed,simulate=yes")  # fmt: skip
+            "mxfp8,simulate=yes")  # fmt: skip
 # fp16-pure unscales each backward's gradients in fp16: on one device before they are added up, over
 # shards after FSDP2 has added them.
-EXACT_SHARDED = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-pure", "mxfp8,simulate=yes",
-                 "fp8-delayed,simulate=yes")  # fmt: skip
+EXACT_SHARDED = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-pure", "mxfp8,simulate=yes")  # fmt: skip
 # Unit roundoffs of bf16 and fp16: half the gap between 1 and the next number.
 UBF16, U16 = 2.0**-8, 2.0**-11
 STEPS, RATE = 3, 1e-2  # those of parity.run
@@ -42,7 +41,7 @@ def cases(every, short):
 
 # One policy a mechanism: casts with and without a scale, masters, remainders, none of them.
 SHORT = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split", "bf16-pure",
-         "mxfp8,simulate=yes", "fp8-delayed,simulate=yes")  # fmt: skip
+         "mxfp8,simulate=yes")  # fmt: skip
 
 
 def policies(names):

@@ -23,7 +23,7 @@ from halfstep.integrations.fabric import HalfstepPrecision, ScaledPrecision
 
 POLICIES = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-split",
             "bf16-kahan", "bf16-sr")  # fmt: skip
-RECIPES = ("fp8-delayed,simulate=yes", "bf16-mixed,recipe=bf16/bf16/nvfp4,simulate=yes")
+RECIPES = ("fp8,simulate=yes", "bf16-mixed,recipe=bf16/bf16/nvfp4,simulate=yes")
 STATIC = "fp32,scale=static,init_scale=1024"
 STEPS, OVERFLOW, WIDTH = 6, 3, 8
 

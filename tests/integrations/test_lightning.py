@@ -162,16 +162,6 @@ def test_fp32_is_lightnings_own_bit_for_bit_with_a_scale_and_without(policy, mak
     assert ours.rates == plain.rates
 
 
-def test_a_schedule_of_recipes_needs_the_runs_length():
-    policy = "fp8,simulate=yes,schedule=50%:bf16"
-    with pytest.raises(PrecisionError, match="steps=1500"):
-        fit(HalfstepPrecision(policy))
-    model, _ = fit(HalfstepPrecision(policy, steps=6))
-    low, _ = fit(HalfstepPrecision("fp8,simulate=yes"))
-    assert model.losses[:3] == low.losses[:3]
-    assert model.losses[3] != low.losses[3]
-
-
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_of_unscaled_gradients(algorithm):
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}

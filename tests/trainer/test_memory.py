@@ -239,7 +239,7 @@ def test_moments_are_estimated_to_the_byte(corpus, name, policy):
 
 
 def test_a_recipe_changes_nothing_of_what_a_number_of_parameters_takes():
-    names = ("bf16-mixed", "nvfp4,simulate=yes", "bf16-mixed,recipe=mxfp8,schedule=50%:bf16")
+    names = ("bf16-mixed", "nvfp4,simulate=yes", "bf16-mixed,recipe=mxfp8/bf16/bf16")
     policies = [parse_policy(name) for name in names]
     found = estimate_count(1000, policies, Layout())
     assert [memory.bytes for memory in found] == [found[0].bytes] * 3

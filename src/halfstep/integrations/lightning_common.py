@@ -57,7 +57,6 @@ class PolicyPlugin:
         on_nonfinite: str = "stop",
         on_spike: str = "off",
         upcast_trainable: bool = False,
-        steps: int | None = None,
     ) -> None:
         """Parse the policy; the other options are those of :class:`Precision`.
 
@@ -78,7 +77,6 @@ class PolicyPlugin:
             "on_nonfinite": choices[0],
             "on_spike": choices[1],
             "upcast_trainable": upcast_trainable,
-            "steps": steps,
         }
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None

@@ -14,7 +14,6 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_floating, as_number, require, require_optimizer
 from halfstep.precision.casting.buffers import check_buffers
 from halfstep.precision.casting.cast import CastInputs
-from halfstep.precision.low_bit.delayed import as_history
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -350,7 +349,7 @@ def check_state(
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes", "amax_history"} != expected:
+    if set(state) - {"spikes"} != expected:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(map(str, state))}, expected "
             f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
@@ -366,7 +365,6 @@ def check_state(
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
     as_state(state.get("spikes"))
-    as_history(state.get("amax_history"))
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
             raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -73,7 +72,6 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
-        steps: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says.
@@ -96,7 +94,6 @@ class Precision:
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
-            steps: How many steps the run will take; only a policy with a schedule needs it.
             ranks: The ranks that must agree on each step, and so must call each method together.
                 None: all of ``torch.distributed``'s default group, if it is initialised.
 
@@ -120,7 +117,7 @@ class Precision:
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
-        self.clock = make_clock(self.policy, steps)
+        self.clock = make_clock()
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
@@ -141,12 +138,11 @@ class Precision:
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        kept = {"spikes": self._spikes, "amax_history": self.clock.history}
-        self._kept = {key: each for key, each in kept.items() if each}
-        parts = [*self._kept.values()], model, self.optimizers, self._after.ema, self.ranks
-        self._guard = recovery.make_guard(self.choices, *parts)
+        self._guard = recovery.make_guard(
+            self.choices, self._spikes, model, self.optimizers, self._after.ema, self.ranks
+        )
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        if not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
+        if self._spikes is None:  # the host tests for spikes, so it decides then
             self.path = device_path(self.optimizers, self.ranks, self.masters.installed)
         self._scalers = ownership.OneScaler()
         self._watch = ownership.ForwardWatch(self.policy, self.device)
@@ -202,12 +198,9 @@ class Precision:
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
-            self._drop_amaxes()
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
-        history = self.clock.history
-        noting = history.backward(counts=not apart) if history else nullcontext()
-        with self._context.arithmetic(), noting:
+        with self._context.arithmetic():
             if self.policy.loss_scale.kind == "dynamic":
                 self.settle()  # the last step may have lowered the scale
             scale = self._progress.loss_scale.value
@@ -239,7 +232,6 @@ class Precision:
         ``zero_grad()`` of the model or of all optimizers does the same.
         """
         self.masters.clear()
-        self._drop_amaxes()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
@@ -329,7 +321,6 @@ class Precision:
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
-            self._keep_amaxes()
         finally:
             self.discard()
         return self._applied(judged)
@@ -388,15 +379,13 @@ class Precision:
                 raise checks.no_backward()
             if judged.broken:
                 return self._skip(judged)
-            self._keep_amaxes()
         finally:
             self.discard()
         return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        saturated = self.clock.history.saturated if self.clock.history else {}
-        result = self._progress.applied(judged, saturated)
+        result = self._progress.applied(judged)
         if self._after.waits:
             self._after(True, self.masters.items())
         if self._spikes is not None:
@@ -423,8 +412,8 @@ class Precision:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        kept = {key: each.state() for key, each in self._kept.items()}
-        return {"policy": str(self.policy), **self._progress.state(), "masters": masters, **kept}
+        state = {"policy": str(self.policy), **self._progress.state(), "masters": masters}
+        return state if self._spikes is None else {**state, "spikes": self._spikes.state()}
 
     @torch.no_grad()
     def load_state_dict(
@@ -447,8 +436,8 @@ class Precision:
         progress = self._progress
         progress.load(state, other_policy=state["policy"] != str(self.policy))
         self.clock.step = progress.applied_total + progress.skipped_total
-        for key, each in self._kept.items():
-            each.restore_(state.get(key))
+        if self._spikes is not None:
+            self._spikes.restore_(state.get("spikes"))
         if masters:
             self.masters.load_(masters)
         self._begin()
@@ -467,14 +456,6 @@ class Precision:
         """
         self.masters.adopt()
         self.masters.take_all_()
-
-    def _drop_amaxes(self) -> None:
-        if self.clock.history:
-            self.clock.history.drop()
-
-    def _keep_amaxes(self) -> None:
-        if self.clock.history:
-            self.clock.history.took(self.ranks)
 
     def _require_open(self) -> None:
         if not self._released.alive:

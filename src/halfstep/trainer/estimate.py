@@ -57,7 +57,7 @@ def estimate_count(
         model = nn.Linear(count, 1, bias=False)
     ranks = layout.shard * layout.tensor
     # a recipe changes nothing that is kept between steps, and needs layers of a known shape
-    stored = [dataclasses.replace(p, recipe=Recipe(), schedule=()) for p in policies]
+    stored = [dataclasses.replace(p, recipe=Recipe()) for p in policies]
     found = [
         estimate(model, policy, None, ranks=ranks, averages=averages(optimizer, model))
         for policy in stored

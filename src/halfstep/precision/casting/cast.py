@@ -305,7 +305,7 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
 
 def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     """Make every module compute as the policy's rules say; existing regions are removed first."""
-    clock = Clock(placed.policy) if clock is None else clock
+    clock = Clock() if clock is None else clock
     remove_regions_(placed.model)
     for placement in placed.low:
         placement.module.forward = LowBitLinear(placement, clock)

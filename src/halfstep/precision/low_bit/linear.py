@@ -32,7 +32,6 @@ from halfstep.kernels.blocks import has_products, product_by_blocks, scaled_
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock, CopiedClock
-from halfstep.precision.low_bit.delayed import Call
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -57,8 +56,6 @@ class LowBitLinear(Region):
         self.name, self.key = placement.name, plain_name(placement.name)
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
-        if clock.history:
-            clock.history.track(self.key)
 
     def of_copy(self, module: nn.Module) -> LowBitLinear:
         """The same recipe for a copy of the layer, at the step that the run is at then."""
@@ -68,7 +65,7 @@ class LowBitLinear(Region):
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
-        recipe = self.clock.recipe(self.recipe)
+        recipe = self.recipe
         if not (self.is_low(weight) and recipe):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
@@ -176,9 +173,7 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        history = layer.clock.history
-        ctx.call = Call(history, layer.key) if history else None
-        return run_product(ctx.call, layer, recipe, "fprop", x_NK, weight_OK, bias_O)
+        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -187,13 +182,11 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = run_product(ctx.call, ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
+            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            dw = run_product(ctx.call, ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
+            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
-        if ctx.call:
-            ctx.call.keep()
         return dx, dw, db, None, None
 
 
@@ -202,7 +195,6 @@ _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 
 
 def run_product(
-    call: Call | None,
     layer: LowBitLinear,
     recipe: Recipe,
     product: str,
@@ -218,9 +210,6 @@ def run_product(
         return (a if product == "dgrad" else a.t()) @ b
     kinds, (i, j) = OPERANDS[product], _SUMMED[product]
     left, right = (getattr(scheme, kind) for kind in kinds)
-    amaxes: list[Tensor | None] = [None, None]
-    if call and scheme.history:
-        amaxes = [call.amax(kind, x) for kind, x in zip(kinds, (a, b), strict=True)]
     draw = None if product == "fprop" else _draw(scheme, layer, product)
     # tokens that fill the last block are zeros, which add nothing to the product
     rows = -(-a.shape[0] // scheme.block) * scheme.block if product == "wgrad" else None
@@ -228,12 +217,12 @@ def run_product(
     if not why_not_native(scheme.name, a.device):
         if rows is not None:
             a, b = filled(a, rows, mix), filled(b, rows, mix)
-        codes = quantized(left, a, i, draw, amaxes[0]), quantized(right, b, j, amax=amaxes[1])
+        codes = quantized(left, a, i, draw), quantized(right, b, j)
         wide = scaled_product(*codes)
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
     with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        x = _rounded(left, a, i, draw, amaxes[0], rows, mix)
-        y = _rounded(right, b, j, None, amaxes[1], rows, mix)
+        x = _rounded(left, a, i, draw, rows, mix)
+        y = _rounded(right, b, j, None, rows, mix)
     return _simulated(x, y, bias_O)
 
 
@@ -246,7 +235,6 @@ def _rounded(
     x: Tensor,
     dim: int,
     draw: Draw | None,
-    amax: Tensor | None,
     rows: int | None,
     mix: bool,
 ) -> Operand:
@@ -255,9 +243,7 @@ def _rounded(
     by_blocks = form.scale is FP32 and form.block is not None
     scaled = by_blocks and not (x.device.type == "cpu" and has_products())
     dtype = torch.float32 if scaled else _LOW
-    values, left = operand(
-        form, x, dim - 2, dtype, draw, amax=amax, rows=rows, mix=mix, scaled=scaled
-    )
+    values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
     if by_blocks and left is not None and form.block is not None:
         left = left.repeat_interleave(form.block[0], 1 - dim)  # a row each, of tall blocks too
     if dim:

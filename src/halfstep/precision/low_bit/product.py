@@ -102,7 +102,6 @@ def operand(
     dtype: torch.dtype,
     draw: Draw | None = None,
     *,
-    amax: Tensor | None = None,
     rows: int | None = None,
     mix: bool = False,
     scaled: bool = False,
@@ -115,7 +114,6 @@ def operand(
         dim: -1 or -2, along which blocks lie.
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
-        amax: The largest magnitude to scale a whole tensor by; None: its own.
         rows: How many rows the result has: those of ``x``, and zeros.
         mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
         scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
@@ -127,13 +125,11 @@ def operand(
     rows = given if rows is None else rows
     form.check((rows, columns), x.dtype, dim)
     key, signs = None if draw is None else random_key(*draw), SIGNS if mix else None
-    found = blocks.operand(
-        form, x, dim, dtype, key=key, amax=amax, rows=rows, signs=signs, scaled=scaled
-    )
+    found = blocks.operand(form, x, dim, dtype, key=key, rows=rows, signs=signs, scaled=scaled)
     if found is None:
         x = filled(x, rows, mix)
         bits = None if draw is None else bits_of(draw, x)
-        values, left = form.operand(x, dim, bits=bits, amax=amax)
+        values, left = form.operand(x, dim, bits=bits)
         if scaled and left is not None and left.ndim:
             values, left = form.times(values, left, dim), None
         found = values.to(dtype), left
@@ -146,12 +142,10 @@ def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
     return mixed(x) if mix else x
 
 
-def quantized(
-    name: str, x: Tensor, dim: int, draw: Draw | None = None, amax: Tensor | None = None
-) -> Quantized:
+def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
     """The codes and scales that :func:`operand` stands for, for a native product."""
     bits = None if draw is None else bits_of(draw, x)
-    return block_format(name).quantize(x, dim, bits=bits, amax=amax)
+    return block_format(name).quantize(x, dim, bits=bits)
 
 
 def bits_of(draw: Draw, x: Tensor) -> Tensor:

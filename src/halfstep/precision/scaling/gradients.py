@@ -326,18 +326,15 @@ class Progress:
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
 
-    def applied(self, judged: Judged, saturated: dict[str, int]) -> StepResult:
-        """Count an applied step, after which the loss scale holds or grows.
-
-        ``saturated`` is what delayed scaling has clipped in it.
-        """
+    def applied(self, judged: Judged) -> StepResult:
+        """Count an applied step, after which the loss scale holds or grows."""
         scale, calibrating = self.loss_scale.value, self.calibrating
         if self.scaled:
             self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
         self.calibrating = False
-        return self._result(judged, scale, calibrating, applied=True, saturated=saturated)
+        return self._result(judged, scale, calibrating, applied=True)
 
     def skip(self) -> None:
         """Count a skipped step, before anybody recovers from it."""
