@@ -277,7 +277,9 @@ class LowPrecisionOptimizer(Optimizer):
             return False
         for _, number, parameter in self._standing(gradients):
             group, state = self.param_groups[number], self.state.get(parameter, {})
-            if kept_moments(self.algorithm.moments, group, state) == "8bit" and is_due(int(state.get("step", 0)) + 1):
+            if kept_moments(self.algorithm.moments, group, state) == "8bit" and is_due(
+                int(state.get("step", 0)) + 1
+            ):
                 return True
         return False
 
