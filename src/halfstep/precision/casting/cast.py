@@ -253,7 +253,7 @@ def autocast(
 def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
     """Refuse a model whose weights or modules are not in the policy's formats."""
     placed = place(policy, model)
-    cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
+    cure = "prepare it by halfstep.Precision"
     if policy.param_dtype != torch.float32:
         wanted = placed.dtypes()
         for name, parameter in model.named_parameters():
