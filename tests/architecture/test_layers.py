@@ -63,7 +63,7 @@ OPTIONAL = {
     ("report/figures.py", "matplotlib"),
     (
         "optim/kernels/cuda.py",
-        "halfstep.optim.kernels.triton_statistics",
+        "halfstep.optim.kernels.triton_kernels",
     ),  # which needs triton at its top
 }
 

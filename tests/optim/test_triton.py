@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-import halfstep.optim.kernels.triton_statistics as kernels
+import halfstep.optim.kernels.triton_kernels as kernels
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.dispatch import kernel_for
 
@@ -170,7 +170,7 @@ def test_the_kernel_in_use_is_named(monkeypatch):
     cuda.triton_kernels.cache_clear()
     assert kernel_for("cuda").name == "torch operations (HALFSTEP_KERNEL=torch)"
     monkeypatch.setenv("HALFSTEP_KERNEL", "")
-    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_statistics", None)
+    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_kernels", None)
     cuda.triton_kernels.cache_clear()
     assert "triton cannot be imported" in kernel_for("cuda").name
     cuda.triton_kernels.cache_clear()

@@ -48,7 +48,7 @@ def triton_kernels() -> ModuleType | str:
     if torch.version.hip:
         return "the Triton kernels are verified bit for bit on NVIDIA GPUs only"
     try:
-        import halfstep.optim.kernels.triton_statistics as kernels
+        import halfstep.optim.kernels.triton_kernels as kernels
     except ImportError as error:
         return f"triton cannot be imported: {error}"
     return kernels
