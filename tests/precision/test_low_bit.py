@@ -6,8 +6,6 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.kernels import blocks
-from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.masters.rounding import random_bits
 from reference.blocks import quantize
@@ -100,26 +98,6 @@ def test_each_product_is_that_of_operands_rounded_by_definition(scheme, tokens):
         left = by_definition(np.ascontiguousarray(G.T), scheme, "gradients")
         right = by_definition(np.ascontiguousarray(X.T), scheme, "inputs")
         assert close(dw, left @ right.T, np.abs(G).max() * tokens).all()
-
-
-def test_scales_of_blocks_without_bf16_products(monkeypatch):
-    """As on a CPU without such instructions: fp32 operands that hold the scales."""
-    fast = products("fp8-block,simulate=yes", layer(), *tensors())
-    monkeypatch.setattr(linear, "has_products", lambda: False)
-    test_each_product_is_that_of_operands_rounded_by_definition("fp8-block", TOKENS)
-    slow = products("fp8-block,simulate=yes", layer(), *tensors())
-    for a, b in zip(fast, slow, strict=True):
-        assert (a != b).mean() < 0.01  # sums of another order, rounded to bf16
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "nvfp4", "nvfp4-unmixed"])
-def test_a_layer_without_the_compiled_kernel_has_the_same_bits(scheme, monkeypatch):
-    policy = f"bf16-mixed,recipe={scheme},simulate=yes"
-    fast = products(policy, layer(), *tensors(41))
-    monkeypatch.setattr(blocks, "kernel", lambda: "no compiler")
-    slow = products(policy, layer(), *tensors(41))
-    for a, b in zip(fast, slow, strict=True):
-        assert np.array_equal(a, b)
 
 
 def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():

@@ -71,16 +71,6 @@ def test_batches_and_layouts_make_no_difference():
         assert torch.equal(block_product(a.t().contiguous().t(), turned, name), want)
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_without_a_compiled_kernel_the_bits_are_the_same(name, monkeypatch):
-    a = torch.from_numpy(blocks.bell(7, 128, 256)).bfloat16()
-    b = torch.from_numpy(blocks.bell(8, 256, 128)).bfloat16()
-    draw = (1, 2, 17)
-    want = block_product(a, b, name, a_draw=draw)
-    monkeypatch.setattr(module.blocks, "kernel", lambda: "no compiler")
-    assert torch.equal(block_product(a, b, name, a_draw=draw), want)
-
-
 def test_what_is_not_finite_reaches_the_product():
     a, b = torch.ones(32, 256), torch.ones(256, 32)
     a[3, 5] = torch.inf

@@ -5,8 +5,7 @@ such a product, it multiplies the codes (``native.py``). Elsewhere it is simulat
 numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
 accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
 after: one rounding more than a tensor core's. Scales of blocks that are fp32 numbers
-(``fp8-block``) multiply the fp32 sums of each block, as in a tensor core, where the CPU has bf16
-instructions and a C++ compiler; elsewhere they go into fp32 operands of an fp32 product.
+(``fp8-block``) go into fp32 operands of an fp32 product.
 :func:`~halfstep.precision.low_bit.product.block_product` is the definition of all these products,
 at the speed of fp32; here are their fast paths.
 
@@ -28,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32
-from halfstep.kernels.blocks import has_products, product_by_blocks, scaled_
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock, CopiedClock
@@ -227,7 +225,7 @@ def run_product(
 
 
 Operand = tuple[Tensor, Tensor | None]
-"""Numbers in bf16, (M, K), and the scales of blocks or of all; or in fp32, scaled by blocks."""
+"""Numbers in bf16, (M, K), and the scale of all; or in fp32, scaled by blocks."""
 
 
 def _rounded(
@@ -240,15 +238,10 @@ def _rounded(
 ) -> Operand:
     """A matrix in a block format along a dim, which then is the last."""
     form = BLOCK_FORMATS[name]
-    by_blocks = form.scale is FP32 and form.block is not None
-    scaled = by_blocks and not (x.device.type == "cpu" and has_products())
+    scaled = form.scale is FP32 and form.block is not None
     dtype = torch.float32 if scaled else _LOW
     values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
-    if by_blocks and left is not None and form.block is not None:
-        left = left.repeat_interleave(form.block[0], 1 - dim)  # a row each, of tall blocks too
-    if dim:
-        return values, left
-    return values.t(), left.t() if left is not None and left.ndim else left
+    return values if dim else values.t(), left
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
@@ -258,14 +251,7 @@ def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
         if not left.shape[1] or (left_scale is None and right_scale is None):
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         with torch._C.DisableTorchFunction():
-            if left_scale is not None and right_scale is not None and left_scale.ndim:
-                length = left.shape[1] // left_scale.shape[1]
-                return product_by_blocks((left, left_scale), (right, right_scale), length, bias)
-            product = left @ right.t()
-            found = scaled_(product, left_scale, right_scale, bias)
-        if found is not None:
-            return found
-        wide = product.float()
+            wide = (left @ right.t()).float()
     else:
         with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
             wide = left.float() @ right.float().t()

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import E8M0, BlockFormat, Quantized, block_format
-from halfstep.kernels import blocks
-from halfstep.precision.low_bit.hadamard import SIGNS, mixed
-from halfstep.precision.masters.rounding import random_bits, random_key
+from halfstep.precision.low_bit.hadamard import mixed
+from halfstep.precision.masters.rounding import random_bits
 
 Draw = tuple[int, int, int]
 """Seed, step and stream: what the random bits of an operand are a pure function of."""
@@ -106,7 +105,7 @@ def operand(
     mix: bool = False,
     scaled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """:meth:`BlockFormat.operand` of a matrix, by the compiled kernel where it can run.
+    """:meth:`BlockFormat.operand` of a matrix that is filled up and mixed first.
 
     Args:
         form: The format.
@@ -124,16 +123,12 @@ def operand(
     given, columns = x.shape
     rows = given if rows is None else rows
     form.check((rows, columns), x.dtype, dim)
-    key, signs = None if draw is None else random_key(*draw), SIGNS if mix else None
-    found = blocks.operand(form, x, dim, dtype, key=key, rows=rows, signs=signs, scaled=scaled)
-    if found is None:
-        x = filled(x, rows, mix)
-        bits = None if draw is None else bits_of(draw, x)
-        values, left = form.operand(x, dim, bits=bits)
-        if scaled and left is not None and left.ndim:
-            values, left = form.times(values, left, dim), None
-        found = values.to(dtype), left
-    return found
+    x = filled(x, rows, mix)
+    bits = None if draw is None else bits_of(draw, x)
+    values, left = form.operand(x, dim, bits=bits)
+    if scaled and left is not None and left.ndim:
+        values, left = form.times(values, left, dim), None
+    return values.to(dtype), left
 
 
 def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
