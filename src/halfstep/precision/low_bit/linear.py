@@ -6,8 +6,6 @@ numbers are bf16 numbers too, so the product itself runs on the native bf16 kern
 accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
 after: one rounding more than a tensor core's. Scales of blocks that are fp32 numbers
 (``fp8-block``) go into fp32 operands of an fp32 product.
-:func:`~halfstep.precision.low_bit.product.block_product` is the definition of all these products,
-at the speed of fp32; here are their fast paths.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -26,17 +24,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS, FP32
+from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock, CopiedClock
+from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
-from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
+from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
+Draw = tuple[int, int, int]
+"""Seed, step and stream: what the random bits of an operand are a pure function of."""
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -242,6 +243,61 @@ def _rounded(
     dtype = torch.float32 if scaled else _LOW
     values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
     return values if dim else values.t(), left
+
+
+def operand(
+    form: BlockFormat,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    draw: Draw | None = None,
+    *,
+    rows: int | None = None,
+    mix: bool = False,
+    scaled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:meth:`BlockFormat.operand` of a matrix that is filled up and mixed first.
+
+    Args:
+        form: The format.
+        x: (rows, columns).
+        dim: -1 or -2, along which blocks lie.
+        dtype: bf16 or fp32, of the values.
+        draw: The random bits that round it stochastically; None rounds to nearest.
+        rows: How many rows the result has: those of ``x``, and zeros.
+        mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
+        scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
+
+    Returns:
+        The values, and the scales that are left to multiply by.
+    """
+    given, columns = x.shape
+    rows = given if rows is None else rows
+    form.check((rows, columns), x.dtype, dim)
+    x = filled(x, rows, mix)
+    bits = None if draw is None else bits_of(draw, x)
+    values, left = form.operand(x, dim, bits=bits)
+    if scaled and left is not None and left.ndim:
+        values, left = form.times(values, left, dim), None
+    return values.to(dtype), left
+
+
+def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
+    """``x`` with rows of zeros up to a number, and its tokens mixed if they are to be."""
+    x = F.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
+    return mixed(x) if mix else x
+
+
+def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+    """The codes and scales that :func:`operand` stands for, for a native product."""
+    bits = None if draw is None else bits_of(draw, x)
+    return block_format(name).quantize(x, dim, bits=bits)
+
+
+def bits_of(draw: Draw, x: Tensor) -> Tensor:
+    """int32 random bits in the shape of ``x``; its memory layout makes no difference."""
+    seed, step, stream = draw
+    return random_bits(seed, step, x.shape, stream=stream, device=x.device)
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
