@@ -9,8 +9,8 @@ hand: DistributedDataParallel or ``fully_shard`` on the blocks and the root, tor
 backward, clip_grad_norm_, fused AdamW, zero_grad, over the same model with the same loss. Ours is
 the trainer's step: counts of tokens summed over ranks, strategy, Precision, clipping, the check
 that all ranks agree on, and the loss on the host. On a CPU without bf16 instructions the bare bf16
-loops run inside ``halfstep.simulated_bf16()``, as ours do; by torch's own products they would take
-some ten times as long, which would tell nothing of the loops.
+loops run inside ``SimulatedProducts``, as ours do; by torch's own products they would take some ten
+times as long, which would tell nothing of the loops.
 
 For weak scaling rank 0 also takes the step of one device, with the same batch, while rank 1 sleeps.
 """
@@ -36,12 +36,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common import save, summary
-from halfstep import simulated_bf16
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
 from halfstep.precision.casting.autocast import cpu_has_bf16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.step import Precision
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
@@ -111,7 +111,8 @@ def bare(
     low: bool,
 ) -> Variant:
     """The loop by hand; AdamW is made after the model is wrapped, as FSDP2 needs it."""
-    products = simulated_bf16 if low and not cpu_has_bf16() else contextlib.nullcontext
+    simulated = partial(SimulatedProducts, torch.bfloat16)
+    products = simulated if low and not cpu_has_bf16() else contextlib.nullcontext
     model = wrap(Loss(GPT(CONFIG, seed=0)))
     parameters = [*model.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)

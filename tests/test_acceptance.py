@@ -221,24 +221,16 @@ def test_k_an_overflow_at_the_first_scale_is_calibration():
     assert precision.step(loss).applied
 
 
-def test_l_a_rope_table_is_not_cast_and_a_doubled_mask_is_flagged():
+def test_l_a_rope_table_in_16_bits_is_refused_and_a_doubled_mask_stays_finite():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(4))
     model.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64))
-    halfstep.cast_module_(model, torch.bfloat16)
-    assert (model.weight.dtype, model.inv_freq.dtype) == (torch.bfloat16, torch.float32)
-    with pytest.raises(PrecisionError, match="inv_freq"):
-        halfstep.cast_module_(model, torch.bfloat16, buffers=["inv_freq"])
     model.to(torch.bfloat16)
     with pytest.raises(PrecisionError, match="inv_freq"):
         Precision("bf16-master", model, torch.optim.SGD(model.parameters()))
     for dtype in (torch.float16, torch.bfloat16):
         mask = torch.zeros(2, 4, dtype=dtype)
-        mask[:, 2:] = torch.finfo(dtype).min
-        with pytest.raises(PrecisionError, match="min"):
-            halfstep.check_mask(mask)
         mask[:, 2:] = halfstep.mask_value(dtype)
-        halfstep.check_mask(mask)
         scores = torch.full((2, 4), 50.0, dtype=dtype) + mask + mask
         assert scores.isfinite().all()
         assert (torch.softmax(scores, -1)[:, 2:] == 0).all()

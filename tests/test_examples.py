@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-HERE = ("minimal_loop", "own_module")
+HERE = ("minimal_loop", "own_module", "step_in_backward")
 ELSEWHERE = (  # run by the tests of what they show
     "accelerate_loop",
     "distributed_loop",
@@ -34,6 +34,11 @@ def test_own_module_learns_digits(tmp_path):
     main = runpy.run_path(str(EXAMPLES / "own_module.py"))["main"]
     trained = main("bf16-mixed", str(tmp_path / "r"))
     assert trained.best.measures["accuracy"] > 0.9  # by chance: 0.1; on the author's machine 0.96
+
+
+def test_a_step_in_backward_learns():
+    losses = runpy.run_path(str(EXAMPLES / "step_in_backward.py"))["main"]()
+    assert sum(losses[-20:]) < 0.4 * sum(losses[:20])
 
 
 def test_minimal_loop_marks_its_changed_lines():

@@ -52,18 +52,8 @@ from .precision.agreement import (
     check_replicas as check_replicas,
 )
 from .precision.casting.autocast import support as support
-from .precision.casting.buffers import (
-    CastReport as CastReport,
-    cast_module_ as cast_module_,
-    check_buffers as check_buffers,
-)
 from .precision.casting.cast import autocast as autocast
-from .precision.casting.masks import check_mask as check_mask, mask_value as mask_value
-from .precision.casting.simulate import (
-    simulated_bf16 as simulated_bf16,
-    simulated_fp16 as simulated_fp16,
-)
-from .precision.checks import lift_eps_ as lift_eps_
+from .precision.casting.masks import mask_value as mask_value
 from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.policy.spelling import parse_policy as parse_policy

@@ -61,7 +61,7 @@ OPTIONAL = {
     ("report/figures.py", "matplotlib"),
     (
         "optim/kernels/cuda.py",
-        "halfstep.optim.kernels.triton_decide",
+        "halfstep.optim.kernels.triton_kernels",
     ),  # which needs triton at its top
 }
 

@@ -64,7 +64,7 @@ def test_explain(capsys):
     assert "拒绝：CPU 没有 fp8 矩阵乘" in out
     names = [*POLICIES, *RECIPES, "bf16-split,moments=8bit", "bf16-master,moments=bf16"]
     names += ["fp16-mixed,scale=static", "bf16-mixed,keep_fp32=*.norm"]
-    names.append("bf16-mixed,recipe=mxfp8-e5m2/bf16/nvfp4-nearest,simulate=yes,schedule=85%:bf16")
+    names.append("bf16-mixed,recipe=mxfp8-e5m2/bf16/nvfp4-nearest,simulate=yes")
     out, _ = told(capsys, "explain", *names, "--device", "cpu", "--simulate")
     assert "params   fp32     优化器直接更新的那一份" in out
     for line in out.splitlines():

@@ -267,15 +267,6 @@ def test_a_trace_and_explain_model_agree_on_recipes():
     assert not found
 
 
-def test_a_trace_follows_the_schedule():
-    policy = "mxfp8,simulate=yes,schedule=50%:bf16/-/-"
-    for count, form in ((2, "mxfp8 simulated"), (3, "bf16")):
-        ran, _, _ = traced_below_16_bits(policy, count=count, steps=4)
-        assert schemes(ran)["0", "fprop"] == form
-        assert schemes(ran)["2", "dgrad"] == "mxfp8 simulated"
-        assert ran.differences() == []
-
-
 def test_a_golden_file_pins_what_products_ran_in(tmp_path):
     golden = tmp_path / "golden.json"
     ran, _, _ = traced_below_16_bits("mxfp8,simulate=yes")

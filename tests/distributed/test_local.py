@@ -171,7 +171,7 @@ def agree(many):
     ("policy", "optimizer"),
     [
         *itertools.product(("fp32", "bf16-mixed"), ("foreach", "fused", "loop", "sgd")),
-        ("fp8-delayed,simulate=yes", "foreach"),
+        ("fp8,simulate=yes", "foreach"),
         ("bf16-mixed,recipe=bf16/bf16/mxfp8,simulate=yes", "sgd"),
     ],
 )

@@ -18,7 +18,7 @@ from halfstep.distributed.tensor.styles import ParallelForward
 from halfstep.distributed.tensor.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
-from halfstep.precision.casting.simulate import simulated_fp16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
@@ -63,7 +63,10 @@ def whole(tensor):
 
 def compute(model, pair, autocast=None):
     """What a model answers to a batch, and its gradients."""
-    with simulated_fp16(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with (
+        SimulatedProducts(torch.float16),
+        torch.autocast("cpu", autocast, enabled=autocast is not None),
+    ):
         with torch.no_grad():
             hidden, logits = model.hidden(pair[0]), model(pair[0])
         loss, count = model.loss_sum(pair)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from halfstep.distributed.tensor.styles import ShardedVocabulary
 from halfstep.errors import ConfigError, DataError
-from halfstep.precision.casting.simulate import simulated_fp16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Fp16Scales,
@@ -41,7 +41,7 @@ def head(rank, x, w, targets, **options):
     mesh = axis()
     x, table = x.detach().requires_grad_(), split(w, mesh)
     vocabulary = ShardedVocabulary(len(w), mesh)
-    with simulated_fp16():
+    with SimulatedProducts(torch.float16):
         loss, count = linear_cross_entropy_sum(x, table, targets, vocabulary=vocabulary, **options)
         loss.backward()
     assert table.grad.placements == (Shard(0),)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS
-from halfstep.kernels import attention, blocks, rows
+from halfstep.kernels import attention, rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 N, C = 48, 64  # rows and columns: past the ends of vectors, and several blocks of every format
@@ -50,12 +49,6 @@ def normalised_backward(x, gain, grad, mean, inverse, passed) -> object:
     return rows.norm_gradients(x, gain, grad, mean, inverse, passed)
 
 
-def multiplied(a, a_scales, b, b_scales, bias) -> object:
-    return blocks.product_by_blocks((a, a_scales), (b, b_scales), 32, bias)
-
-
-def rounded(x, signs) -> object:
-    return blocks.operand(BLOCK_FORMATS["nvfp4"], x, -2, BF16, signs=signs)
 
 
 WIDE, ROW = {"dtype": FP32}, numbers(C, dtype=FP32)
@@ -104,27 +97,6 @@ ENTRIES = {
         {
             **{"grad": numbers(2, 3, 20, 16), **heads(2, 3, 20, 16), "out": numbers(2, 3, 20, 16)},
             **{"lse": numbers(2, 3, 20, dtype=FP32), "into": numbers(2, 3, 20, 16)},
-        },
-    ),
-    "rounding to blocks": Entry(
-        rounded, {"x": numbers(N, C), "signs": torch.ones(16)}, ("x",), ("x",), ("x",)
-    ),
-    "scales of a product": Entry(
-        lambda product, left, right, bias: blocks.scaled_(product, left, right, bias),
-        {
-            **{"product": numbers(N, C), "left": torch.ones(1), "right": torch.ones(1)},
-            "bias": numbers(C),
-        },
-        ("product",),
-        (),
-        ("product",),
-    ),
-    "product by blocks": Entry(
-        multiplied,
-        {
-            **{"a": numbers(N, C), "a_scales": numbers(N, C // 32, **WIDE)},
-            **{"b": numbers(N, C), "b_scales": numbers(N, C // 32, **WIDE)},
-            "bias": numbers(N),
         },
     ),
 }

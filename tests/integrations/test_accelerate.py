@@ -514,7 +514,7 @@ def test_16_bit_weights_train_with_halfsteps_optimizer_and_a_saved_state(tmp_pat
     assert all((w - s.float()).abs().max() > 1e-4 for w, s in zip(whole, start, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["bf16-split", "fp16-mixed", "fp8-delayed,simulate=yes"])
+@pytest.mark.parametrize("policy", ["bf16-split", "fp16-mixed", "fp8,simulate=yes"])
 def test_precision_in_an_accelerate_loop(policy, tmp_path):
     """Accelerate moves data and model; Precision has the backward and the step."""
 

@@ -8,6 +8,8 @@ constants' own included. fp32's smallest normal number stands for results that a
 
 import numpy as np
 
+from halfstep.optim.storage.state import FELL_BACK
+
 UNIT = 2.0**-24
 OPERATIONS = 14
 TINY = 2.0**-126
@@ -120,29 +122,7 @@ def momentum(g, held, *, momentum, nesterov) -> Result:
     }
 
 
-def adafactor(w, g, state, t, *, lr, beta2_decay, eps, d, weight_decay) -> Result:
-    """**Source:** Shazeer and Stern, ICML 2018, algorithms 4 and 5, as torch.optim.Adafactor.
-
-    A sum of n squares is off by at most n 2^-24 of itself, in whatever order it is added; the
-    update is the gradient over a root of such sums, divided by a root mean square of its own.
-    """
-    eps1, eps2 = eps
-    fresh = t**beta2_decay
-    size = max(eps2, np.sqrt(np.mean(w**2))) * min(lr, t**-0.5)
-    wanted: Result = {}
-    if w.ndim > 1:
-        for name, axis in (("row_var", -1), ("col_var", -2)):
-            mean = np.mean(g**2, axis=axis, keepdims=True)
-            value = (1 - fresh) * state[name] + fresh * mean
-            wanted[name] = value, (g.shape[axis] + OPERATIONS) * UNIT * value + TINY
-        rows, columns = wanted["row_var"][0], wanted["col_var"][0]
-        second = rows * columns / np.maximum(rows.mean(axis=-2, keepdims=True), eps1)
-    else:
-        second = (1 - fresh) * state["variance"] + fresh * g**2
-        wanted["variance"] = second, OPERATIONS * UNIT * second + TINY
-    direction = g / np.maximum(np.sqrt(second), eps1)
-    clipped = max(1.0, np.sqrt(np.mean(direction**2)) / d)
-    change = size * direction / clipped
-    relative = (4 * w.size + 4 * OPERATIONS) * UNIT  # four such sums at most, over w.size numbers
-    bound = _bound(np.abs(w)) + relative * np.abs(change)
-    return wanted | {"weight": ((1 - lr * weight_decay) * w - change, bound)}
+def fallen_back(optimizer) -> tuple[str, ...]:
+    """The parameters whose 8-bit moments have become bf16, by name or by shape."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return tuple(optimizer._name(p) for p in every if FELL_BACK in optimizer.state.get(p, {}))

@@ -1,4 +1,4 @@
-"""What Muon and Adafactor, whose directions need whole tensors, have in common."""
+"""Muon, whose directions need whole tensors: rounding, saving, skipping and rolling back."""
 
 import copy
 import math
@@ -8,21 +8,18 @@ import torch
 from torch import nn
 
 from halfstep import Precision, PrecisionError
-from halfstep.optim import Adafactor, Muon, muon_groups
+from halfstep.optim import Muon, muon_groups
 from halfstep.precision.masters.rounding import ROUNDING
 from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
 from reference.training import through_a_file
 
-KINDS = [Muon, Adafactor]
-
 
 @pytest.mark.usefixtures("each_kernel")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("multiplier", [1.0, 0.25])
-def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(kind, multiplier):
+def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(multiplier):
     half = parameter((40, 24), dtype=torch.bfloat16)
     full = nn.Parameter(half.detach().float())
-    ours, other = kind([half], update="split"), kind([full])
+    ours, other = Muon([half], update="split"), Muon([full])
     for step in range(20):
         gradient = numbers((40, 24), step)
         ours.step(gradients={half: gradient}, multiplier=multiplier)
@@ -31,19 +28,15 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(kind, multiplier
     assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
 
 
-@pytest.mark.parametrize(
-    ("kind", "moments"), [*((Muon, moments) for moments in MOMENTS), (Adafactor, None)]
-)
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", ROUNDING)
-def test_training_goes_on_to_the_bit_after_save_and_load(kind, way, moments):
+def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
     def made(seed: int):
         matrices = [parameter((30, 20), seed, torch.bfloat16)]
         matrices.append(nn.Parameter(numbers((20, 30), seed).bfloat16().T))
         vector = parameter(130, seed, torch.bfloat16)
-        groups = [{"params": matrices}, {"params": [vector]}]
-        if kind is Muon:
-            groups[1]["use_muon"] = False
-        return [*matrices, vector], kind(groups, update=way, moments=moments, seed=3)
+        groups = [{"params": matrices}, {"params": [vector], "use_muon": False}]
+        return [*matrices, vector], Muon(groups, update=way, moments=moments, seed=3)
 
     ps, optimizer = made(0)
     for step in range(3):
@@ -66,21 +59,19 @@ def test_training_goes_on_to_the_bit_after_save_and_load(kind, way, moments):
 
 
 @pytest.mark.parametrize(
-    ("kind", "way", "moments", "each", "more"),
-    [(Muon, "split", "8bit", 5 + 1 / 128, 0), (Muon, "split24", "8bit", 4 + 1 / 128, 0),
-     (Muon, "kahan", "8bit", 5 + 1 / 128, 0), (Muon, "stochastic", "8bit", 3 + 1 / 128, 0),
-     (Muon, "split", "bf16", 6, 0), (Muon, "split", "fp32", 8, 0),
-     (Adafactor, "split", None, 4, 4 * (256 + 128)),
-     (Adafactor, "split24", None, 3, 4 * (256 + 128))],
+    ("way", "moments", "each"),
+    [("split", "8bit", 5 + 1 / 128), ("split24", "8bit", 4 + 1 / 128),
+     ("kahan", "8bit", 5 + 1 / 128), ("stochastic", "8bit", 3 + 1 / 128),
+     ("split", "bf16", 6), ("split", "fp32", 8)],
 )  # fmt: skip
-def test_bytes_per_element_of_a_matrix(kind, way, moments, each, more):
+def test_bytes_per_element_of_a_matrix(way, moments, each):
     """2 for the weight, the remainder, the momentum; a block top is 1 byte in 128."""
     p = parameter((256, 128), dtype=torch.bfloat16)
-    optimizer = kind([p], update=way, moments=moments)
+    optimizer = Muon([p], update=way, moments=moments)
     feed(optimizer, 0)
     optimizer.step()
     held = [value for key, value in optimizer.state[p].items() if key != "step"]
-    assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == each * p.numel() + more
+    assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == each * p.numel()
 
 
 # --- under Precision ----------------------------------------------------------------------------
@@ -91,10 +82,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
 
 
-def trained(policy: str, kind: str, steps: int, **options) -> tuple[Precision, list[float]]:
+def trained(policy: str, steps: int, **options) -> tuple[Precision, list[float]]:
     model = mlp()
-    made = Muon(muon_groups(model)) if kind == "muon" else Adafactor(model.parameters())
-    precision = Precision(policy, model, made, **options)
+    precision = Precision(policy, model, Muon(muon_groups(model)), **options)
     return precision, [train_step(precision, number).loss for number in range(steps)]
 
 
@@ -110,17 +100,13 @@ def bits(precision: Precision) -> dict[str, torch.Tensor]:
     return everything(optimizer) | {f"m.{n}": v.clone() for n, v in precision.masters.items()}
 
 
-CASES = [
-    *(("muon", policy) for policy in ("fp32", "bf16-split,moments=8bit", "bf16-master")),
-    ("muon", "bf16-sr,moments=8bit"),
-    *(("adafactor", policy) for policy in ("fp32", "bf16-split24", "bf16-kahan,moments=fp32")),
-]
+CASES = ["fp32", "bf16-split,moments=8bit", "bf16-master", "bf16-sr,moments=8bit"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Said once", "ignore:back to a copy")
-@pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_a_step_that_is_skipped_changes_no_bit(kind, policy):
-    precision, losses = trained(policy, kind, 3, on_nonfinite="skip:2")
+@pytest.mark.parametrize("policy", CASES)
+def test_a_step_that_is_skipped_changes_no_bit(policy):
+    precision, losses = trained(policy, 3, on_nonfinite="skip:2")
     before = bits(precision)
     assert not train_step(precision, 3, math.nan).applied
     assert_same(bits(precision), before)
@@ -129,25 +115,22 @@ def test_a_step_that_is_skipped_changes_no_bit(kind, policy):
 
 
 @pytest.mark.filterwarnings("ignore:back to a copy")
-@pytest.mark.parametrize(("kind", "policy"), CASES)
-def test_rollback_brings_every_bit_back(kind, policy):
-    precision, _ = trained(policy, kind, 3, on_nonfinite="rollback:3")
+@pytest.mark.parametrize("policy", CASES)
+def test_rollback_brings_every_bit_back(policy):
+    precision, _ = trained(policy, 3, on_nonfinite="rollback:3")
     before = bits(precision)
     for number in (3, 4):
         assert train_step(precision, number).applied
     result = train_step(precision, 5, math.nan)
     assert (result.rolled_back, result.steps_undone) == (True, 2)
     assert_same(bits(precision), before)
-    fresh, _ = trained(policy, kind, 3)
+    fresh, _ = trained(policy, 3)
     for one in (precision, fresh):
         assert train_step(one, 7).applied
     assert_same(bits(precision), bits(fresh))
 
 
-def test_a_policy_that_adafactor_cannot_honour_is_refused_by_name():
+def test_torch_s_muon_is_refused_where_weights_are_split():
     model = mlp()
-    with pytest.raises(PrecisionError, match="moments='8bit': Adafactor keeps sums"):
-        Precision("bf16-split,moments=8bit", model, Adafactor(model.parameters()))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(PrecisionError, match=r"one of halfstep\.optim; Muon does not.*bf16-master"):
         Precision("bf16-split", model, torch.optim.Muon([model[0].weight]))

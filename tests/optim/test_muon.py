@@ -12,10 +12,11 @@ from halfstep.optim import AdamW, Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
-from halfstep.precision.casting.simulate import simulated_bf16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
+from optim.oracles import fallen_back
 from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
 from reference.training import through_a_file
 
@@ -131,7 +132,7 @@ def test_momentum_and_what_is_orthogonalized_are_the_definition_s(nesterov):
 
 def same_products():
     """Around steps of torch's Muon: its bf16 products are scalar code where the CPU has none."""
-    return contextlib.nullcontext() if cpu_has_bf16() else simulated_bf16()
+    return contextlib.nullcontext() if cpu_has_bf16() else SimulatedProducts(torch.bfloat16)
 
 
 @pytest.mark.usefixtures("each_kernel")
@@ -281,7 +282,7 @@ def test_only_groups_of_adamw_fall_back_from_8_bits():
     wide = torch.logspace(0, -10, 256)
     for _ in range(8):
         optimizer.step(gradients={p: wide, q: wide.view(16, 16)})
-    assert optimizer.fallen_back == ("parameter 0 of shape (256,)",)
+    assert fallen_back(optimizer) == ("parameter 0 of shape (256,)",)
     optimizer.step(gradients={p: wide, q: wide.view(16, 16)})
     assert "momentum_buffer_codes" in optimizer.state[q]
 

@@ -13,7 +13,7 @@ from halfstep.words import read_phrases
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "halfstep" / "optim" / "kernels"
 CPP = (KERNELS / "cpu.cpp").read_text()
-TRITON = "".join((KERNELS / f"triton_{name}.py").read_text() for name in ("numbers", "update"))
+TRITON = (KERNELS / "triton_kernels.py").read_text()
 WORDS = read_phrases("halfstep.precision")
 DOCS = (ROOT / "docs" / "policies.md").read_text()
 

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-import halfstep.optim.kernels.triton_decide as kernels
+import halfstep.optim.kernels.triton_kernels as kernels
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.dispatch import kernel_for
 
@@ -36,7 +36,7 @@ NAMES = (
         "host-lion",
         "extremes",
     ),
-    *("constants", "huge", "later", "stops", "changes", "graphs", "captures"),
+    *("huge", "later", "stops", "changes", "captures"),
 )
 
 
@@ -66,7 +66,6 @@ def test_in_the_interpreter(outcomes, name):
 
 
 SCALARS = {
-    "at_row": "i32",
     "step": "i32",
     "multiplier": "fp32",
     **{f"c{i}": "fp32" for i in range(8)},
@@ -126,14 +125,14 @@ def own_triton_cache(tmp_path, monkeypatch):
 def test_the_update_compiles_to_exact_wide_code(
     capability, rule, gradient, update, moments, vectors, tmp_path
 ):
-    pointers = {"table": "*i64", "owners": "*i32", "state": "*fp64"}
+    pointers = {"table": "*i64", "owners": "*i32", "decision": "*fp64"}
     constants = {
         "rule": rule,
         "gradient_dtype": gradient,
         "update": update,
         "moments": moments,
         "aligned": True,
-        "on_device": True,
+        "decided": True,
         "rows": cuda.ROWS,
         "tiles": cuda.TILES,
     }
@@ -156,20 +155,11 @@ def test_the_statistics_compile_to_wide_code(dtype, tmp_path):
         "tile": cuda.STATISTICS_TILE,
         "tiles": cuda.STATISTICS_TILES,
     }
-    ptx = compiled(kernels.statistics_kernel, {**signature, "first": "i32"}, constants, 90)
+    ptx = compiled(kernels.statistics_kernel, signature, constants, 90)
     require_no_spill(ptx, 90, tmp_path / "statistics.ptx")
     require_exact(ptx)
     assert "ld.global.v4.b32" in ptx
     assert "add.rn.f64" in ptx
-
-
-@pytest.mark.parametrize("rule", ["adamw", "sgd"])  # the others have no part of their own
-def test_the_decision_compiles(rule):
-    signature = {"state": "*fp64", "partials": "*fp64", "flags": "*i32", "loss": "*fp32"}
-    counts = dict.fromkeys(("partial_count", "flag_count", "row_count"), "i32")
-    constants = {"rule": rule, "tile": 4096, "rows": 16}
-    signature = {**signature, "max_norm": "i64", **counts}
-    require_exact(compiled(kernels.decide_kernel, signature, constants, 90))
 
 
 def test_the_kernel_in_use_is_named(monkeypatch):
@@ -180,7 +170,7 @@ def test_the_kernel_in_use_is_named(monkeypatch):
     cuda.triton_kernels.cache_clear()
     assert kernel_for("cuda").name == "torch operations (HALFSTEP_KERNEL=torch)"
     monkeypatch.setenv("HALFSTEP_KERNEL", "")
-    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_decide", None)
+    monkeypatch.setitem(sys.modules, "halfstep.optim.kernels.triton_kernels", None)
     cuda.triton_kernels.cache_clear()
     assert "triton cannot be imported" in kernel_for("cuda").name
     cuda.triton_kernels.cache_clear()

@@ -1,14 +1,10 @@
 """The mixing of tokens before a weight's gradient in NVFP4, against its definition in fp64."""
 
 import numpy as np
-import pytest
 import torch
 
-from halfstep.formats import BLOCK_FORMATS
-from halfstep.kernels import blocks
-from halfstep.precision.low_bit import product
 from halfstep.precision.low_bit.hadamard import mixed
-from reference.blocks import bell, bf16_patterns
+from reference.blocks import bell
 
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
 MATRIX = (
@@ -41,29 +37,3 @@ def test_the_error_is_that_of_four_sums_and_one_rounding():
     assert (error <= bound).all()
     assert (error > 0.9 * bound).any()
     assert (mixed(x).float() == mixed(x.flip(1)).flip(1).float()).all()
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-@pytest.mark.parametrize("rows", [32, 64])
-@pytest.mark.parametrize("kind", ["spread", "patterns", "infinite", "zero"])
-def test_the_kernel_fills_and_mixes_as_torch_does(name, rows, kind, monkeypatch):
-    """In one pass what else are three: zeros for the missing tokens, sums of 16, and blocks."""
-    form = BLOCK_FORMATS[name]
-    x = spread(rows - 7, 40)
-    if kind == "patterns":
-        x = torch.from_numpy(bf16_patterns()).bfloat16().flatten()[: x.numel()].view(x.shape)
-    if kind == "infinite":
-        x[3, 3], x[30 - 7, 5], x[1, 39] = torch.inf, torch.nan, -torch.inf
-    if kind == "zero":
-        x[:16] = 0
-    mix = name == "nvfp4"
-    for draw in (None, (3, 1, 4)):
-        found = product.operand(form, x, -2, torch.bfloat16, draw, rows=rows, mix=mix)
-        with monkeypatch.context() as patch:
-            patch.setattr(blocks, "kernel", lambda: "no compiler")
-            want = product.operand(form, x, -2, torch.bfloat16, draw, rows=rows, mix=mix)
-        assert found[0].shape == (rows, 40)
-        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(
-            found[0].signbit() & ~found[0].isnan(), want[0].signbit() & ~want[0].isnan()
-        )

@@ -6,12 +6,9 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import PrecisionError
-from halfstep.kernels import blocks
-from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.clock import Clock
+from halfstep.precision.low_bit.linear import bits_of
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.precision.policy.spelling import parse_policy
 from reference.blocks import quantize
 
 TOKENS, INPUTS, OUTPUTS = 48, 256, 128
@@ -104,26 +101,6 @@ def test_each_product_is_that_of_operands_rounded_by_definition(scheme, tokens):
         assert close(dw, left @ right.T, np.abs(G).max() * tokens).all()
 
 
-def test_scales_of_blocks_without_bf16_products(monkeypatch):
-    """As on a CPU without such instructions: fp32 operands that hold the scales."""
-    fast = products("fp8-block,simulate=yes", layer(), *tensors())
-    monkeypatch.setattr(linear, "has_products", lambda: False)
-    test_each_product_is_that_of_operands_rounded_by_definition("fp8-block", TOKENS)
-    slow = products("fp8-block,simulate=yes", layer(), *tensors())
-    for a, b in zip(fast, slow, strict=True):
-        assert (a != b).mean() < 0.01  # sums of another order, rounded to bf16
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "nvfp4", "nvfp4-unmixed"])
-def test_a_layer_without_the_compiled_kernel_has_the_same_bits(scheme, monkeypatch):
-    policy = f"bf16-mixed,recipe={scheme},simulate=yes"
-    fast = products(policy, layer(), *tensors(41))
-    monkeypatch.setattr(blocks, "kernel", lambda: "no compiler")
-    slow = products(policy, layer(), *tensors(41))
-    for a, b in zip(fast, slow, strict=True):
-        assert np.array_equal(a, b)
-
-
 def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
     for product in range(3):
         kept = ["mxfp8"] * 3
@@ -202,7 +179,7 @@ def train(policy, count=6, micro=1, length=0, state=None, **given):
     return losses, (length or count, *parts)
 
 
-@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8", "fp8-delayed"])
+@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8", "fp8"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_resumed_run_repeats_bit_by_bit(base, micro):
     policy = f"{base},simulate=yes"
@@ -217,7 +194,7 @@ def test_micro_batches_ranks_and_steps_draw_other_bits():
     drawn = [clock.draw(7), clock.draw(7), clock.draw(8)]
     clock.step += 1
     drawn.append(clock.draw(7))
-    drawn.append(Clock(parse_policy("nvfp4"), rank=1).draw(7))
+    drawn.append(Clock(rank=1).draw(7))
     assert len(set(drawn)) == 5
     for i, a in enumerate(drawn):
         for b in drawn[:i]:
@@ -227,11 +204,9 @@ def test_micro_batches_ranks_and_steps_draw_other_bits():
     assert clock.draw(7) == drawn[0]
 
 
-def test_a_schedule_changes_products_in_the_middle_of_a_run():
-    low, high = train("mxfp8,simulate=yes")[0], train("bf16-mixed")[0]
-    with pytest.raises(PrecisionError, match=r"steps=1500"):
-        train("mxfp8,simulate=yes,schedule=50%:bf16")
-    mixed = train("mxfp8,simulate=yes,schedule=50%:bf16", steps=6)[0]
-    assert mixed[:3] == low[:3]
-    assert mixed[3] != low[3]
-    assert high[0] != low[0]
+def test_random_bits_are_a_function_of_what_is_rounded():
+    x = torch.zeros(64, 32)
+    given = bits_of((1, 2, 3), x)
+    assert torch.equal(bits_of((1, 2, 3), x.t().contiguous().t()), given)
+    for other in ((0, 2, 3), (1, 3, 3), (1, 2, 4)):
+        assert (bits_of(other, x) == given).sum() <= 1  # 2,048 words: one may agree by chance

@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD, AdamW
+from halfstep.precision.masters.arrivals import graph_leaves
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -317,3 +318,24 @@ def test_reading_all_masters_does_not_go_through_the_optimizer_for_each(count):
         walked.walks = 0
         assert len(dict(precision.masters.items())) == 2 * count
     assert walked.walks == 0
+
+
+def test_leaves_are_found_once_each_through_any_graph():
+    class Ctx(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = x  # no leaf by this name
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2
+
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    middle = a * b
+    loss = (Ctx.apply(middle) + middle.detach() + a).sum()
+    assert {id(leaf) for leaf in graph_leaves(loss)} == {id(a), id(b)}
+    assert len(graph_leaves(loss)) == 2
+    assert graph_leaves(torch.ones(())) == []
+    single = torch.ones((), requires_grad=True)
+    assert graph_leaves(single)[0] is single

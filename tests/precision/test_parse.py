@@ -283,7 +283,6 @@ DIFFER = {
     "rules": ("bf16-mixed", "bf16-mixed,keep_fp32=*.norm"),
     "recipe": ("bf16-mixed", "bf16-mixed,recipe=mxfp8/bf16/bf16"),
     "simulate": ("nvfp4", "nvfp4,simulate=yes"),
-    "schedule": ("mxfp8", "mxfp8,schedule=85%:bf16"),
 }
 
 

@@ -15,10 +15,9 @@ SPELLINGS = [
     "fp8-block,simulate=yes",
     "mxfp8,moments=8bit",
     "nvfp4,keep_bf16=blocks.0*|lm_head",
-    "bf16-split,recipe=bf16/nvfp4/nvfp4,simulate=yes,schedule=85%:bf16/-/-",
+    "bf16-split,recipe=bf16/nvfp4/nvfp4,simulate=yes",
     "bf16-mixed,rules=a.*:mxfp8/nvfp4/nvfp4|b:fp32",
     "bf16-mixed,recipe=nvfp4-nearest,simulate=yes",
-    "nvfp4,schedule=12.5%:mxfp8|80%:bf16",
 ]
 
 
@@ -65,16 +64,14 @@ def test_a_policy_with_every_field_given_keeps_its_recipe():
     assert odd.recipe == Recipe("fp8", "fp8", "fp8")
 
 
-def test_a_file_gives_recipes_by_product_and_a_schedule(tmp_path):
+def test_a_file_gives_recipes_by_product(tmp_path):
     file = tmp_path / "policy.toml"
     file.write_text(
         'base = "nvfp4"\nsimulate = true\nkeep_bf16 = ["blocks.0*"]\n[rules]\n'
-        '"*.down" = {fprop = "mxfp8", wgrad = "bf16"}\n[schedule]\n"85%" = {fprop = "bf16"}\n'
+        '"*.down" = {fprop = "mxfp8", wgrad = "bf16"}\n'
     )
     policy = parse_policy(str(file))
-    assert str(policy) == (
-        "nvfp4,simulate=yes,schedule=85%:bf16/-/-,rules=blocks.0*:bf16|*.down:mxfp8/-/bf16"
-    )
+    assert str(policy) == "nvfp4,simulate=yes,rules=blocks.0*:bf16|*.down:mxfp8/-/bf16"
     found = recipes(policy)
     # a rule leaves a product as it would be without the rule: in block 0 that is bf16
     assert found["blocks.0.down"] == "mxfp8/bf16/bf16"
@@ -95,11 +92,7 @@ def test_a_file_gives_recipes_by_product_and_a_schedule(tmp_path):
         ("fp16-mixed,rules=a:mxfp8", "allowed: fp32, fp16$"),
         ("bf16-mixed,rules=a:fp16", "allowed: fp32, bf16, or a recipe such as mxfp8"),
         ("mxfp8,simulate=perhaps", "allowed: yes, no"),
-        ("mxfp8,schedule=150%:bf16", "above 0% and below 100%"),
-        ("mxfp8,schedule=85:bf16", "above 0% and below 100%"),
-        ("mxfp8,schedule=85%:bf16|80%:bf16", "in rising order"),
-        ("mxfp8,schedule=85%:bf17", "did you mean 'bf16'"),
-        ("bf16-mixed,schedule=50%:bf16", "this policy has none"),
+        ("mxfp8,recipe=bf17", "did you mean 'bf16'"),
         ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
     ],
 )
@@ -199,8 +192,8 @@ def test_every_scheme_is_of_formats_that_exist_and_says_where_it_comes_from():
     ],
 )  # fmt: skip
 def test_explain_says_what_scales_cost_and_where_products_are_native(policy, scales, since):
-    """Also of a recipe that only a rule or the end of a schedule has."""
-    for spelled in (policy, f"bf16-mixed,schedule=50%:{policy}"):
+    """Also of a recipe that only a rule has."""
+    for spelled in (policy, f"bf16-mixed,rules=*:{policy}"):
         text = str(halfstep.explain(f"{spelled},simulate=yes"))
         assert f"scales   {policy:<8} {scales}" in text
         assert f"native   {policy:<8} on CUDA, from compute capability {since} on" in text
@@ -209,15 +202,14 @@ def test_explain_says_what_scales_cost_and_where_products_are_native(policy, sca
 
 
 def test_explain_says_which_products_run_in_which_blocks():
-    text = str(halfstep.explain("nvfp4,simulate=yes,schedule=85%:bf16/-/-"))
+    text = str(halfstep.explain("nvfp4,simulate=yes"))
     assert "fprop    nvfp4    inputs e2m1 in 1x16 blocks x weights e2m1 in 16x16 blocks" in text
     assert "gradients rounded stochastically, Hadamard over 16 tokens" in text
-    delayed = str(halfstep.explain("fp8-delayed"))
+    whole = str(halfstep.explain("fp8"))
     assert (
         "gradients e5m2 with one scale for the tensor x weights e4m3fn with one scale for the "
-        "tensor, scaled by the last" in delayed
+        "tensor" in whole
     )
-    assert "from     85%      of the run on: bf16/-/-" in text
     rows = str(halfstep.explain_model("mxfp8,keep_bf16=head", Model())).splitlines()
     compute = {row.split()[0]: row.split()[3] for row in rows[1:-1]}
     assert compute["blocks.0.up"] == "mxfp8"

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep import simulated_bf16, simulated_fp16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from reference.products import TINY, U16, U32, assert_within
 from reference.witness import Witness, low_products
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-SIMULATED = {HALF: simulated_fp16, BRAIN: simulated_bf16}
+SIMULATED = {low: partial(SimulatedProducts, low) for low in (HALF, BRAIN)}
 both_formats = pytest.mark.parametrize("low", SIMULATED, ids=["fp16", "bf16"])
 MIXED = [
     *((HALF, other) for other in (BRAIN, torch.float32, torch.float64)),

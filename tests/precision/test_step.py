@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep.precision.casting.autocast
-from halfstep import Precision, PrecisionError, StepResult, simulated_bf16
+from halfstep import Precision, PrecisionError, StepResult
 from halfstep.optim import AdamW
 from halfstep.optim.kernels.cpu import native_kernel
 from halfstep.precision.casting.autocast import cpu_has_bf16
+from halfstep.precision.casting.simulate import SimulatedProducts
 from reference.training import (
     CPU_POLICIES,
     DYNAMIC,
@@ -133,7 +134,7 @@ def test_bf16_mixed_is_torch_autocast_bit_for_bit(optimizer):
     for x, y in data:
         own.zero_grad()
         # Where bf16 has no instructions, products are simulated: in torch's loop here too.
-        with contextlib.nullcontext() if cpu_has_bf16() else simulated_bf16():
+        with contextlib.nullcontext() if cpu_has_bf16() else SimulatedProducts(torch.bfloat16):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = mse(plain(x), y)
             loss.backward()

@@ -148,17 +148,6 @@ def bf16_patterns() -> np.ndarray:
     return (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(F).reshape(256, 256)
 
 
-# (M, K, N) of 20 products, and the formats of their operands: forward, and one with gradients.
-PRODUCTS = [
-    (rows, k, columns, left)
-    for left in ("e4m3fn", "e5m2")
-    for rows, k, columns in (
-        *((16, 16, 16), (16, 32, 48), (32, 64, 32), (48, 96, 16), (32, 128, 32)),
-        *((16, 256, 32), (32, 320, 16), (16, 512, 16), (32, 768, 32), (16, 1024, 16)),
-    )
-]
-
-
 def bell(seed: int, rows: int, columns: int) -> np.ndarray:
     """(rows, columns) fp32 numbers, about normal: sums of four random bytes, without their mean."""
     words = random_words(seed, rows * columns)
@@ -166,9 +155,3 @@ def bell(seed: int, rows: int, columns: int) -> np.ndarray:
         (words >> np.uint32(8 * byte) & np.uint32(255)).astype(np.int64) for byte in range(4)
     )
     return ((total - 510) / 128).astype(F).reshape(rows, columns)
-
-
-def product_operands(case: int) -> tuple[np.ndarray, np.ndarray]:
-    """The fp32 operands (M, K) and (N, K) of one of :data:`PRODUCTS`."""
-    rows, k, columns, _ = PRODUCTS[case]
-    return bell(1000 + 2 * case, rows, k), bell(1001 + 2 * case, columns, k)

@@ -1,7 +1,7 @@
 """torch's table of optimizers with ours in it: which of its configurations behave as torch's do?
 
 ``torch.testing._internal.common_optimizers.optim_db`` lists the arguments and errors that torch's
-own suite tries for AdamW, SGD, Muon and Adafactor. This script tries each of them on torch's class
+own suite tries for AdamW, SGD and Muon. This script tries each of them on torch's class
 and on ours (Lion, which torch has not, on AdamW's), in the ways of that suite: does the loss fall,
 is a state saved and loaded, do hooks fire, are errors raised, and so on. A case counts where ours
 does what torch's does. It is a script and no test, as that module needs the package expecttest::
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.common_optimizers import OptimizerErrorEnum, optim_db
 
-from halfstep.optim import SGD, Adafactor, AdamW, Lion, Muon
+from halfstep.optim import SGD, AdamW, Lion, Muon
 
 Make = Callable[[Any], torch.optim.Optimizer]
 INFO = {info.optim_cls.__name__: info for info in optim_db}
@@ -32,7 +32,6 @@ PAIRS = [
     ("SGD", SGD),
     ("Lion", Lion),
     ("Muon", Muon),
-    ("Adafactor", Adafactor),
 ]
 
 

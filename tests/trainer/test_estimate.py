@@ -95,7 +95,7 @@ def test_what_is_no_number(text):
     [
         (["--params", "1B", "--config", "gpt2"], "give one of them"),
         (["--config", "lm-lora"], "halfstep.estimate(model, policy, batch) answers"),
-        (["--optimizer", "muo"], "'muo'; allowed: adadelta, adafactor"),
+        (["--optimizer", "muo"], "'muo'; allowed: adadelta, adagrad"),
         (["--batch-size", "-1"], "--batch-size -1; allowed: integers >= 0"),
         (["--parallel", "pipe=2"], "allowed axes: data, shard, tensor"),
     ],

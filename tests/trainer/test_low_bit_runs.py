@@ -20,8 +20,7 @@ NVFP4 = "nvfp4,simulate=yes"
     [
         NVFP4,
         "bf16-split,recipe=mxfp8,simulate=yes,moments=8bit",
-        "mxfp8,simulate=yes,schedule=60%:bf16/-/-",
-        "fp8-delayed,simulate=yes",
+        "fp8,simulate=yes",
     ],
 )
 @pytest.mark.filterwarnings("ignore:the second moments of parameter")  # they may become bf16

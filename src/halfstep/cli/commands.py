@@ -165,7 +165,7 @@ class Estimate:
     """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
     precision: tuple[str, ...] = ()
     """Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and
-    bf16-split, which also with moments=8bit."""
+    bf16-split, also with moments=8bit."""
     optimizer: str = ""
     """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
     batch_size: int = 0

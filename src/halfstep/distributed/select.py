@@ -15,7 +15,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import parse_policy
 
 
@@ -34,11 +34,6 @@ class Verdict:
     note: str = ""
 
 
-_SCALES = Verdict(
-    "init_scale=auto tries scales on each rank by itself, and gradients of different scales would "
-    "be added",
-    "init_scale=65536",
-)
 EXACT, REORDERED = "bit for bit", "another order of sums"
 OTHER_BITS = "other random bits on each rank"
 
@@ -73,16 +68,12 @@ def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
                 "block's parameters in one format",
                 f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
             )
-        if policy.loss_scale.calibrate:
-            return _SCALES
         if low:
             return Verdict(note=f"sums rounded to {dtype_name(policy.param_dtype)}")
         if policy.casts == "module":
             return Verdict(note="bf16 between layers")
         return Verdict(note=_exact(policy, layout))
     if layout.tensor > 1:
-        if policy.loss_scale.calibrate:
-            return _SCALES
         form = dtype_name(policy.compute_dtype)
         return Verdict(note=REORDERED if form == "fp32" else f"{form} partial sums")
     return Verdict(note=_exact(policy, layout) if layout.data > 1 else "")
@@ -148,22 +139,3 @@ def choose_strategy(
     if layout.data > 1:
         return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)
-
-
-TABLE_LAYOUTS = ("data=1", "data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
-
-
-def layout_table() -> str:
-    """Format every named policy under every kind of layout as Markdown, with refusals' reasons."""
-    lines = ["| policy | " + " | ".join(f"`{text}`" for text in TABLE_LAYOUTS) + " |"]
-    lines.append("|---" * (len(TABLE_LAYOUTS) + 1) + "|")
-    reasons: dict[str, None] = {}
-    for name, policy in POLICIES.items():
-        cells = []
-        for text in TABLE_LAYOUTS:
-            verdict = decide(policy, Layout.parse(text))
-            cells.append("refused" if verdict.refused else verdict.note or "yes")
-            if verdict.refused:
-                reasons[f"`{name}`: {verdict.refused}; use {verdict.nearest}."] = None
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *reasons])

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
+from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.kernels.dispatch import Kernel, kernel_for
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.on_device.step import DeviceStep, device_step
 from halfstep.optim.options import (
     check_gradient,
     check_group,
@@ -44,9 +45,8 @@ from halfstep.optim.storage.state import (
     zero_moment,
 )
 from halfstep.optim.storage.weights import write_master_
-from halfstep.precision.masters.places import Place, Places
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.masters.stepping import DeviceDecision
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
@@ -55,6 +55,8 @@ _OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
 _NO_GRADIENT = torch.empty(0)
 Members = list[tuple[nn.Parameter, StepTask]]
 """The parameters of one kernel call, each with its task."""
+Member = tuple[int, int, nn.Parameter]
+"""A parameter, after the numbers of its random stream and of its group."""
 
 
 @dataclass(slots=True)
@@ -106,9 +108,11 @@ class LowPrecisionOptimizer(Optimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
+        # group, index in it and random stream by the id of a tensor, checked before use
+        self._places: dict[int, tuple[int, int, int]] = {}
+        self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
-        self.places = Places()
         super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +128,8 @@ class LowPrecisionOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled or loaded state; options missing in older versions get their defaults."""
         super().__setstate__(state)
-        self._kernels, self._kept, self.places = {}, {}, Places()
+        self._kernels, self._kept, self._places = {}, {}, {}
+        self._lengths = []
         # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
         defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
         for group in self.param_groups:
@@ -137,11 +142,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     def averages(self, model: nn.Module) -> dict[str, float]:
         """Tensors of a parameter's size that its moments are, by name: for halfstep.estimate."""
-        held = {p: self._averages(group, p) for _, group, p in self._members()}
+        held = {p: len(self.algorithm_of(group).moments) for _, group, p in self._members()}
         return {name: held[p] for name, p in model.named_parameters() if p in held}
-
-    def _averages(self, group: Mapping[str, Any], parameter: Tensor) -> float:
-        return len(self.algorithm_of(group).moments)
 
     def check_precision(self, update: Update, moments: Moments) -> None:
         """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
@@ -181,7 +183,7 @@ class LowPrecisionOptimizer(Optimizer):
                 another shape or dtype than is allowed.
         """
         check_updates(self.param_groups, type(self).__name__)
-        for _, parameter in self._standing(gradients):
+        for _, _, parameter in self._standing(gradients):
             check_gradient(parameter, gradients[parameter])
 
     @torch.no_grad()
@@ -190,26 +192,24 @@ class LowPrecisionOptimizer(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         gradients: Mapping[nn.Parameter, Tensor] | None = None,
-        multiplier: float | DeviceStep = 1.0,
-        part: int | None = None,
+        multiplier: float | DeviceDecision = 1.0,
     ) -> Any:
-        """Take one step, or a part of one.
+        """Take one step.
 
         Args:
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
-                the :meth:`device_step` that has examined these gradients and knows the factor.
-            part: The number of a training step that these gradients are a part of, for hooks: its
-                last call has no ``part``, and perhaps no gradients. None: a whole step.
+                what :meth:`decide` has decided about these gradients.
 
         Raises:
             PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
-        if isinstance(multiplier, DeviceStep):
-            multiplier.update()
-            return None
-        loss, factor = None, multiplier
+        loss, factor, decision = None, 1.0, None
+        if isinstance(multiplier, DeviceDecision):
+            decision = multiplier
+        else:
+            factor = multiplier
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -218,7 +218,7 @@ class LowPrecisionOptimizer(Optimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for group, plan, members in self._plans(gradients, factor, part):
+        for group, plan, members in self._plans(gradients, factor, decision):
             self._run(group, plan, members)
             for parameter, task in members:
                 if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
@@ -232,17 +232,60 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
         """Update the tensors of one plan, all of one group."""
-        kernel = self._kernel(members[0][0].device, plan.algorithm.name)
-        kernel.run([task for _, task in members], plan)
+        tasks = [task for _, task in members]
+        if plan.decision is not None:
+            cuda.run_cuda(tasks, plan)
+        else:
+            self._kernel(tasks[0].weight.device, plan.algorithm.name).run(tasks, plan)
 
-    def device_step(self, config: LossScaleConfig) -> DeviceStep | None:
-        """Steps whose decisions stay on the device; None where there is no kernel for them.
+    def can_decide(self) -> bool:
+        """Whether :meth:`decide` has kernels.
 
         A subclass with a ``step`` of its own has none, since it may read the multiplier.
         """
-        if inspect.unwrap(type(self).step) is not inspect.unwrap(LowPrecisionOptimizer.step):
-            return None
-        return device_step(self, config)
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        own_step = inspect.unwrap(type(self).step) is inspect.unwrap(LowPrecisionOptimizer.step)
+        known = own_step and len(devices) == 1 and self.algorithm.name in RULES
+        return known and cuda.can_launch(*devices)
+
+    @torch.no_grad()
+    def decide(
+        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], max_norm: float | None
+    ) -> DeviceDecision | None:
+        """Decide on a step on the device; give the result to :meth:`step` as its multiplier.
+
+        A step whose loss or gradients are not finite leaves weights, moments and remainders
+        unchanged, bit for bit; :meth:`uncount` it once the host knows.
+
+        Args:
+            loss: A scalar.
+            gradients: Of the parameters, unscaled; fp32, bf16 or fp16. They are only read.
+            max_norm: Clip their global 2-norm to this, or None.
+
+        Returns:
+            None where the host must decide: in the steps that compare 8-bit moments with their
+            gradients, and where a gradient is sparse.
+
+        **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's
+        fused ones.
+        """
+        return None if self._compares_next(gradients) else cuda.decide(loss, gradients, max_norm)
+
+    def _compares_next(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+        """Whether the next step compares 8-bit moments with their gradients."""
+        if len(self.algorithm.moments) < 2:
+            return False
+        for _, number, parameter in self._standing(gradients):
+            group, state = self.param_groups[number], self.state.get(parameter, {})
+            if kept_moments(self.algorithm.moments, group, state) == "8bit" and is_due(
+                int(state.get("step", 0)) + 1
+            ):
+                return True
+        return False
+
+    def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take back that a step counts, which the device has not applied."""
+        torch._foreach_sub_([self.state[p]["step"] for p in parameters], 1)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
@@ -260,18 +303,18 @@ class LowPrecisionOptimizer(Optimizer):
         self,
         gradients: Mapping[nn.Parameter, Tensor] | None,
         multiplier: float,
-        part: int | None,
+        decision: DeviceDecision | None,
     ) -> list[tuple[dict[str, Any], Plan, Members]]:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
-        places = self._standing(gradients, part)
-        gradients = {parameter: gradients[parameter] for _, parameter in places}
+        members = self._standing(gradients)
+        gradients = {parameter: gradients[parameter] for _, _, parameter in members}
         self.check_step(gradients)
         found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
         counted: list[Tensor] = []
-        for (stream, number, _), parameter in places:
+        for stream, number, parameter in members:
             group, gradient = self.param_groups[number], gradients[parameter]
             kept = self._task_of(stream, group, parameter, gradient)
             step, update, moments = int(kept.number) + 1, kept.update, kept.moments
@@ -288,6 +331,7 @@ class LowPrecisionOptimizer(Optimizer):
                     -multiplier if group.get("maximize") else multiplier,
                     group["seed"],
                     step,
+                    decision,
                 )
                 found[key] = (group, plan, [])
             found[key][2].append((parameter, kept.task))
@@ -319,22 +363,14 @@ class LowPrecisionOptimizer(Optimizer):
             self._kept[stream] = kept
         return kept
 
-    def _standing(
-        self, gradients: Mapping[nn.Parameter, Tensor], part: int | None = None
-    ) -> list[tuple[Place, nn.Parameter]]:
-        """Places of those parameters that are this optimizer's, in the order of the groups.
-
-        A step in parts looks them up; a whole step walks over its parameters once in any case.
-        """
-        if part is not None or self.places.in_parts:
-            return self.places.of(self.param_groups, gradients, part)
-        given, found, stream = set(map(id, gradients)), [], 0
-        for number, group in enumerate(self.param_groups):
-            for at, parameter in enumerate(group["params"]):
-                if id(parameter) in given:
-                    found.append((Place(stream, number, at), parameter))
-                stream += 1
-        return found
+    def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
+        """Those of the parameters that are this optimizer's, in the order of the groups."""
+        given = set(map(id, gradients))
+        return [
+            (stream, number, parameter)
+            for stream, (number, _, parameter) in enumerate(self._members())
+            if id(parameter) in given
+        ]
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -371,20 +407,6 @@ class LowPrecisionOptimizer(Optimizer):
                 f"are bf16 from step {plan.step} on (2 bytes more per parameter)",
                 stacklevel=4,
             )
-
-    @property
-    def fallen_back(self) -> tuple[str, ...]:
-        """The parameters whose 8-bit moments have become bf16, by name or by shape.
-
-        8 bits hold second moments down to 2^-32 of the largest among 128 neighbours. A tensor with
-        elements below that is detected automatically, reported by one warning, and kept in bf16 for
-        good, also through checkpoints.
-        """
-        return tuple(
-            self._name(parameter)
-            for _, _, parameter in self._members()
-            if FELL_BACK in self.state.get(parameter, {})
-        )
 
     def _name(self, parameter: Tensor) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
@@ -469,9 +491,23 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
-        for place, _ in self.places.of(self.param_groups, [parameter]):
-            return self.param_groups[place.group], place.stream
-        raise PrecisionError("the parameter does not belong to this optimizer")
+        if not self.holds(parameter):
+            raise PrecisionError("the parameter does not belong to this optimizer")
+        number, _, stream = self._places[id(parameter)]
+        return self.param_groups[number], stream
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a group holds this tensor; looked up once as long as the groups stay so."""
+        groups = self.param_groups
+        lengths = [len(group["params"]) for group in groups]
+        place = self._places.get(id(parameter)) if lengths == self._lengths else None
+        if place is None or groups[place[0]]["params"][place[1]] is not parameter:
+            self._lengths, self._places, stream = lengths, {}, 0
+            for number, group in enumerate(groups):
+                for at, held in enumerate(group["params"]):
+                    self._places[id(held)] = number, at, stream
+                    stream += 1
+        return id(parameter) in self._places
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import Members
-from halfstep.optim.directed import DirectedOptimizer
+from halfstep.optim.base import LowPrecisionOptimizer, Members
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.options import check_rate, checked_betas, require_option
-from halfstep.optim.rules import ADAMW, MUON, SGD, Algorithm, averaging
+from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.storage.moments import Moments
-from halfstep.optim.storage.state import StepTask, dense
-from halfstep.precision.casting.simulate import simulated_bf16
+from halfstep.optim.storage.state import StepTask, dense, flat
+from halfstep.precision.agreement import MARK
+from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.local_part import (
     is_sharded,
     part_like,
@@ -77,7 +77,7 @@ def newton_schulz(
 def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
     """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
     scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
-    return simulated_bf16() if scalar else nullcontext()
+    return SimulatedProducts(matrix.dtype) if scalar else nullcontext()
 
 
 def quintic(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -87,7 +87,7 @@ def quintic(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
 
 
-class Muon(DirectedOptimizer):
+class Muon(LowPrecisionOptimizer):
     """Muon for matrices, and AdamW for the groups with ``use_muon=False``.
 
     :func:`muon_groups` makes the groups. Bytes per element of a matrix, besides 2 for a bf16
@@ -105,7 +105,8 @@ class Muon(DirectedOptimizer):
     """
 
     algorithm = MUON
-    gathers = True
+    on_direction: Callable[[Tensor, Tensor, float], None] | None = None
+    """Called in a step with each matrix, the direction that it moves along, and its factor."""
     ranks: dist.ProcessGroup | None = None
     """The ranks that divide matrices among them, where all of them step together with the same
     gradients: each orthogonalizes its share and sends the directions to the others. To be set."""
@@ -176,10 +177,18 @@ class Muon(DirectedOptimizer):
         if not param_group.get("use_muon", True):
             param_group.setdefault("eps", _ADAMW_EPS)
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_options(group)
+            for parameter in group["params"] if self.is_directed(group) else ():
+                _require_whole(parameter)
+        except PrecisionError:
+            self.param_groups.pop()
+            raise
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        _check_options(group)
-        super()._check_group(group)
+    def is_directed(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group's parameters are moved along a direction, rather than by AdamW."""
+        return self.algorithm_of(group) is not ADAMW
 
     def algorithm_of(self, group: Any) -> Algorithm:
         """Muon, or AdamW in groups with ``use_muon=False``."""
@@ -203,9 +212,29 @@ class Muon(DirectedOptimizer):
                 "matrices; give all ranks the same gradients, or leave optimizer.ranks None"
             )
 
+    def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
+        if not self.is_directed(group):
+            super()._run(group, plan, members)
+            return
+        for parameter, task, direction, factor in self._directions(group, plan, members):
+            if self.on_direction is not None:
+                self.on_direction(parameter, direction, factor)
+            # element-wise again, so one kernel stores it in any rounding mode
+            move = StepTask(
+                weight=task.weight,
+                remainder=task.remainder,
+                moments=(),
+                tops=(),
+                gradient=flat(direction, dense(parameter)),
+                stream=task.stream,
+            )
+            kernel = self._kernel(parameter.device, DIRECTED.name)
+            kernel.run([move], replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor))
+
     def _directions(
         self, group: dict[str, Any], plan: Plan, members: Members
     ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor, float]]:
+        """Each matrix with the direction of its update, of its shape, and a factor of that."""
         size, rank = 1, 0
         if self.ranks is not None:
             size, rank = dist.get_world_size(self.ranks), dist.get_rank(self.ranks)
@@ -247,6 +276,18 @@ class Muon(DirectedOptimizer):
         )
         owner = whole_of(parameter)
         return whole_like(momentum, owner) if is_sharded(owner) else momentum
+
+
+def _require_whole(parameter: nn.Parameter) -> None:
+    """Refuse a part of a tensor that cannot be gathered."""
+    if getattr(parameter, MARK, False):
+        sharded = is_sharded(parameter)
+        raise PrecisionError(
+            f"a parameter of shape {tuple(parameter.shape)} is "
+            f"{'a DTensor over several ranks' if sharded else f'marked {MARK}'}, and Muon needs "
+            "whole tensors: update it by AdamW or Lion of halfstep.optim, or let every rank hold "
+            "it whole"
+        )
 
 
 def _products(member: tuple[nn.Parameter, StepTask]) -> int:

@@ -60,7 +60,7 @@ class AdamW(LowPrecisionOptimizer):
             amsgrad: Refused if True: only two moments are kept.
             maximize: Step along the gradient instead of against it.
             foreach: Accepted but without effect: the kernels always take one pass over memory.
-            capturable: Refused if True; :meth:`halfstep.Precision.captured` captures a step.
+            capturable: Refused if True: the step counts on the host.
             differentiable: Refused if True: no kernel is differentiable.
             fused: Accepted but without effect, as ``foreach``.
             update: The rounding mode of bf16 weights.

@@ -113,7 +113,7 @@ def _check_options(group: dict[str, Any], owner: str) -> None:
     if group.get("capturable"):
         raise PrecisionError(
             f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
-            "repeat; halfstep.Precision.captured counts on the device; leave capturable out"
+            "repeat; leave capturable out, and the step out of the graph"
         )
     if group.get("differentiable"):
         raise PrecisionError(

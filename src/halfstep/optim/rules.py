@@ -23,29 +23,21 @@ class Algorithm:
 
     name: str  # its name in kernels and configurations
     moments: tuple[str, ...]  # names of its state, as in ``torch.optim``; the first is signed
-    # maps group options to the rule's fp32 constants in late steps, at most 8
-    settled: Callable[[dict[str, Any]], Constants]
-    # maps these and a step number, from 1, to the constants of that step; ``triton_decide.py``
-    # repeats it, because there only the device knows the step number
-    at_step: Callable[[Constants, int], Constants]
+    # maps a group's options and a step number, from 1, to the rule's fp32 constants, at most 8
+    constants: Callable[[dict[str, Any], int], Constants]
     # maps (weight, gradient, first, second, constants) to the new weight, first and second moment,
     # all fp32 of one shape; a moment that the rule does not use is returned unchanged. Rules of
     # whole matrices get the direction that their optimizer has computed in the gradient's place
     move: Callable[[Tensor, Tensor, Tensor, Tensor, Constants], Moved]
 
-    def constants(self, group: dict[str, Any], step: int) -> Constants:
-        """The rule's fp32 constants for a group's options and a step number, from 1."""
-        return self.at_step(self.settled(group), step)
 
-
-def _adamw_settled(group: dict[str, Any]) -> Constants:
+def _adamw_constants(group: dict[str, Any], step: int) -> Constants:
     beta1, beta2 = group["betas"]
+    # both moments start at 0: divided by these, an average of equal gradients is that gradient
+    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
     decay = 1 - group["lr"] * group["weight_decay"]
-    return beta1, 1 - beta1, beta2, 1 - beta2, decay, group["lr"], 1.0, group["eps"]
-
-
-def _adamw_at(c: Constants, step: int) -> Constants:
-    return (*c[:5], c[5] / (1 - c[0] ** step), (1 - c[2] ** step) ** -0.5, c[7])
+    size, correction = group["lr"] / bias1, bias2**-0.5
+    return beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, group["eps"]
 
 
 def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
@@ -57,15 +49,12 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     return w * decay - (m / (root * correction + eps)) * size, m, v
 
 
-def _sgd_settled(group: dict[str, Any]) -> Constants:
+def _sgd_constants(group: dict[str, Any], step: int) -> Constants:
     momentum, nesterov = group["momentum"], group["nesterov"]
-    fresh = 1 - group["dampening"] if momentum else 1.0
     direct, through = (1.0, momentum) if nesterov else (0.0, 1.0)
-    return momentum, fresh, group["weight_decay"], group["lr"], direct, through
-
-
-def _sgd_at(c: Constants, step: int) -> Constants:
-    return c if step > 1 else (0.0, 1.0, *c[2:])
+    fresh = 1 - group["dampening"] if momentum else 1.0
+    kept, added = (momentum, fresh) if step > 1 else (0.0, 1.0)  # the first momentum is whole
+    return kept, added, group["weight_decay"], group["lr"], direct, through
 
 
 def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
@@ -75,7 +64,7 @@ def _sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     return w - (g * direct + m * through) * lr, m, v
 
 
-def _lion_settled(group: dict[str, Any]) -> Constants:
+def _lion_constants(group: dict[str, Any], step: int) -> Constants:
     beta1, beta2 = group["betas"]
     lr = group["lr"]
     return beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * group["weight_decay"], lr
@@ -87,15 +76,11 @@ def _lion(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
     return moved, m * beta2 + g * rest2, v
 
 
-# Rules of whole matrices: what is done with a direction once it is known (optim/directed.py).
+# The rule of whole matrices: what is done with a direction once it is known (optim/muon.py).
 
 
-def _directed_settled(group: dict[str, Any]) -> Constants:
+def _directed_constants(group: dict[str, Any], step: int) -> Constants:
     return 1 - group["lr"] * group["weight_decay"], group["lr"]
-
-
-def _adafactor_settled(group: dict[str, Any]) -> Constants:
-    return 1 - group["lr"] * group["weight_decay"], 1.0  # its step size is part of the direction
 
 
 def _directed(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
@@ -115,10 +100,9 @@ def averaging(momentum: float, *, nesterov: bool) -> Constants:
 # Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2;
 # Sutskever et al., "On the importance of initialization and momentum", ICML 2013, in the form of
 # torch.optim.SGD; Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
-ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_settled, _adamw_at, _adamw)
-SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_settled, _sgd_at, _sgd)
-LION = Algorithm("lion", ("exp_avg",), _lion_settled, lambda c, step: c, _lion)
-# The kernels' rule, and the two optimizers that use it; their sources stand beside their classes.
-DIRECTED = Algorithm("directed", (), _directed_settled, lambda c, step: c, _directed)
-MUON = Algorithm("muon", ("momentum_buffer",), _directed_settled, lambda c, step: c, _directed)
-ADAFACTOR = Algorithm("adafactor", (), _adafactor_settled, lambda c, step: c, _directed)
+ADAMW = Algorithm("adamw", ("exp_avg", "exp_avg_sq"), _adamw_constants, _adamw)
+SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_constants, _sgd)
+LION = Algorithm("lion", ("exp_avg",), _lion_constants, _lion)
+# The kernels' rule, and the optimizer that uses it, whose source stands beside its class.
+DIRECTED = Algorithm("directed", (), _directed_constants, _directed)
+MUON = Algorithm("muon", ("momentum_buffer",), _directed_constants, _directed)

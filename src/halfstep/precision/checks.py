@@ -11,10 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_floating, as_number, require, require_optimizer
+from halfstep.precision.border import as_number, require
 from halfstep.precision.casting.buffers import check_buffers
 from halfstep.precision.casting.cast import CastInputs
-from halfstep.precision.low_bit.delayed import as_history
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -169,9 +168,7 @@ def _check_eps(
             form = dtype_name(policy.master_dtype)
             raise PrecisionError(
                 f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
-                f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, as "
-                f"halfstep.lift_eps_(optimizer, {policy.master_dtype}) sets it, or policy "
-                f"{form}-master"
+                f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, or policy {form}-master"
             )
 
 
@@ -186,36 +183,6 @@ def _other_numbers(policy: PrecisionPolicy, name: str, parameter: Tensor) -> Pre
         f"{dtype_name(policy.master_dtype)}. If that is meant, convert it with model.float() "
         "before the optimizer is made"
     )
-
-
-def lift_eps_(optimizer: Optimizer, dtype: str | torch.dtype) -> list[tuple[int, float, float]]:
-    """Raise each group's ``eps`` to the smallest value that is safe in a dtype, if it is below.
-
-    That value is the smallest normal number, 2^-14 in fp16. Where Adam's second moment has
-    underflowed to 0, ``eps`` alone is the denominator. A subnormal ``eps`` has fewer bits, some
-    devices flush it to 0, and the first moment divided by it may overflow. In fp16
-    (1 - 0.999) g^2 underflows for ``|g| < sqrt(1000 * 2^-25) = 0.0055``, so with 2^-14 the
-    quotient stays below 90; with 1e-8, which fp16 rounds to 0, it is infinite.
-
-    Args:
-        optimizer: Its groups' ``eps`` are changed in place.
-        dtype: The dtype of the optimizer's moments: torch.float16 with policy ``fp16-pure``.
-
-    Returns:
-        For each group that was changed, its index, the old ``eps`` and the new one.
-
-    Raises:
-        PrecisionError: If ``optimizer`` is not an optimizer or ``dtype`` is not floating.
-    """
-    require_optimizer(optimizer, "lift_eps_(optimizer)")
-    safe = torch.finfo(as_floating(dtype, "lift_eps_(dtype)")).tiny
-    lifted = []
-    for number, group in enumerate(optimizer.param_groups):
-        eps = group.get("eps")
-        if isinstance(eps, int | float) and eps < safe:
-            group["eps"] = safe
-            lifted.append((number, float(eps), safe))
-    return lifted
 
 
 def no_loss(value: object) -> PrecisionError:
@@ -350,7 +317,7 @@ def check_state(
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes", "amax_history"} != expected:
+    if set(state) - {"spikes"} != expected:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(map(str, state))}, expected "
             f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
@@ -366,7 +333,6 @@ def check_state(
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
     as_state(state.get("spikes"))
-    as_history(state.get("amax_history"))
     for key in ("loss_scale", "masters"):
         if not isinstance(state[key], Mapping):
             raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")

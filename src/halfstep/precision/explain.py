@@ -206,7 +206,7 @@ def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
 
 
 def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
-    """What recipes below 16 bits mean: the three products, their blocks and when they change."""
+    """What recipes below 16 bits mean: the three products and their blocks."""
     rows = []
     for product, operands in OPERANDS.items():
         scheme = SCHEMES.get(getattr(policy.recipe, product))
@@ -214,7 +214,6 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
             continue
         extra = _told("stochastic") if "gradients" in operands and scheme.stochastic else ""
         extra += _told("hadamard") if product == "wgrad" and scheme.hadamard else ""
-        extra += _told("delayed", steps=scheme.history) if scheme.history else ""
         texts = [_operand(scheme, operand) for operand in operands]
         rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
     for scheme in policy.schemes():
@@ -223,9 +222,6 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         rows.append((_told("row native"), scheme.name, _told("since", since=since)))
     if policy.simulate:
         rows.append((_told("row simulate"), "yes", _told("simulate")))
-    for switch in policy.schedule:
-        text = _told("from", recipe=str(switch.recipe))
-        rows.append((_told("row from"), f"{switch.percent:g}%", text))
     return rows
 
 

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from halfstep.precision.masters.stepping import Gradients
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
-from halfstep.precision.scaling.spikes import Spike
+from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 from halfstep.words import Told, joined, message, said
 
 _told = Told("halfstep.precision")
@@ -164,8 +164,7 @@ def incurable(
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
     what = what or _told.phrase("nan_and_inf")
     where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
-    same = _told.phrase("updated", count=judged.updated) if judged.updated else _UNCHANGED
-    known = {"where": where, "end": joined([same, FIND_IT], "")}
+    known = {"where": where, "end": joined([_UNCHANGED, FIND_IT], "")}
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)
@@ -199,17 +198,7 @@ class _Copy(NamedTuple):
 
     applied: int  # applied steps when it was taken
     weights: Snapshot
-    states: list[dict[str, Any]]  # of what goes back along with the weights
-
-
-class Kept(Protocol):
-    """What goes back along with the weights: the spike detector, the amaxes of delayed scaling."""
-
-    def state(self) -> dict[str, Any]:
-        """All of it, as plain values."""
-
-    def restore_(self, state: object) -> None:
-        """Continue from :meth:`state`."""
+    spikes: dict[str, Any] | None  # the state of the spike detector, which goes back with them
 
 
 class Guard:
@@ -221,14 +210,14 @@ class Guard:
     def __init__(
         self,
         choices: tuple[OnNonFinite, OnSpike],
-        kept: Sequence[Kept],
+        spikes: SpikeDetector | None,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         averages: Mapping[str, Tensor],
         ranks: Ranks,
     ) -> None:
         self._on_nonfinite, self._on_spike = choices
-        self._kept = kept
+        self._spikes = spikes
         self._ranks = ranks
         self._model = model
         self._optimizers = optimizers
@@ -254,8 +243,8 @@ class Guard:
     def _copy(self) -> None:
         if self._every:
             taken = Snapshot(self._model, self._optimizers, self._averages)
-            states = [each.state() for each in self._kept]
-            self._copies = [*self._copies[-1:], _Copy(self._applied, taken, states)]
+            spikes = None if self._spikes is None else self._spikes.state()
+            self._copies = [*self._copies[-1:], _Copy(self._applied, taken, spikes)]
 
     def answer(self, error: NonFiniteError | SpikeError) -> int:
         """Raise ``error``, or continue and return how many applied steps were undone: 0 or more.
@@ -276,8 +265,8 @@ class Guard:
         if choice.action == "rollback" and older:
             copy = older[-1]
             copy.weights.restore_()
-            for each, state in zip(self._kept, copy.states, strict=True):
-                each.restore_(state)
+            if self._spikes is not None:
+                self._spikes.restore_(copy.spikes)
             self._copies = []  # if it happens again before the next copy, this did not help
             self._say(option, f"back to a copy of earlier weights, {option}={choice}: {what}")
             return self._applied - copy.applied
@@ -303,7 +292,7 @@ class Guard:
 
 def make_guard(
     choices: tuple[OnNonFinite, OnSpike],
-    kept: Sequence[Kept],
+    spikes: SpikeDetector | None,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     ema: EMA | None,
@@ -313,7 +302,7 @@ def make_guard(
     if {choice.action for choice in choices} <= {"off", "stop"}:
         return None
     averages = {} if ema is None else ema.averages
-    return Guard(choices, kept, model, optimizers, averages, ranks)
+    return Guard(choices, spikes, model, optimizers, averages, ranks)
 
 
 class _BrokenClosure(Exception):

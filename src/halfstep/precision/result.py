@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from halfstep.shown import as_html
@@ -71,9 +71,6 @@ class StepResult(_ReadLater):
     """Applied steps whose updates were undone by that."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
-    saturated: dict[str, int] = field(default_factory=dict)
-    """What delayed scaling clipped in an applied step, by layer and operand (``"fc inputs"``): how
-    many magnitudes were above the largest of the steps before. Of several ranks, where most."""
 
     def _repr_html_(self) -> str:
         rows = ((each.name, getattr(self, each.name)) for each in fields(self))

@@ -11,15 +11,13 @@ One optimizer step, in this order (the order of Megatron-Core's mixed-precision 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
 moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
 clipping, masks and writes to weights mean what they mean in torch.
-On CUDA the device takes these steps alone where it can: ``device_path.py``. Where gradients are
-released, updates are made during the backward: ``masters/release.py``.
+On CUDA the device takes these steps alone where it can: ``device_path.py``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -30,21 +28,18 @@ from halfstep.errors import PrecisionError, SpikeError
 from halfstep.precision import checks, ownership, recovery
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
-from halfstep.precision.device_path import CapturedStep, DevicePath, Later, device_path
+from halfstep.precision.device_path import DevicePath, device_path
 from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
-from halfstep.precision.masters.release import GradientRelease, require_releasable
 from halfstep.precision.masters.stepping import Decision, Gradients, require_own_optimizer
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.calibrate import calibrate_
 from halfstep.precision.scaling.gradients import Examiner, Judged, Progress, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import SpikeDetector
@@ -65,11 +60,6 @@ class Precision:
         (True, 1.0)
     """
 
-    loss_scale = Later[LossScale]()
-    applied_total = Later[int]()
-    skipped_total = Later[int]()
-    skipped_in_a_row = Later[int]()
-
     def __init__(
         self,
         policy: str | PrecisionPolicy,
@@ -82,8 +72,6 @@ class Precision:
         on_skip: OnSkip = "hold",
         ema: EMA | None = None,
         upcast_trainable: bool = False,
-        release_gradients: bool = False,
-        steps: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says.
@@ -106,10 +94,6 @@ class Precision:
             ema: An average that :meth:`step` updates, from exact masters, after applied steps.
             upcast_trainable: Convert trainable 16-bit parameters to fp32 where the policy needs
                 that, instead of refusing them; frozen ones stay as they are.
-            release_gradients: Update each parameter during backward, as soon as its gradient is
-                complete, and free that at once. Clipping, several backwards a step, a loss scale,
-                several ranks and all that undoes a step are refused then (``docs/memory.md``).
-            steps: How many steps the run will take; only a policy with a schedule needs it.
             ranks: The ranks that must agree on each step, and so must call each method together.
                 None: all of ``torch.distributed``'s default group, if it is initialised.
 
@@ -123,7 +107,6 @@ class Precision:
         self.support = require_support(self.policy, self.device)
         self._progress = Progress(self.policy.loss_scale)
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self.uncalibrated = self.policy.loss_scale.calibrate  # the next finite loss sets the scale
         self.path: DevicePath | None = None  # the steps that are decided on the device
         self.on_broken: recovery.OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
@@ -134,41 +117,33 @@ class Precision:
         self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
-        self.clock = make_clock(self.policy, steps)
+        self.clock = make_clock()
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
         checks.check_parameters(placed, self.optimizers, upcast=upcast_trainable)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
-        if require(release_gradients, bool, "Precision(release_gradients)", "True or False"):
-            require_releasable(self.policy, model, self.optimizers, self.ranks, self.choices)
         self._door = ownership.StepDoor(self.policy, self.optimizers, names)
         try:
-            self._take(model, placed, upcast=upcast_trainable, releases=release_gradients)
+            self._take(model, placed, upcast=upcast_trainable)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
 
-    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool, releases: bool) -> None:
+    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool) -> None:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         if upcast and self.policy.param_dtype == torch.float32:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        kept = {"spikes": self._spikes, "amax_history": self.clock.history}
-        self._kept = {key: each for key, each in kept.items() if each}
-        parts = [*self._kept.values()], model, self.optimizers, self._after.ema, self.ranks
-        self._guard = recovery.make_guard(self.choices, *parts)
+        self._guard = recovery.make_guard(
+            self.choices, self._spikes, model, self.optimizers, self._after.ema, self.ranks
+        )
         self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        self.gradient_release: GradientRelease | None = None
-        if releases:
-            needed = self.masters, self._examiner, self._door, self.optimizers
-            self.gradient_release = GradientRelease(*needed)
-        elif not self._kept:  # the host tests for spikes and keeps amaxes, so it decides then
-            config, installed = self.policy.loss_scale, self.masters.installed
-            self.path = device_path(self.optimizers, config, self.ranks, installed)
+        if self._spikes is None:  # the host tests for spikes, so it decides then
+            self.path = device_path(self.optimizers, self.ranks, self.masters.installed)
         self._scalers = ownership.OneScaler()
         self._watch = ownership.ForwardWatch(self.policy, self.device)
         self.model = model
@@ -176,7 +151,7 @@ class Precision:
         cast_at_border(placed, self.clock)
         hooks = [*self._watch.attach(model), *self.masters.handles]
         if self.path is not None:
-            hooks += self.path.attach(self.optimizers, weakref.WeakMethod(self.settle))
+            hooks += self.path.attach(weakref.WeakMethod(self.settle))
         # a model with 16-bit weights needs its casts even after this Precision is gone
         stays = self.policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
@@ -223,21 +198,13 @@ class Precision:
         self.masters.adopt()
         if self._loss is not None and self.masters.arrivals.cleared():
             self._loss = None  # its gradients have been cleared since
-            self._drop_amaxes()
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
-        releasing: AbstractContextManager[None] = nullcontext()
-        if self.gradient_release is not None and not apart:
-            self._require_own_weights()
-            releasing = self.gradient_release.during(loss, bool(retain_graph) or create_graph)
-        history = self.clock.history
-        noting = history.backward(counts=not apart) if history else nullcontext()
-        with self._context.arithmetic(), noting:
-            held = self._progress.loss_scale
-            if self.uncalibrated:
-                self.uncalibrated = not calibrate_(held, self.policy, loss, self.ranks)
-            scale = held.value if self.path is None else self.path.scale(held)
-            with releasing, self.masters.arrivals.running(scale, loss, asked):
+        with self._context.arithmetic():
+            if self.policy.loss_scale.kind == "dynamic":
+                self.settle()  # the last step may have lowered the scale
+            scale = self._progress.loss_scale.value
+            with self.masters.arrivals.running(scale, loss, asked):
                 scaled = (
                     loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
                 )
@@ -249,8 +216,7 @@ class Precision:
         self._last = weakref.ref(loss)
         value = loss.detach().float().reshape(())
         self._loss = value if self._loss is None else self._loss + value
-        if self.gradient_release is None:
-            self.masters.note()
+        self.masters.note()
 
     @property
     def has_loss(self) -> bool:
@@ -264,17 +230,8 @@ class Precision:
         """Drop everything back-propagated since the last step: gradients and losses.
 
         ``zero_grad()`` of the model or of all optimizers does the same.
-
-        Raises:
-            PrecisionError: If gradients are released, and have updated parameters since.
         """
-        if self.gradient_release is not None:
-            self.gradient_release.require_finished("discard()")
-        self._drop()
-
-    def _drop(self) -> None:
         self.masters.clear()
-        self._drop_amaxes()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             torch.clear_autocast_cache()
@@ -289,7 +246,7 @@ class Precision:
         try:
             self.settle()
         finally:
-            self._drop()
+            self.discard()
             self._door.close()
             self._released()
             ownership.give_back_whole_(self.model)
@@ -329,85 +286,73 @@ class Precision:
         Raises:
             NonFiniteError: If continuing cannot help and ``on_nonfinite`` does not say otherwise:
                 the loss is not finite, there is no scale to lower or it is at its floor, or too
-                many steps in a row were skipped. Weights and optimizer state are unchanged, except
-                where gradients are released; the message says how many parameters were updated.
-                On CUDA it may be raised when the result is read, or by the next call.
+                many steps in a row were skipped. Weights and optimizer state are unchanged. On CUDA
+                it may be raised when the result is read, or by the next call.
             SpikeError: If a finite loss or norm spikes, where ``on_spike`` says so; as above.
-            PrecisionError: If ``backward`` was not called, no parameter got a gradient,
-                ``max_norm`` is not above 0, or gradients are released and it or a closure is given.
+            PrecisionError: If ``backward`` was not called, no parameter got a gradient, or
+                ``max_norm`` is not above 0.
         """
         self._require_open()
-        if self.path is not None:
-            self.path.require_noticed()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
         self._require_own_weights()
-        if self.gradient_release is not None:
-            self.gradient_release.require_plain(loss, max_norm)
         if loss is not None and not isinstance(loss, Tensor):
             return self._step_with(checks.as_closure(loss), max_norm)
         if loss is not None:
             if self._last is not None and self._last() is loss:
                 raise checks.twice()
             self.backward(loss)
-        if self.gradient_release is not None:
-            return self._finish(self.gradient_release)
         try:
             self.settle()
             loss, gradients = self._gradients()
             self.clock.step += 1
-            if self.path is not None and self.path.takes(gradients):
+            decision = None if self.path is None else self.path.decide(loss, gradients, max_norm)
+            if self.path is not None and decision is not None:
                 self.masters.take_written_()
-                self.path.examine(self._progress.loss_scale, loss, gradients, max_norm)
                 with self._door.open():
-                    self.masters.update_(gradients, self.path.steps)
-                return self.took(self.path)
+                    self.masters.update_(gradients, decision)
+                result = self.path.result(decision, gradients, self._learn)
+                if self._after.waits or self._guard is not None:
+                    self.settle()  # schedules, EMA and guards need the outcome at once
+                return result
             judged = self._examiner.judge(loss, gradients)
             if judged.broken:
                 return self._skip(judged)
             self.masters.take_written_()
             with self._door.open():
                 self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
-            self._keep_amaxes()
         finally:
-            self._drop()
+            self.discard()
         return self._applied(judged)
-
-    def _finish(self, release: GradientRelease) -> StepResult:
-        """Report a step whose updates were made during its backward."""
-        try:
-            judged = release.finish()
-            if not judged.broken:
-                self._keep_amaxes()
-        finally:
-            self._drop()
-        self.clock.step += 1
-        return self._skip(judged) if judged.broken else self._applied(judged)
-
-    def captured(self, function: Callable[..., StepResult]) -> CapturedStep:
-        """A whole training step as one CUDA graph, which the host launches in one call.
-
-        Each call of what is returned takes one step and returns its result: the first three run the
-        function itself, the next one captures it, and all later ones replay it. What Python does
-        inside the function happens at its capture only.
-
-        Args:
-            function: Takes tensors on the device; computes the loss in :meth:`autocast`, calls
-                :meth:`step` once, and returns its result without reading it.
-
-        Raises:
-            PrecisionError: If the host must decide about this Precision's steps.
-        """
-        return CapturedStep(self, function)
 
     def settle(self) -> None:
         """Wait for the last step on the device, and raise the NonFiniteError that it ended with."""
         if self.path is not None:
             self.path.settle()
 
-    def took(self, path: DevicePath) -> StepResult:
-        """The result of a step on the device; schedules, EMA and guards need it at once."""
-        return path.result(self._learn, waits=self._after.waits or self._guard is not None)
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale after the last step, whose outcome this waits for, as do all counts."""
+        self.settle()
+        return self._progress.loss_scale
+
+    @property
+    def applied_total(self) -> int:
+        """Applied steps."""
+        self.settle()
+        return self._progress.applied_total
+
+    @property
+    def skipped_total(self) -> int:
+        """Skipped steps."""
+        self.settle()
+        return self._progress.skipped_total
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Steps skipped since the last applied one."""
+        self.settle()
+        return self._progress.skipped_in_a_row
 
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""
@@ -434,15 +379,13 @@ class Precision:
                 raise checks.no_backward()
             if judged.broken:
                 return self._skip(judged)
-            self._keep_amaxes()
         finally:
-            self._drop()
+            self.discard()
         return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        saturated = self.clock.history.saturated if self.clock.history else {}
-        result = self._progress.applied(judged, saturated)
+        result = self._progress.applied(judged)
         if self._after.waits:
             self._after(True, self.masters.items())
         if self._spikes is not None:
@@ -463,16 +406,14 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resume needs besides the model's and the optimizers' state dicts."""
         self.settle()
-        if self.gradient_release is not None:
-            self.gradient_release.require_finished("state_dict()")
         self.masters.adopt()
         masters: dict[str, Tensor] = {}
         if self.policy.keeps_more_than_weights:
             self._require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        kept = {key: each.state() for key, each in self._kept.items()}
-        return {"policy": str(self.policy), **self._progress.state(), "masters": masters, **kept}
+        state = {"policy": str(self.policy), **self._progress.state(), "masters": masters}
+        return state if self._spikes is None else {**state, "spikes": self._spikes.state()}
 
     @torch.no_grad()
     def load_state_dict(
@@ -493,14 +434,10 @@ class Precision:
         self.masters.adopt()
         masters = checks.check_state(state, self.policy, self.named_parameters(), weights)
         progress = self._progress
-        if progress.load(state, other_policy=state["policy"] != str(self.policy)):
-            self.uncalibrated = False
+        progress.load(state, other_policy=state["policy"] != str(self.policy))
         self.clock.step = progress.applied_total + progress.skipped_total
-        if self.gradient_release is not None:
-            self.gradient_release.reset()
-            self._drop()  # what stands in for its gradients
-        for key, each in self._kept.items():
-            each.restore_(state.get(key))
+        if self._spikes is not None:
+            self._spikes.restore_(state.get("spikes"))
         if masters:
             self.masters.load_(masters)
         self._begin()
@@ -519,14 +456,6 @@ class Precision:
         """
         self.masters.adopt()
         self.masters.take_all_()
-
-    def _drop_amaxes(self) -> None:
-        if self.clock.history:
-            self.clock.history.drop()
-
-    def _keep_amaxes(self) -> None:
-        if self.clock.history:
-            self.clock.history.took(self.ranks)
 
     def _require_open(self) -> None:
         if not self._released.alive:

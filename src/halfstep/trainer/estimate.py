@@ -48,7 +48,7 @@ def estimate_count(
         model = nn.Linear(count, 1, bias=False)
     ranks, kept = layout.shard * layout.tensor, averages(optimizer, model)
     # a recipe changes nothing that is kept between steps, and needs layers of a known shape
-    stored = [dataclasses.replace(p, recipe=Recipe(), schedule=()) for p in policies]
+    stored = [dataclasses.replace(p, recipe=Recipe()) for p in policies]
     found = [estimate_state(model, policy, ranks, averages=kept) for policy in stored]
     return [
         dataclasses.replace(memory, policy=str(policy), ranks=layout.size)

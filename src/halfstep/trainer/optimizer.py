@@ -39,7 +39,7 @@ def make_optimizer(
             RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha. Muon updates
             hidden matrices and AdamW the rest, as :func:`halfstep.optim.muon_groups` picks them.
         policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
-            says or gradients are released, torch's optimizer elsewhere (the fused one where torch
+            says, torch's optimizer elsewhere (the fused one where torch
             has it).
         seed: Seed of stochastic rounding, where the policy uses it.
 
@@ -58,19 +58,17 @@ def make_optimizer(
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in every if group["params"]]
-    needed = policy.needs_own_optimizer or config.release_gradients
-    own = config.name in OWN and (needed or config.name not in _TORCH)
+    own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
     make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
     offered = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
         "momentum": config.beta1,
+        "eps": config.eps,
         "seed": seed,
     }
     taken = inspect.signature(make).parameters
     arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in taken}
-    if "eps" in taken and isinstance(taken["eps"].default, float):  # Adafactor's is a pair
-        arguments["eps"] = config.eps
     if config.name == "rmsprop":  # ASGD has an alpha too, with another meaning
         arguments["alpha"] = config.beta2
     if not own and config.name in _FUSED:
@@ -81,12 +79,11 @@ def make_optimizer(
 def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
     """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
 
-    By parameter for Muon and Adafactor, where it depends on the shape; for any other counted on a
-    small parameter.
+    By parameter for Muon, where it depends on the shape; for any other counted on a small
+    parameter.
     """
-    if config.name in ("muon", "adafactor"):  # torch's Adafactor keeps the same sums
-        own = _make_muon(model, config, 0) if config.name == "muon" else _adafactor(model)
-        return own.averages(model)
+    if config.name == "muon":
+        return _make_muon(model, config, 0).averages(model)
     probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
     (weight,) = probe.parameters()
     optimizer = make_optimizer(probe, config, POLICIES["fp32"])
@@ -94,10 +91,6 @@ def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, 
     optimizer.step()
     kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
     return sum(t.numel() for t in kept) / weight.numel()
-
-
-def _adafactor(model: nn.Module) -> optim.Adafactor:
-    return optim.Adafactor([p for p in model.parameters() if p.requires_grad])
 
 
 def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Muon:

@@ -345,8 +345,6 @@ def open_session(
         on_nonfinite=run.on_nonfinite,
         on_spike=run.on_spike,
         ema=ema,
-        release_gradients=config.optimizer.release_gradients,
-        steps=config.run.max_steps,
         ranks=strategy.ranks,
     )
     strategy.attach_(precision)

@@ -86,7 +86,8 @@ def optimizer_for(model, case, policy):
     kind = partial(AdamW, seed=3) if value.needs_own_optimizer else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=case.lr)
     if value.is_pure:
-        halfstep.lift_eps_(optimizer, value.master_dtype)
+        for group in optimizer.param_groups:
+            group["eps"] = max(group["eps"], torch.finfo(value.master_dtype).tiny)
     return optimizer
 
 

@@ -34,8 +34,7 @@ from halfstep.diagnostics.lost_updates.sampling import (
     is_own,
 )
 from halfstep.errors import PrecisionError
-from halfstep.optim.adafactor import Adafactor
-from halfstep.optim.directed import DirectedOptimizer
+from halfstep.optim.muon import Muon
 from halfstep.optim.rules import ADAMW, SGD, Algorithm
 from halfstep.optim.storage.moments import decode_elements
 from halfstep.optim.storage.state import FELL_BACK, stored_moment
@@ -168,8 +167,6 @@ class _Watch:
     _every: int
     _count: int
     _open: StepSample | None = None  # the call in progress
-    _parts: list[StepSample] = field(default_factory=list)  # of a step made in parts, until it ends
-    _part: int | None = None  # the number of that step
     _unread: list[StepSample] = field(default_factory=list)
     _reports: tuple[GroupReport, ...] = ()
     fresh: bool = False
@@ -182,9 +179,6 @@ class _Watch:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._open = None
-        part = kwargs.get("part")
-        if part is not None and part != self._part:  # what there is belongs to a step that failed
-            self._part, self._parts = part, []
         if (self._count + 1) % self._every == 0:
             number = self._count + 1
             self._open = before_step(optimizer, number, self._choose, self._names, args, kwargs)
@@ -194,14 +188,9 @@ class _Watch:
         step, self._open = self._open, None
         if step is not None:
             after_step(optimizer, step)
-        if kwargs.get("part") is not None:
-            self._parts += [] if step is None else [step]
-            return
         self._count += 1
         self.fresh = step is not None
         if step is not None:
-            step.join(self._parts)
-            self._part, self._parts = None, []
             kept = self._unread[1 - _UNREAD :] if step.found is not None else []
             self._unread = [*kept, step]
 
@@ -249,7 +238,7 @@ class _Watch:
             samples,
             updates,
             visible=self._visible,
-            linear=_is_linear(self._optimizer, options, samples),
+            linear=type(self._optimizer) is not optim.Rprop,  # whose step sizes adapt away from it
             note="; ".join(notes),
         )
 
@@ -277,7 +266,7 @@ def intended_updates(
     own, kind = is_own(optimizer), type(optimizer)
     if not own and (kind not in _RULES or options.get("amsgrad")):
         return f"the rule of {kind.__name__} is not one of those that are replayed"
-    directed = isinstance(optimizer, DirectedOptimizer) and optimizer.is_directed(options)
+    directed = isinstance(optimizer, Muon) and optimizer.is_directed(options)
     if directed and any(sample.direction is None for sample in samples):
         return f"the direction of {kind.__name__} was given to another meter"
     rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]
@@ -325,11 +314,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(plain(part) for part in value)
     return value
-
-
-def _is_linear(optimizer: Optimizer, options: Mapping[str, Any], samples: Sequence[Sample]) -> bool:
-    """Whether a step's updates are proportional to the learning rate."""
-    if isinstance(optimizer, Adafactor):  # which takes 1 / sqrt(step) where lr is larger
-        steps = max(int(sample.state.get("step", 0)) + 1 for sample in samples)
-        return bool(options["lr"] ** 2 * steps <= 1)
-    return type(optimizer) is not optim.Rprop  # whose step sizes adapt away from it

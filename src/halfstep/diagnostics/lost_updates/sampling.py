@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.directed import DirectedOptimizer
-from halfstep.optim.on_device.step import DeviceStep
+from halfstep.optim.muon import Muon
 from halfstep.optim.storage.moments import BLOCK
 from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
 from halfstep.optim.storage.weights import master
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import Update, random_key
+from halfstep.precision.masters.stepping import DeviceDecision
 
 _FEW = 16  # least number of elements sampled from a tensor
 
@@ -80,13 +80,6 @@ class StepSample:
     late: bool  # whether a closure computes the gradients within the step
     groups: list[GroupSample] = field(default_factory=list)
 
-    def join(self, parts: Sequence[StepSample]) -> None:
-        """Add the samples of parts of this step, as where gradients are released in backward."""
-        for part in parts:
-            for mine, theirs in zip(self.groups, part.groups, strict=True):
-                mine.samples += theirs.samples
-                mine.sparse += theirs.sparse
-
 
 class Chooser:
     """Chooses the elements to sample of each tensor, the same ones at every step."""
@@ -126,17 +119,6 @@ def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
     return isinstance(optimizer, LowPrecisionOptimizer)
 
 
-def stepped(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> list[list[tuple[int, Tensor]]]:
-    """By group, the tensors that a step or a part of one may update, with their indices in it."""
-    groups, part = optimizer.param_groups, kwargs.get("part")
-    if part is None or not is_own(optimizer):
-        return [[*enumerate(group["params"])] for group in groups]
-    found: list[list[tuple[int, Tensor]]] = [[] for _ in groups]
-    for place, tensor in optimizer.places.of(groups, kwargs["gradients"], part):
-        found[place.group].append((place.at, tensor))
-    return found
-
-
 def before_step(
     optimizer: Optimizer,
     number: int,
@@ -154,7 +136,7 @@ def before_step(
     given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
     multiplier = kwargs.get("multiplier", 1.0) if own else 1.0
     found = getattr(optimizer, "found_inf", None)
-    if isinstance(multiplier, DeviceStep):
+    if isinstance(multiplier, DeviceDecision):
         found, multiplier = multiplier.found, multiplier.multiplier
     step = StepSample(
         number,
@@ -163,13 +145,11 @@ def before_step(
         _copy(found),
         late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
     )
-    for i, (group, members) in enumerate(
-        zip(optimizer.param_groups, stepped(optimizer, kwargs), strict=True)
-    ):
+    for i, group in enumerate(optimizer.param_groups):
         options = {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
         step.groups.append(GroupSample(options))
         own_names = group.get("param_names")
-        for j, parameter in members:
+        for j, parameter in enumerate(group["params"]):
             gradient = parameter.grad if given is None else given.get(parameter)
             tensor = local(parameter.detach())
             if not tensor.numel() or (gradient is None and not step.late):
@@ -194,7 +174,7 @@ def before_step(
                 sample.remainder = sample.state.pop(REMAINDER, None)
             step.groups[i].samples.append(sample)
             step.groups[i].places.append((parameter, index))
-    if isinstance(optimizer, DirectedOptimizer):
+    if isinstance(optimizer, Muon):
         optimizer.on_direction = _directions(step)
     return step
 
@@ -218,7 +198,7 @@ def _directions(step: StepSample) -> Callable[[Tensor, Tensor, float], None]:
 def after_step(optimizer: Optimizer, step: StepSample) -> None:
     """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
     own = is_own(optimizer)
-    if isinstance(optimizer, DirectedOptimizer):
+    if isinstance(optimizer, Muon):
         optimizer.on_direction = None
     for group in step.groups:
         for (parameter, index), sample in zip(group.places, group.samples, strict=True):

@@ -208,10 +208,7 @@ class MemoryMeter:
         found = _sums((part, form, local_part(t).nbytes) for part, t, form in rows)
         found |= self._saved.bytes
         sizes = max(self._gradients, self._stepped, key=lambda s: sum(n for _, n in s.values()))
-        rows_of_gradients = [*sizes.values()]
-        if precision.gradient_release is not None:  # one is freed before the next is complete
-            rows_of_gradients = sorted(rows_of_gradients, key=lambda row: row[1])[-1:]
-        found |= _sums(("gradients", form, size) for form, size in rows_of_gradients)
+        found |= _sums(("gradients", form, size) for form, size in sizes.values())
         found["batch"] = _sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch).get(
             "batch", {}
         )

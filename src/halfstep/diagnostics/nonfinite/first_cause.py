@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,11 +67,9 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
 
         context: Callable[[], Any] = used.autocast
         backward, clear = used.backward, used.discard
-        scaled: AbstractContextManager[None] = scale_kept(used)
     else:
         model, context = precision, nullcontext
         backward, clear = Tensor.backward, model.zero_grad
-        scaled = nullcontext()
     own = set(model.parameters())
 
     def run(number: int, batch: object) -> None:
@@ -83,8 +81,7 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
             backward(value)
 
     clear()
-    with scaled:
-        cause = search(model, run, [None], clear=clear)
+    cause = search(model, run, [None], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
@@ -147,20 +144,6 @@ def explained(
     known = NonFiniteError(f"{plain}{told}", cause=error.cause, parameters=error.parameters)
     known.first_cause = cause
     return known
-
-
-@contextmanager
-def scale_kept(precision: Precision) -> Iterator[None]:
-    """Inside the block no loss calibrates the first loss scale.
-
-    Nor are gradients released: a backward leaves the weights as they are.
-    """
-    uncalibrated, precision.uncalibrated = precision.uncalibrated, False
-    release, precision.gradient_release = precision.gradient_release, None
-    try:
-        yield
-    finally:
-        precision.uncalibrated, precision.gradient_release = uncalibrated, release
 
 
 @contextmanager

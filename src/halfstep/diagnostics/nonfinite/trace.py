@@ -66,7 +66,7 @@ from halfstep.diagnostics.nonfinite.operations import (
 )
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
-from halfstep.precision.scaling import calibrate, gradients
+from halfstep.precision.scaling import gradients
 from halfstep.words import Told
 
 _told = Told("halfstep.diagnostics.nonfinite")
@@ -75,8 +75,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _HALFSTEP = str(Path(__file__).parents[2])
 _OURS = (str(Path(__file__).parent),)
 _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
-# Code that provokes overflows on purpose, or looks for them, so that it is never the cause.
-_TRIALS = (calibrate.__file__, gradients.__file__)
+# Code that looks for overflows, so that it is never the cause.
+_CHECKS = gradients.__file__
 
 
 def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFiniteTrace:
@@ -231,7 +231,7 @@ class NonFiniteTrace(TorchDispatchMode):
         place = self._modules.place(self._names)
         module = place.module
         allowed = any(fnmatchcase(known.name, g) or fnmatchcase(module, g) for g in self._allow)
-        if allowed or caller.source.startswith(_TRIALS):
+        if allowed or caller.source.startswith(_CHECKS):
             self._allow_values(outputs)
             return
         operands = tuple(self._operand(i, low) for i in given)

@@ -61,8 +61,6 @@ class Record:
     """True if the weights were rolled back to those of an earlier step."""
     skipped_total: int | None = None
     """Skipped steps so far."""
-    saturated: int | None = None
-    """With delayed scaling: how many operands' numbers it clipped in the step, if any."""
     sent_bytes: int | None = None
     """With several ranks: bytes that each sends for gradients and parameters in a step."""
     sent_bytes_fp32: int | None = None
@@ -93,7 +91,6 @@ class Record:
             calibrating=result.calibrating or None,
             rolled_back=result.rolled_back or None,
             skipped_total=result.skipped_total,
-            saturated=sum(result.saturated.values()) or None,
             **more,
         )
 

@@ -153,12 +153,6 @@ class Recorder:
         )
         if precision.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
-        if captures and precision.gradient_release is not None:
-            raise PrecisionError(
-                f"Recorder(captures={captures}) of a Precision with release_gradients=True: a "
-                "capture is the state before the step, and some updates are made by then; use "
-                "captures=0, or leave release_gradients out"
-            )
         if type(captures) is not int or captures < 0:
             raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
         self._captures = Captures(Path(folder), captures) if captures else None

@@ -273,11 +273,6 @@ def watch(
                 f"watch(scaler={scaler!r:.80}) has no {method}(); allowed: a torch.amp.GradScaler, "
                 "a halfstep.GradScaler, or None"
             )
-    if isinstance(source, Precision) and source.gradient_release is not None:
-        raise PrecisionError(
-            "watch of a Precision with release_gradients=True, which has updated the weights "
-            "before its step begins; leave release_gradients out of a run that is watched"
-        )
     if not isinstance(source, Precision):
         source = [bare_optimizer(one) for one in _optimizers(source)]
     if ranks is not None:

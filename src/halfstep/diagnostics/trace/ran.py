@@ -16,7 +16,7 @@ from torch import nn
 from halfstep.errors import PrecisionError
 from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.recipe import PRODUCTS, SAME, Recipe
+from halfstep.precision.policy.recipe import PRODUCTS, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import aligned, as_html, bars
@@ -91,14 +91,12 @@ class Ran:
         operations: The operations, in the order in which they first ran.
         holdings: What is stored, by kind and format.
         policy: The policy of the step; None without one.
-        switched: What the policy's schedule made of recipes at the step.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
         self.operations: tuple[Operation, ...] = ()
         self.holdings: tuple[Holding, ...] = ()
         self.policy = policy
-        self.switched = Recipe(SAME, SAME, SAME)
         self._model = model
 
     def table(self) -> str:
@@ -150,7 +148,7 @@ class Ran:
         Products (attention and convolutions included) must have operands in the policy's compute
         dtype, forward and backward, and the operations of the table's fp32 list fp32 operands,
         but in modules that a rule keeps in fp32. The products of a linear layer with a recipe must
-        have run in its schemes, as the schedule has them at that step.
+        have run in its schemes.
 
         Args:
             policy: The policy to compare with; None: that of the trace.
@@ -166,7 +164,7 @@ class Ran:
             )
         placed = place(value, self._model)
         kept = {p.name for p in placed.modules if p.fp32}
-        recipes = {p.name: self.switched.over(p.recipe) for p in placed.low}
+        recipes = {p.name: p.recipe for p in placed.low}
         compute = dtype_name(value.compute_dtype)
         found: list[str] = []
         for row in self.operations:

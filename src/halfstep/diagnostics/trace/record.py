@@ -117,8 +117,6 @@ class Trace(TorchDispatchMode):
                 added = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(added)
         self._modules.hook()
-        if self._precision is not None:
-            self.ran.switched = self._precision.clock.recipe(self.ran.switched)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self.ran
 

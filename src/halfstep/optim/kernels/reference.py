@@ -21,6 +21,7 @@ from halfstep.optim.storage.moments import BLOCK, Moments, decode, encode
 from halfstep.optim.storage.state import StepTask
 from halfstep.optim.storage.weights import master, store_
 from halfstep.precision.masters.rounding import Update, random_bits, rounding_mode
+from halfstep.precision.masters.stepping import DeviceDecision
 
 # Elements per chunk: fp32 temporaries of this size stay in the caches. A multiple of BLOCK.
 _CHUNK = 256 * BLOCK
@@ -37,6 +38,8 @@ class Plan:
     multiplier: float  # a factor of every gradient: 1 / loss scale, times a clip factor
     seed: int  # seed of the random bits
     step: int  # number of the step, from 1
+    # on CUDA: whether the step is applied, and a further factor; None: it is, and 1
+    decision: DeviceDecision | None = None
 
 
 def run_torch(tasks: Sequence[StepTask], plan: Plan) -> None:

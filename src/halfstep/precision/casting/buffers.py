@@ -1,4 +1,4 @@
-"""Finds buffers that 16 bits would break, and casts a module without breaking them.
+"""Finds buffers that 16 bits have broken.
 
 ``model.to(torch.bfloat16)`` casts buffers too. But bf16 distinguishes only 769 of the positions 0
 to 4095, a rotary angle computed from a rounded frequency is wrong by many radians at far positions,
@@ -8,19 +8,14 @@ and a running mean loses the small updates that it accumulates.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_dtype, as_texts, require_model
-from halfstep.precision.casting.cast import add_regions_
-from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import place
+from halfstep.precision.border import require_model
+from halfstep.precision.policy.policy import LOW, dtype_name
 from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal["rope", "positions", "running statistics", "mask", "other"]
@@ -40,29 +35,6 @@ _NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("positions", re.compile(r"position|(^|_)pos($|_ids?)")),
     ("mask", re.compile(r"mask|causal|tril")),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CastReport:
-    """What a cast did to one parameter or buffer.
-
-    Attributes:
-        name: The qualified name of the parameter or buffer.
-        from_dtype: The dtype before.
-        to_dtype: The dtype after; the same if it was not cast.
-        max_abs_error: Largest ``|after - before|`` over the elements that stayed finite.
-        max_rel_error: Largest ``|after - before| / |before|``, zeros left out; 1 for an underflow.
-        overflowed: Number of finite elements that became infinite.
-        underflowed: Number of nonzero elements that became 0.
-    """
-
-    name: str
-    from_dtype: torch.dtype
-    to_dtype: torch.dtype
-    max_abs_error: float = 0.0
-    max_rel_error: float = 0.0
-    overflowed: int = 0
-    underflowed: int = 0
 
 
 def kind_of_buffer(name: str, tensor: Tensor, module: nn.Module) -> Kind:
@@ -114,83 +86,8 @@ def check_buffers(model: nn.Module) -> None:
             raise PrecisionError(
                 f"buffer {name} ({kind}) is {dtype_name(buffer.dtype)} already, by model.to() or "
                 f"as it was loaded: {damage}. Make or load the model in fp32 and let the policy "
-                "cast it, or use halfstep.cast_module_(model, dtype), which leaves buffers alone"
+                "cast it, which leaves buffers alone"
             )
-
-
-@torch.no_grad()
-def cast_module_(
-    model: nn.Module,
-    dtype: str | torch.dtype,
-    *,
-    keep_fp32: str | Sequence[str] = (),
-    buffers: str | Sequence[str] = (),
-) -> list[CastReport]:
-    """Cast a model's parameters, and buffers only if named: a safe ``model.to(dtype)``.
-
-    Args:
-        model: Changed in place; its Parameter objects stay the same.
-        dtype: torch.bfloat16, torch.float16 or torch.float32, or a name such as ``"bf16"``.
-        keep_fp32: Patterns, as in a policy's rules, of modules that shall store their parameters
-            and compute in fp32.
-        buffers: Globs over the qualified names of the buffers to cast as well.
-
-    Returns:
-        A report for each floating parameter and buffer, including those that were not cast.
-
-    Raises:
-        PrecisionError: If a named buffer holds rotary tables, positions or running statistics, or
-            integers of which one would change; if a pattern matches nothing; or if an argument is
-            not a model, dtype or pattern. Nothing is changed then.
-    """
-    require_model(model, "cast_module_(model)")
-    dtype = as_dtype(dtype)
-    patterns = as_texts(keep_fp32, "cast_module_(keep_fp32)", "patterns, as in a policy's rules")
-    buffers = as_texts(buffers, "cast_module_(buffers)", "globs over the names of buffers")
-    if dtype not in DTYPES.values():
-        raise PrecisionError(f"cast to {dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
-    rules = tuple((pattern, "fp32") for pattern in patterns)
-    policy = PrecisionPolicy(param_dtype=dtype, compute_dtype=dtype, rules=rules)
-    placed = place(policy, model)
-    wanted = placed.dtypes()
-    named: dict[str, Tensor] = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
-    for glob in buffers:
-        if not any(fnmatchcase(name, glob) for name in named):
-            known = ", ".join(named) or "none"
-            raise PrecisionError(f"{glob!r} matches no floating buffer of the model: {known}")
-    for name, buffer in named.items():
-        wanted[name] = buffer.dtype
-        if any(fnmatchcase(name, glob) for glob in buffers):
-            owner = model.get_submodule(name.rpartition(".")[0])
-            _require_castable(name, buffer, owner, dtype)
-            wanted[name] = dtype
-    add_regions_(placed)
-    reports = []
-    for name, tensor in [*model.named_parameters(), *named.items()]:
-        if tensor.is_floating_point():
-            after = tensor.detach().to(wanted[name])
-            reports.append(_compare(name, tensor.detach(), after))
-            tensor.data = after
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.to(wanted[name])
-    return reports
-
-
-def _require_castable(name: str, buffer: Tensor, owner: nn.Module, dtype: torch.dtype) -> None:
-    kind = kind_of_buffer(name, buffer, owner)
-    after = buffer.detach().to(dtype)
-    if kind in _SENSITIVE and dtype in LOW:
-        raise PrecisionError(
-            f"buffer {name} ({kind}) is not cast to {dtype_name(dtype)}: "
-            f"{_damage_to_come(kind, buffer.detach(), after)}; leave it in "
-            f"{dtype_name(buffer.dtype)}"
-        )
-    changed = int((in_fp64(after) != in_fp64(buffer)).sum())
-    if changed and _is_whole(in_fp64(buffer)):
-        raise PrecisionError(
-            f"buffer {name} holds whole numbers, of which {changed} of {buffer.numel()} would "
-            f"change in {dtype_name(dtype)}; leave it in {dtype_name(buffer.dtype)}"
-        )
 
 
 def _damage_done(kind: Kind, buffer: Tensor) -> str:
@@ -214,40 +111,6 @@ def _damage_done(kind: Kind, buffer: Tensor) -> str:
     rows = buffer.reshape(-1, buffer.shape[-1])
     distinct = torch.unique(rows.float(), dim=0).shape[0]
     return f"{distinct} of {rows.shape[0]} positions distinct, each number off by up to {eps / 4:g}"
-
-
-def _damage_to_come(kind: Kind, before: Tensor, after: Tensor) -> str:
-    """What a cast would do to a buffer that is still exact, as text."""
-    form = dtype_name(after.dtype)
-    if kind == "positions":
-        return f"{_distinct(after)} of {_distinct(before)} positions distinct"
-    if kind == "running statistics":
-        return f"updates of less than {torch.finfo(after.dtype).eps / 4:g} of a value get lost"
-    if before.dim() == 1:
-        tables = [in_fp64(table) for table in (before, after)]
-        positions = torch.arange(_POSITIONS, dtype=torch.float64, device=tables[0].device)
-        waves = [torch.outer(positions, table).cos() for table in tables]
-        worst = float((waves[0] - waves[1]).abs().max())
-        return f"over {_POSITIONS} positions cosines are off by up to {worst:.2g}"
-    worst = float((in_fp64(before) - in_fp64(after)).abs().max())
-    return f"numbers are off by up to {worst:.2g} in {form}"
-
-
-def _compare(name: str, before: Tensor, after: Tensor) -> CastReport:
-    if before.dtype == after.dtype or before.is_meta or not before.numel():
-        return CastReport(name, before.dtype, after.dtype)
-    x, y = in_fp64(before), in_fp64(after)
-    error = torch.where(x.isfinite() & y.isfinite(), (y - x).abs(), 0.0)
-    relative = torch.where(x != 0, error / x.abs(), 0.0)
-    return CastReport(
-        name,
-        before.dtype,
-        after.dtype,
-        max_abs_error=float(error.max()),
-        max_rel_error=float(relative.nan_to_num(0.0).max()),
-        overflowed=int((x.isfinite() & y.isinf()).sum()),
-        underflowed=int(((x != 0) & (y == 0)).sum()),
-    )
 
 
 def _distinct(values: Tensor) -> int:

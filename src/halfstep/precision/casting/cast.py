@@ -253,7 +253,7 @@ def autocast(
 def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
     """Refuse a model whose weights or modules are not in the policy's formats."""
     placed = place(policy, model)
-    cure = "prepare it by halfstep.Precision, or by halfstep.cast_module_"
+    cure = "prepare it by halfstep.Precision"
     if policy.param_dtype != torch.float32:
         wanted = placed.dtypes()
         for name, parameter in model.named_parameters():
@@ -305,7 +305,7 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
 
 def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     """Make every module compute as the policy's rules say; existing regions are removed first."""
-    clock = Clock(placed.policy) if clock is None else clock
+    clock = Clock() if clock is None else clock
     remove_regions_(placed.model)
     for placement in placed.low:
         placement.module.forward = LowBitLinear(placement, clock)
@@ -368,12 +368,6 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
                 f"{policy} gradients have moved on by then, and every rank would train by "
                 "its own; use halfstep.distributed (parallel=data=N), or bf16-mixed"
             )
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    if policy.loss_scale.calibrate and sharded:
-        raise PrecisionError(
-            "init_scale=auto tries scales on each rank separately, and ranks that share the "
-            "parameters of one model would add gradients of different scales; use init_scale=65536"
-        )
     found = dict(fsdp_modules(model))
     for name, state in found.items():
         _check_casts(policy, name or "the model", getattr(state, "_mp_policy", None))

@@ -1,7 +1,7 @@
 """Simulates 16-bit products on a CPU without instructions for them, by fp32 products.
 
 torch multiplies fp16 matrices on most CPUs with scalar code, and bf16 ones too where the processor
-has no bf16 instructions. Inside :func:`simulated_fp16` (or :func:`simulated_bf16`) every matrix
+has no bf16 instructions. Inside ``SimulatedProducts(torch.float16)`` (or bf16) every matrix
 product, convolution and attention over fp16 (bf16) CPU tensors instead converts its operands to
 fp32 (exactly), runs the fp32 kernel, and rounds the result once to 16 bits. A tensor core does the
 same: 16-bit operands, exact products, fp32 accumulation, one rounding. So fp16 overflows to inf at
@@ -91,6 +91,12 @@ class SimulatedProducts(TorchDispatchMode):
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Example:
+        >>> a, b = torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half()
+        >>> with SimulatedProducts(torch.float16):
+        ...     print((a @ b).item())
+        inf
     """
 
     supports_higher_order_operators = True
@@ -129,35 +135,3 @@ class SimulatedProducts(TorchDispatchMode):
         if func is _ATTENTION:
             return (result[0].to(low), *result[1:])
         return _map(result, torch.float32, low)
-
-
-def simulated_fp16() -> SimulatedProducts:
-    """A context in which fp16 products on CPU tensors run through fp32 kernels.
-
-    Returns:
-        A context manager, to be entered around the forward and the backward.
-
-    Example:
-        >>> a, b = torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half()
-        >>> with simulated_fp16():
-        ...     print((a @ b).item())
-        inf
-    """
-    return SimulatedProducts(torch.float16)
-
-
-def simulated_bf16() -> SimulatedProducts:
-    """A context in which bf16 products on CPU tensors run through fp32 kernels.
-
-    For a CPU without bf16 instructions, where torch's own bf16 products are scalar code.
-
-    Returns:
-        A context manager, to be entered around the forward and the backward.
-
-    Example:
-        >>> a = torch.tensor([[256.0, 1.0]]).bfloat16()
-        >>> with simulated_bf16():
-        ...     print((a @ a.T).item())
-        65536.0
-    """
-    return SimulatedProducts(torch.bfloat16)

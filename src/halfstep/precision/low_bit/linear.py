@@ -5,10 +5,7 @@ such a product, it multiplies the codes (``native.py``). Elsewhere it is simulat
 numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
 accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
 after: one rounding more than a tensor core's. Scales of blocks that are fp32 numbers
-(``fp8-block``) multiply the fp32 sums of each block, as in a tensor core, where the CPU has bf16
-instructions and a C++ compiler; elsewhere they go into fp32 operands of an fp32 product.
-:func:`~halfstep.precision.low_bit.product.block_product` is the definition of all these products,
-at the speed of fp32; here are their fast paths.
+(``fp8-block``) go into fp32 operands of an fp32 product.
 
 Shapes: N tokens, K input features, O output features.
 """
@@ -27,19 +24,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS, FP32
-from halfstep.kernels.blocks import has_products, product_by_blocks, scaled_
+from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
 from halfstep.precision.low_bit.clock import Clock, CopiedClock
-from halfstep.precision.low_bit.delayed import Call
+from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
-from halfstep.precision.low_bit.product import Draw, filled, operand, quantized
+from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
+Draw = tuple[int, int, int]
+"""Seed, step and stream: what the random bits of an operand are a pure function of."""
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,8 +55,6 @@ class LowBitLinear(Region):
         self.name, self.key = placement.name, plain_name(placement.name)
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
-        if clock.history:
-            clock.history.track(self.key)
 
     def of_copy(self, module: nn.Module) -> LowBitLinear:
         """The same recipe for a copy of the layer, at the step that the run is at then."""
@@ -68,7 +64,7 @@ class LowBitLinear(Region):
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
-        recipe = self.clock.recipe(self.recipe)
+        recipe = self.recipe
         if not (self.is_low(weight) and recipe):
             return self.inside(args, kwargs)
         if isinstance(weight, DTensor):
@@ -176,9 +172,7 @@ class _Products(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
         ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        history = layer.clock.history
-        ctx.call = Call(history, layer.key) if history else None
-        return run_product(ctx.call, layer, recipe, "fprop", x_NK, weight_OK, bias_O)
+        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
@@ -187,13 +181,11 @@ class _Products(torch.autograd.Function):
         grad_NO = grad.to(_LOW)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = run_product(ctx.call, ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
+            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            dw = run_product(ctx.call, ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
+            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
-        if ctx.call:
-            ctx.call.keep()
         return dx, dw, db, None, None
 
 
@@ -202,7 +194,6 @@ _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 
 
 def run_product(
-    call: Call | None,
     layer: LowBitLinear,
     recipe: Recipe,
     product: str,
@@ -218,9 +209,6 @@ def run_product(
         return (a if product == "dgrad" else a.t()) @ b
     kinds, (i, j) = OPERANDS[product], _SUMMED[product]
     left, right = (getattr(scheme, kind) for kind in kinds)
-    amaxes: list[Tensor | None] = [None, None]
-    if call and scheme.history:
-        amaxes = [call.amax(kind, x) for kind, x in zip(kinds, (a, b), strict=True)]
     draw = None if product == "fprop" else _draw(scheme, layer, product)
     # tokens that fill the last block are zeros, which add nothing to the product
     rows = -(-a.shape[0] // scheme.block) * scheme.block if product == "wgrad" else None
@@ -228,17 +216,17 @@ def run_product(
     if not why_not_native(scheme.name, a.device):
         if rows is not None:
             a, b = filled(a, rows, mix), filled(b, rows, mix)
-        codes = quantized(left, a, i, draw, amaxes[0]), quantized(right, b, j, amax=amaxes[1])
+        codes = quantized(left, a, i, draw), quantized(right, b, j)
         wide = scaled_product(*codes)
         return (wide if bias_O is None else wide + bias_O).to(_LOW)
     with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        x = _rounded(left, a, i, draw, amaxes[0], rows, mix)
-        y = _rounded(right, b, j, None, amaxes[1], rows, mix)
+        x = _rounded(left, a, i, draw, rows, mix)
+        y = _rounded(right, b, j, None, rows, mix)
     return _simulated(x, y, bias_O)
 
 
 Operand = tuple[Tensor, Tensor | None]
-"""Numbers in bf16, (M, K), and the scales of blocks or of all; or in fp32, scaled by blocks."""
+"""Numbers in bf16, (M, K), and the scale of all; or in fp32, scaled by blocks."""
 
 
 def _rounded(
@@ -246,23 +234,70 @@ def _rounded(
     x: Tensor,
     dim: int,
     draw: Draw | None,
-    amax: Tensor | None,
     rows: int | None,
     mix: bool,
 ) -> Operand:
     """A matrix in a block format along a dim, which then is the last."""
     form = BLOCK_FORMATS[name]
-    by_blocks = form.scale is FP32 and form.block is not None
-    scaled = by_blocks and not (x.device.type == "cpu" and has_products())
+    scaled = form.scale is FP32 and form.block is not None
     dtype = torch.float32 if scaled else _LOW
-    values, left = operand(
-        form, x, dim - 2, dtype, draw, amax=amax, rows=rows, mix=mix, scaled=scaled
-    )
-    if by_blocks and left is not None and form.block is not None:
-        left = left.repeat_interleave(form.block[0], 1 - dim)  # a row each, of tall blocks too
-    if dim:
-        return values, left
-    return values.t(), left.t() if left is not None and left.ndim else left
+    values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
+    return values if dim else values.t(), left
+
+
+def operand(
+    form: BlockFormat,
+    x: Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    draw: Draw | None = None,
+    *,
+    rows: int | None = None,
+    mix: bool = False,
+    scaled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:meth:`BlockFormat.operand` of a matrix that is filled up and mixed first.
+
+    Args:
+        form: The format.
+        x: (rows, columns).
+        dim: -1 or -2, along which blocks lie.
+        dtype: bf16 or fp32, of the values.
+        draw: The random bits that round it stochastically; None rounds to nearest.
+        rows: How many rows the result has: those of ``x``, and zeros.
+        mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
+        scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
+
+    Returns:
+        The values, and the scales that are left to multiply by.
+    """
+    given, columns = x.shape
+    rows = given if rows is None else rows
+    form.check((rows, columns), x.dtype, dim)
+    x = filled(x, rows, mix)
+    bits = None if draw is None else bits_of(draw, x)
+    values, left = form.operand(x, dim, bits=bits)
+    if scaled and left is not None and left.ndim:
+        values, left = form.times(values, left, dim), None
+    return values.to(dtype), left
+
+
+def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
+    """``x`` with rows of zeros up to a number, and its tokens mixed if they are to be."""
+    x = F.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
+    return mixed(x) if mix else x
+
+
+def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
+    """The codes and scales that :func:`operand` stands for, for a native product."""
+    bits = None if draw is None else bits_of(draw, x)
+    return block_format(name).quantize(x, dim, bits=bits)
+
+
+def bits_of(draw: Draw, x: Tensor) -> Tensor:
+    """int32 random bits in the shape of ``x``; its memory layout makes no difference."""
+    seed, step, stream = draw
+    return random_bits(seed, step, x.shape, stream=stream, device=x.device)
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
@@ -272,14 +307,7 @@ def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
         if not left.shape[1] or (left_scale is None and right_scale is None):
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         with torch._C.DisableTorchFunction():
-            if left_scale is not None and right_scale is not None and left_scale.ndim:
-                length = left.shape[1] // left_scale.shape[1]
-                return product_by_blocks((left, left_scale), (right, right_scale), length, bias)
-            product = left @ right.t()
-            found = scaled_(product, left_scale, right_scale, bias)
-        if found is not None:
-            return found
-        wide = product.float()
+            wide = (left @ right.t()).float()
     else:
         with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
             wide = left.float() @ right.float().t()

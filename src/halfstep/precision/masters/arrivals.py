@@ -28,12 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
-from halfstep.precision.scaling.calibrate import graph_leaves
 
-# 1 / S of a backward's loss scale S, or a scalar tensor of it where only the device knows S.
-Inverse = float | Tensor
 # Thread id to 1 / S of the backward it runs. Global, as a loss may reach another Precision's model.
-_RUNNING: dict[int, Inverse] = {}
+_RUNNING: dict[int, float] = {}
 
 
 def is_running(device: torch.device) -> bool:
@@ -51,7 +48,7 @@ class _Unscale:
 
     def __init__(self, widens: bool) -> None:
         self.widens = widens  # whether gradients are accumulated in fp32
-        self.inverse: Inverse | None = None  # 1 / S, while the parameter's own Precision runs one
+        self.inverse: float | None = None  # 1 / S, while the parameter's own Precision runs one
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         inverse = self.inverse
@@ -59,7 +56,7 @@ class _Unscale:
             inverse = _RUNNING.get(threading.get_ident())
         if inverse is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
             inverse = next(iter(_RUNNING.values()), None)
-        return None if inverse is None or _is_one(inverse) else gradient * inverse
+        return None if inverse is None or inverse == 1.0 else gradient * inverse
 
 
 class Arrivals:
@@ -107,14 +104,12 @@ class Arrivals:
         return handle
 
     @contextmanager
-    def running(
-        self, scale: float | Tensor, loss: Tensor, inputs: Sequence[Tensor] = ()
-    ) -> Iterator[None]:
+    def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
         """The context for a backward of ``loss * scale``, for these inputs or for all leaves.
 
         The graph of the loss is searched for leaves that are not the model's.
         """
-        wide, plain = self._prepare(scale), _is_one(scale)
+        wide, plain = self._prepare(scale), scale == 1.0
         leaves = [] if plain or self._by_fsdp else graph_leaves(loss)
         passing = self._receive_foreign(leaves, wide)
         inner = [tensor for tensor in inputs if not plain and not tensor.is_leaf]
@@ -142,7 +137,7 @@ class Arrivals:
                         parameter.grad = gradient.float()
                 _multiply_gradients_([*self._sharded, *inner], inverse)
 
-    def _prepare(self, scale: float | Tensor) -> list[Tensor]:
+    def _prepare(self, scale: float) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
@@ -153,7 +148,7 @@ class Arrivals:
             hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
             if (self._widens and parameter.dtype == torch.float16) or hooked:
                 wide.append(_widened(parameter))
-        if not _is_one(scale):
+        if scale != 1.0:
             _multiply_gradients_(self._sharded, scale)
         return wide
 
@@ -213,6 +208,23 @@ class Arrivals:
         self._low, self._received, self._sharded, self._left = [], [], [], []
 
 
+def graph_leaves(loss: Tensor) -> list[Tensor]:
+    """The leaf tensors that would get a gradient from a backward of ``loss``, each once."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    leaves: dict[Tensor, None] = {}
+    seen, todo = {loss.grad_fn}, [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves[node.variable] = None  # type: ignore[attr-defined]
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return list(leaves)
+
+
 def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
     """The hook that unscales a tensor's gradient, by its id; empty if it has none."""
     hooks: dict[int, Any] = tensor._backward_hooks or {}
@@ -232,12 +244,7 @@ def _widened(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def _is_one(factor: float | Tensor) -> bool:
-    """Whether the factor is known to be 1; of a tensor the host does not know."""
-    return isinstance(factor, float) and factor == 1.0
-
-
-def _multiply_gradients_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
+def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
     for tensor in tensors:
         with nullcontext() if tensor.is_leaf else warnings.catch_warnings():
             if not tensor.is_leaf:  # torch warns where an activation has no gradient yet

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -41,13 +41,12 @@ from halfstep.precision.masters.local_part import (
     local_part,
     place_like,
 )
-from halfstep.precision.masters.places import Exchange, Places
 from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
+    DeviceDecision,
     Gradients,
     KeepsMasters,
     StepHooks,
-    StepsOnDevice,
     takes_gradients,
 )
 from halfstep.precision.policy.policy import LOW, dtype_name
@@ -135,7 +134,6 @@ class MasterWeights:
         policy, model = placed.policy, placed.model
         # halfstep's own; asked once, as asking takes as long as a small kernel
         self._own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-        self._places = {optimizer: Places() for optimizer in self._own}
         for optimizer in self._own:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self._own:
@@ -150,7 +148,6 @@ class MasterWeights:
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
         self._installed = False
-        self._exchange = Exchange(optimizers)
         self.handles: list[RemovableHandle] = []
         """Optimizer hooks, to be removed together with this object."""
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
@@ -400,38 +397,22 @@ class MasterWeights:
             with self.installed():
                 keeper.write_master_(weight.target, value.float())
 
-    def update_(
-        self, gradients: Gradients, factor: float | StepsOnDevice, part: int | None = None
-    ) -> None:
+    def update_(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers with the gradients times ``factor``, and round masters to weights.
 
-        A step that is decided on the device knows the factor, and has examined these gradients.
-        Optimizers that take parts of a step get the number of the step that this is a ``part`` of.
+        A decision on the device knows the factor, and whether the step changes anything.
         """
         hooks = self._hooks
-        with self._installed_for(gradients, part):
+        with self.installed():
             if isinstance(factor, float):
                 self.hand_over(self._looking, gradients, factor)
             with nullcontext() if hooks is None else hooks.stepping(self, gradients):
-                self._step(gradients, factor, {} if part is None else {"part": part})
+                self._step(gradients, factor)
         self.push_(gradients)
 
-    def _installed_for(
-        self, gradients: Gradients, part: int | None
-    ) -> AbstractContextManager[None]:
-        """The context of a step: all targets, or those alone that a part of a step updates."""
-        if part is None or not gradients:
-            return self.installed()
-        targets: dict[Tensor, nn.Parameter] = {
-            self._to_parameter[t]: t for t in gradients if t in self._to_parameter
-        }
-        return self._exchange.installed(targets, part) if targets else nullcontext()
-
-    def _step(
-        self, gradients: Gradients, factor: float | StepsOnDevice, part: dict[str, int]
-    ) -> None:
+    def _step(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
-        if len(self._optimizers) > 1 and not part:  # a single one that steps checks for itself
+        if len(self._optimizers) > 1:  # a single one that steps checks for itself
             for keeper in self._own:
                 keeper.check_step(gradients)
         for optimizer in self._optimizers:
@@ -439,7 +420,7 @@ class MasterWeights:
                 optimizer.step()
             else:
                 step: Any = optimizer.step
-                step(gradients=gradients, multiplier=factor, **part)
+                step(gradients=gradients, multiplier=factor)
 
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
@@ -505,11 +486,12 @@ class MasterWeights:
 
     def _keeper(self, weight: Weight) -> KeepsMasters | None:
         """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
-        keeper: Any = weight.keeper
+        keeper = weight.keeper
         if keeper is None:
             return None
-        listed = weight.target if self._installed else weight.parameter
-        return weight.keeper if self._places[keeper].of(keeper.param_groups, [listed]) else None
+        return (
+            keeper if keeper.holds(weight.target if self._installed else weight.parameter) else None
+        )
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:

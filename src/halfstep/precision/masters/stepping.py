@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.scaling.loss_scale import LossScaleConfig, ScaleState
 
 Gradients = Mapping[nn.Parameter, Tensor]
 
@@ -30,60 +29,59 @@ class Decision:
     loss: float
     norm: float  # the global 2-norm of the gradients before clipping
     nonfinite: Mapping[nn.Parameter, bool]  # whose gradients were not finite, and if one was NaN
-    scale: ScaleState  # the state of the loss scale after the step
 
 
-class Undecided(Protocol):
-    """A decision that is on its way to the host."""
+class DeviceDecision:
+    """What the device has decided about a step, which the host reads later."""
 
-    def read(self) -> Decision:
-        """The decision; waits for the device if need be."""
+    def __init__(
+        self, loss: Tensor, norm: Tensor, flags: Tensor, parameters: Sequence[nn.Parameter],
+        max_norm: float | None,
+    ) -> None:  # fmt: skip
+        """Decide on a step without waiting for the device, and begin to copy that to the host.
 
-
-class StepsOnDevice(Protocol):
-    """An optimizer's steps whose decisions stay on the device, where nothing waits for them."""
-
-    @property
-    def scale(self) -> Tensor:
-        """The loss scale of the next backward, an fp32 scalar."""
-
-    @property
-    def multiplier(self) -> Tensor:
-        """The clip factor of the step just examined, a scalar."""
+        Args:
+            loss: A scalar.
+            norm: The global 2-norm of the gradients, an fp64 scalar on the device.
+            flags: int32, one for each gradient; bit 0: it holds infinities, bit 1: it holds NaN.
+            parameters: Whose gradients these are.
+            max_norm: Clip the norm to this, or None.
+        """
+        loss = loss.to(norm.device, non_blocking=True)
+        wrong = flags.any() | ~loss.isfinite()
+        clip = torch.ones_like(norm)
+        if max_norm is not None:  # as ``clip_factor``, whose source is there
+            clip = (max_norm / (norm + 1e-6)).clamp(max=1)
+        self.numbers = torch.stack([wrong.double(), clip, loss.double(), norm])
+        """fp64 on the device: above 0 if the step changes nothing, the clip factor, loss, norm."""
+        self._parameters = parameters
+        gpu = norm.is_cuda
+        made = (torch.empty(t.shape, dtype=t.dtype, pin_memory=gpu) for t in (self.numbers, flags))
+        self._copies = [*made]
+        for copy, source in zip(self._copies, (self.numbers, flags), strict=True):
+            copy.copy_(source, non_blocking=gpu)
+        self._copied: torch.cuda.Event | None = None
+        if gpu:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(norm.device))
 
     @property
     def found(self) -> Tensor:
-        """Above 0 if the step just examined changes nothing, a scalar."""
+        """Above 0 if the step changes nothing, an fp64 scalar on the device."""
+        return self.numbers[0]
 
-    def write_scale(self, state: ScaleState) -> None:
-        """Set the loss scale."""
+    @property
+    def multiplier(self) -> Tensor:
+        """The clip factor, an fp64 scalar on the device."""
+        return self.numbers[1]
 
-    def takes(self, gradients: Gradients) -> bool:
-        """Whether a step with these gradients needs no decision by the host."""
-
-    def is_due(self) -> bool:
-        """Whether the host must look at the step after the last."""
-
-    def examine(self, loss: Tensor, gradients: Gradients, max_norm: float | None) -> None:
-        """Decide on a step; the optimizer's ``step`` with this as multiplier then applies it."""
-
-    def decision(self) -> Undecided:
-        """Begin to copy the decision to the host."""
-
-    def count(self) -> None:
-        """Count an applied step in the optimizer's state."""
-
-    def write_options(self) -> None:
-        """Send changed group options to the device."""
-
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-
-    def places(self, gradients: Gradients) -> tuple[int | None, ...]:
-        """What a captured step depends on: it differs once the step would use other memory."""
-
-    def held(self) -> list[Any]:
-        """What a CUDA graph of the last step reads."""
+    def read(self) -> Decision:
+        """The decision; waits for this one copy if need be."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        _, _, loss, norm = self._copies[0].tolist()
+        flags = zip(self._parameters, self._copies[1].tolist(), strict=True)
+        return Decision(loss, norm, {p: bool(flag & 2) for p, flag in flags if flag})
 
 
 @runtime_checkable
@@ -104,16 +102,26 @@ class KeepsMasters(Protocol):
         closure: None = None,
         *,
         gradients: Gradients | None = None,
-        multiplier: float | StepsOnDevice = 1.0,
-        part: int | None = None,
+        multiplier: float | DeviceDecision = 1.0,
     ) -> Any:
-        """Take a step with these gradients times ``multiplier``, or a part of the step ``part``."""
+        """Take a step with these gradients times ``multiplier``."""
 
-    def device_step(self, config: LossScaleConfig) -> StepsOnDevice | None:
-        """Its steps on the device, or None where the host decides."""
+    def can_decide(self) -> bool:
+        """Whether the device can decide about its steps."""
+
+    def decide(
+        self, loss: Tensor, gradients: Gradients, max_norm: float | None
+    ) -> DeviceDecision | None:
+        """Decide on a step on the device; None where the host must."""
+
+    def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take back that a step counts, which the device has not applied."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a group holds this tensor."""
 
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The exact fp32 values that a parameter and its remainder represent."""
@@ -124,18 +132,13 @@ class KeepsMasters(Protocol):
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "multiplier")
-
-
-def takes_parts(optimizer: Optimizer) -> bool:
-    """Whether ``step`` accepts the gradients of one parameter after another, too."""
-    return isinstance(optimizer, KeepsMasters) and _accepts(type(optimizer), "part")
+    return isinstance(optimizer, KeepsMasters) and _takes_gradients(type(optimizer))
 
 
 @cache
-def _accepts(kind: type[Any], option: str) -> bool:
+def _takes_gradients(kind: type[Any]) -> bool:
     accepted = inspect.signature(kind.step).parameters
-    return {"gradients", option} <= accepted.keys() or any(
+    return {"gradients", "multiplier"} <= accepted.keys() or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.policy.recipe import Recipe, Scheme, Switch, is_recipe, parse_recipe
+from halfstep.precision.policy.recipe import Recipe, Scheme, is_recipe, parse_recipe
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,8 +94,6 @@ class PrecisionPolicy:
     """The formats below 16 bits of linear layers' products. See ``recipe.py``."""
     simulate: bool = False
     """Whether a recipe may be simulated by bf16 products where the device lacks its formats."""
-    schedule: tuple[Switch, ...] = ()
-    """From which share of the run on, which recipe replaces all others."""
 
     def __post_init__(self) -> None:
         """Raise PrecisionError for a combination that no code path can honour."""
@@ -152,11 +150,6 @@ class PrecisionPolicy:
                 "formats below 16 bits stand on bf16 products; use compute=bf16,casts=op, as "
                 "bf16-mixed or bf16-split"
             )
-        if self.schedule and not self.recipes():
-            raise PrecisionError(
-                "a schedule changes recipes below 16 bits, and this policy has none; add recipe=, "
-                "as recipe=mxfp8"
-            )
 
     def _check_values(self) -> None:
         """Refuse values that are invalid for their field, whatever the other fields are."""
@@ -179,10 +172,9 @@ class PrecisionPolicy:
                 raise PrecisionError(f"{key}={getattr(self, key)}; allowed: {', '.join(allowed)}")
 
     def recipes(self) -> list[Recipe]:
-        """Every recipe below 16 bits that the policy, a rule or its schedule names."""
+        """Every recipe below 16 bits that the policy or a rule names."""
         named = [parse_recipe(form) for _, form in self.rules if is_recipe(form)]
-        found = [self.recipe, *named, *(switch.recipe for switch in self.schedule)]
-        return [recipe for recipe in found if recipe.schemes()]
+        return [recipe for recipe in (self.recipe, *named) if recipe.schemes()]
 
     def schemes(self) -> list[Scheme]:
         """Every scheme of its recipes, once."""
@@ -236,7 +228,7 @@ class PrecisionPolicy:
 
 
 _TYPES = get_type_hints(PrecisionPolicy)
-_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "rules", "recipe", "simulate", "schedule"}
+_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "rules", "recipe", "simulate"}
 """The fields in which a policy with a preset's name does not differ from it."""
 POLICY_FIELDS = {
     "params" if name == "param_dtype" else name.removesuffix("_dtype"): name
@@ -285,7 +277,7 @@ POLICIES: dict[str, PrecisionPolicy] = {
 }
 RECIPES: dict[str, PrecisionPolicy] = {
     name: PrecisionPolicy(compute_dtype=torch.bfloat16, recipe=parse_recipe(name))
-    for name in ("fp8", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")
+    for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
 }
 """The policies below 16 bits: ``bf16-mixed`` with a recipe for linear layers."""
 _ALIASES = {
@@ -310,7 +302,7 @@ def _spell(policy: PrecisionPolicy) -> str:
             parts += _spell_scale(value)
         elif field_.name == "rules":
             parts += _spell_rules(value)
-        elif field_.name in ("recipe", "simulate", "schedule"):
+        elif field_.name in ("recipe", "simulate"):
             parts += _spell_low(policy, None) if field_.name == "recipe" else []
         elif field_.name == "tf32":
             parts[1] = "compute=tf32" if value else parts[1]
@@ -326,8 +318,6 @@ def _spell_scale(scale: LossScaleConfig) -> list[str]:
         for key in LOSS_SCALE_FIELDS
         if getattr(scale, key) != getattr(default, key)
     }
-    if scale.calibrate:  # its init_scale is only a placeholder
-        changed = {"init_scale": "auto", **{k: v for k, v in changed.items() if k != "init_scale"}}
     return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 
 
@@ -335,8 +325,7 @@ def _spell_low(policy: PrecisionPolicy, preset: PrecisionPolicy | None) -> list[
     """The fields about formats below 16 bits, where they are not the preset's."""
     base = Recipe() if preset is None else preset.recipe
     found = [] if policy.recipe == base else [f"recipe={policy.recipe}"]
-    found += ["simulate=yes"] if policy.simulate else []
-    return found + (["schedule=" + "|".join(map(str, policy.schedule))] if policy.schedule else [])
+    return found + (["simulate=yes"] if policy.simulate else [])
 
 
 def _spell_rules(rules: tuple[tuple[str, str], ...]) -> list[str]:

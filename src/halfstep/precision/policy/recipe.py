@@ -43,8 +43,6 @@ class Scheme:
         stochastic: Whether gradients are rounded stochastically.
         hadamard: Whether the operands of ``wgrad`` are multiplied by a random 16 x 16 Hadamard
             matrix along the tokens first, which spreads outliers and cancels in the product.
-        history: How many applied steps an operand's scale comes from (``low_bit/delayed.py``); 0:
-            from the operand itself.
         native: What a device must multiply natively to need no simulation.
         since: The first CUDA compute capability whose tensor cores scale such blocks.
         source: Where the scheme is defined.
@@ -57,7 +55,6 @@ class Scheme:
     block: int
     stochastic: bool = False
     hadamard: bool = False
-    history: int = 0
     native: str = "fp8"
     since: tuple[int, int] = (8, 9)
     source: str = ""
@@ -85,10 +82,6 @@ SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme("fp8", "fp8", "fp8", "fp8-e5m2", 1, source="arXiv 2209.05433; torchao float8"),
-        Scheme(
-            "fp8-delayed", "fp8", "fp8", "fp8-e5m2", 1, history=1024,
-            source="TransformerEngine 2, recipe.DelayedScaling, Format.HYBRID",
-        ),
         Scheme(
             "fp8-block", "fp8-block", "fp8-block-2d", "fp8-block", 128, since=_HOPPER,
             source="arXiv 2412.19437, section 3.3",
@@ -175,58 +168,3 @@ def _no_scheme(name: str, product: str) -> PrecisionError:
     close = difflib.get_close_matches(name, [KEPT, *SCHEMES], n=1)
     hint = f", did you mean {close[0]!r}?" if close else ";"
     return PrecisionError(f"{product}={name}{hint} Allowed: {KEPT}, {', '.join(SCHEMES)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """From a share of the run on, other schemes: an entry of a policy's schedule.
-
-    Attributes:
-        percent: From which share of the run's steps on, in per cent; above 0 and below 100.
-        recipe: What then replaces every recipe of the policy, rules included.
-    """
-
-    percent: float
-    recipe: Recipe
-
-    def __str__(self) -> str:
-        return f"{self.percent:g}%:{self.recipe}"
-
-
-def parse_schedule(value: object) -> tuple[Switch, ...]:
-    """A schedule from a table of ``"85%" = "bf16"`` or from its text, ``85%:bf16|95%:-/bf16/-``.
-
-    Raises:
-        PrecisionError: For shares that are none, beyond the run, or not in order.
-    """
-    if isinstance(value, str):
-        parts = [part.partition(":") for part in value.split("|")]
-        pairs: list[tuple[str, object]] = [(share.strip(), text) for share, _, text in parts]
-    elif isinstance(value, dict):
-        pairs = list(value.items())
-    else:
-        raise PrecisionError(
-            f'schedule is {value!r}; allowed: a table with lines such as "85%" = "bf16"'
-        )
-    found = tuple(Switch(_percent(share), parse_recipe(recipe)) for share, recipe in pairs)
-    shares = [switch.percent for switch in found]
-    if shares != sorted(set(shares)):
-        raise PrecisionError(
-            f"schedule: {', '.join(f'{share:g}%' for share in shares)}; allowed: shares of the run "
-            "in rising order, each once"
-        )
-    return found
-
-
-def _percent(share: object) -> float:
-    text = str(share)
-    try:
-        percent = float(text.removesuffix("%")) if text.endswith("%") else float("nan")
-    except ValueError:
-        percent = float("nan")
-    if not 0 < percent < 100:
-        raise PrecisionError(
-            f"schedule: {text!r}; allowed: a share of the run's steps above 0% and below 100%, "
-            "as 85%"
-        )
-    return percent

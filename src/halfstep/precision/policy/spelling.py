@@ -25,7 +25,7 @@ from halfstep.precision.policy.policy import (
     RECIPES,
     PrecisionPolicy,
 )
-from halfstep.precision.policy.recipe import SCHEMES, parse_recipe, parse_schedule
+from halfstep.precision.policy.recipe import SCHEMES, parse_recipe
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
 from halfstep.words import Told
 
@@ -69,7 +69,7 @@ def parse_policy(
     dynamic), the fields of :class:`~halfstep.LossScaleConfig`, ``keep_fp32`` (globs over module
     names, joined by ``|``) and ``rules`` (``glob:format``, joined by ``|``; after ``keep_fp32``'s).
     Below 16 bits: ``recipe`` (a scheme, or three as ``fprop/dgrad/wgrad``), ``simulate``
-    (yes, no), ``schedule`` (``85%:recipe``, joined by ``|``) and ``keep_bf16``, as ``keep_fp32``.
+    (yes, no) and ``keep_bf16``, as ``keep_fp32``.
     Missing keys follow from the given ones: compute is as params; master is fp32, or what the
     rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
     holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs, and
@@ -190,7 +190,6 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
         raise PrecisionError(_told("file_unreadable", path=path, error=error)) from error
     base, rules, low = (table.pop(key, None) for key in ("base", "rules", "recipe"))
     kept = {key: table.pop(key, None) for key in _KEEP}
-    schedule = table.pop("schedule", None)
     if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
         raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
     try:
@@ -198,10 +197,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
             key: value if isinstance(value, str) else repr(value) for key, value in table.items()
         }
         found = [rule for key, globs in kept.items() for rule in _keep(key, globs)]
-        more = {
-            **({} if low is None else {"recipe": parse_recipe(low)}),
-            **({} if schedule is None else {"schedule": parse_schedule(schedule)}),
-        }
+        more = {} if low is None else {"recipe": parse_recipe(low)}
         start = None if base is None else _parse(base, auto)
         return _from_fields(values, start, [*found, *_rules(rules)], more)
     except PrecisionError as error:
@@ -279,10 +275,7 @@ def _from_fields(
             raise PrecisionError(f"scale={values['scale']}; allowed: {', '.join(get_args(Kind))}")
     for key in LOSS_SCALE_FIELDS:
         if key in values:
-            if (key, values[key]) == ("init_scale", "auto"):
-                options["calibrate"] = True
-            else:
-                options[key] = _read_number(key, values[key])
+            options[key] = _read_number(key, values[key])
     if set(options) - {"kind"} and options.get("kind", base.loss_scale.kind) == "none":
         raise PrecisionError(
             f"{', '.join(sorted(set(options) - {'kind'}))} given, but this policy does not scale "
@@ -312,7 +305,6 @@ _KEEP = {"keep_fp32": "fp32", "keep_bf16": "bf16"}
 _LOW: Mapping[str, Callable[[str], Any]] = {
     "recipe": parse_recipe,
     "simulate": _read_yes,
-    "schedule": parse_schedule,
 }
 """The keys about formats below 16 bits, and what reads their values."""
 

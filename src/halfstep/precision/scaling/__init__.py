@@ -1,1 +1,1 @@
-"""Loss scaling: how the scale adapts, how it is calibrated, and how gradients are checked."""
+"""Loss scaling: how the scale adapts, and how gradients are checked."""

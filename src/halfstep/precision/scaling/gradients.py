@@ -216,7 +216,6 @@ class Judged:
     norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
     found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
     spike: Spike | None = None  # what is wrong with a finite step, where spikes are guarded
-    updated: int = 0  # parameters updated before the verdict, where gradients are released
 
     @property
     def broken(self) -> bool:
@@ -327,18 +326,15 @@ class Progress:
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
 
-    def applied(self, judged: Judged, saturated: dict[str, int]) -> StepResult:
-        """Count an applied step, after which the loss scale holds or grows.
-
-        ``saturated`` is what delayed scaling has clipped in it.
-        """
+    def applied(self, judged: Judged) -> StepResult:
+        """Count an applied step, after which the loss scale holds or grows."""
         scale, calibrating = self.loss_scale.value, self.calibrating
         if self.scaled:
             self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
         self.calibrating = False
-        return self._result(judged, scale, calibrating, applied=True, saturated=saturated)
+        return self._result(judged, scale, calibrating, applied=True)
 
     def skip(self) -> None:
         """Count a skipped step, before anybody recovers from it."""
@@ -388,10 +384,8 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
-    def load(self, state: Mapping[str, Any], *, other_policy: bool) -> bool:
-        """Go on from :meth:`state`; return whether its loss scale was accepted.
-
-        That of another policy is, if it fits.
+    def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
+        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit.
 
         Raises:
             PrecisionError: If the loss scale is damaged; nothing is changed then.
@@ -408,4 +402,3 @@ class Progress:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if accepted and self.applied_total:
             self.calibrating = False
-        return accepted

@@ -5,8 +5,7 @@ loss by S multiplies every gradient by S on its way through the 16-bit operation
 finished fp32 gradient by S restores it. S is always a power of two here, so both are exact.
 
 :meth:`Limits.after` is the algorithm of a dynamic scale: from a state, and whether the step
-overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it;
-``triton_decide.py`` repeats it on a GPU and is tested against it.
+overflowed, it computes the next state. ``Precision`` and ``GradScaler`` call it.
 
 **Source:** Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv 1710.03740), section
 3.2 and 4; start, factors and interval as in ``torch.amp.GradScaler`` (2^16, 2, 1/2, 2000); floor
@@ -41,7 +40,7 @@ def _is_number(value: object, kind: type[int] | type[float]) -> bool:
 
 
 class ScaleState(NamedTuple):
-    """The changing state of a dynamic loss scale, in the order of ``optim/on_device/buffer.py``."""
+    """The changing state of a dynamic loss scale."""
 
     value: float  # the scale of the next backward
     good_steps: int  # since the last overflow or growth
@@ -82,9 +81,6 @@ class LossScaleConfig:
     """``"none"``, ``"static"`` (``init_scale`` throughout) or ``"dynamic"``."""
     init_scale: float = 2.0**16
     """The first scale, a power of two."""
-    calibrate: bool = False
-    """Written ``init_scale=auto``: start instead at the largest scale up to ``max_scale`` at which
-    the first micro-batch's gradients are finite, found by back-propagating it a few times."""
     growth_factor: float = 2.0
     """The factor of the scale after ``growth_interval`` good steps in a row."""
     backoff_factor: float = 0.5
@@ -117,9 +113,6 @@ class LossScaleConfig:
             value = getattr(self, name)
             if not _is_number(value, int) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
-        if self.calibrate:  # a placeholder until the scale is calibrated
-            placeholder = min(max(self.init_scale, self.min_scale), self.max_scale)
-            object.__setattr__(self, "init_scale", placeholder)
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
             powers = [
                 math.frexp(v)[1] - 1 for v in (self.min_scale, self.init_scale, self.max_scale)
@@ -131,8 +124,6 @@ class LossScaleConfig:
         changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         if self.kind == "none" and changed:
             raise PrecisionError(f"{', '.join(changed)} given, but the loss is not scaled")
-        if self.calibrate and self.kind != "dynamic":
-            raise PrecisionError("init_scale=auto needs scale=dynamic: a calibrated scale may move")
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise PrecisionError(
                 f"growth_factor > 1 > backoff_factor is required, got {self.growth_factor:g} and "
@@ -151,9 +142,6 @@ class LossScale:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current scale, same shape; call ``backward`` on it."""
         return loss
-
-    def start_at(self, value: float) -> None:
-        """Take a calibrated scale before the first step."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Adapt after a step; ``found_nonfinite`` says whether it had to be skipped."""
@@ -207,10 +195,6 @@ class DynamicLossScale(StaticLossScale):
         self.state, self.value = state, state.value
         self.at_floor = self.limits.at_floor(state)
 
-    def start_at(self, value: float) -> None:
-        """Start at this power of two, which lies between floor and ceiling."""
-        self.take(self.state._replace(value=value))
-
     def update(self, found_nonfinite: bool) -> None:
         """Adapt by :meth:`Limits.after`: back off, hold or grow."""
         self.take(self.limits.after(self.state, found_nonfinite))
@@ -263,6 +247,4 @@ def _check_keys(state: State, expected: set[str], what: str) -> None:
         )
 
 
-LOSS_SCALE_FIELDS = tuple(
-    field.name for field in fields(LossScaleConfig) if field.name not in ("kind", "calibrate")
-)
+LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])

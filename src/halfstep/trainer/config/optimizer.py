@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import Amount, Count, Fraction, Positive, Share, require_ranges
 
 OptimizerName = Literal[
-    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
+    "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
     "radam", "rmsprop", "sgd",
 ]  # fmt: skip
-"""Every torch.optim optimizer with weight decay, and Lion; Muon has AdamW for all but matrices."""
+"""The torch.optim optimizers with weight decay, and Lion; Muon has AdamW for all but matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +36,9 @@ class OptimizerConfig:
     """Weight decay of matrices and embeddings; norms and biases do not decay."""
     max_norm: Amount = 1.0
     """Gradients are clipped to this global 2-norm; 0 switches clipping off."""
-    release_gradients: bool = False
-    """Update each weight during backward and free its gradient at once (docs/memory.md); needs
-    max_norm 0, grad_accum 1, a policy without a loss scale, and one rank."""
 
     def __post_init__(self) -> None:
         require_ranges("optimizer", self)
-        if self.release_gradients and self.max_norm:
-            raise ConfigError(
-                f"optimizer.release_gradients=true with optimizer.max_norm={self.max_norm:g}: the "
-                "norm of all gradients is known when all weights are updated; add "
-                "--optimizer.max_norm 0, or leave release_gradients out"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

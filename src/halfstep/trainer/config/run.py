@@ -107,23 +107,6 @@ def _require_path(text: str) -> None:
         )
 
 
-def _require_releasable(run: RunConfig) -> None:
-    """Raise ConfigError for a run whose steps need all of their gradients at once."""
-    reasons = {
-        f"run.grad_accum={run.grad_accum}: gradients of micro-batches are added up": (
-            run.grad_accum > 1
-        ),
-        f"run.watch={run.watch}: a watched step is seen before and after its update": run.watch > 0,
-        "run.capture: a capture is the state before the step": getattr(run, "capture", 0) > 0,
-        "run.compile=true: a compiled backward makes all gradients at once": run.compile,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ConfigError(
-                f"optimizer.release_gradients=true with {reason}; leave one of the two out"
-            )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
     """Everything a run depends on except the task's own model and data."""
@@ -150,8 +133,6 @@ class BaseConfig:
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is longer than the run of "
                 f"run.max_steps={self.run.max_steps}; lower --schedule.warmup_steps"
             )
-        if self.optimizer.release_gradients:
-            _require_releasable(self.run)
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:

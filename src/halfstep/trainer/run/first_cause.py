@@ -18,7 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.nonfinite.first_cause import scale_kept, search
+from halfstep.diagnostics.nonfinite.first_cause import search
 from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
@@ -120,8 +120,7 @@ class CauseSearch:
                 run_micro_batch(session.loss_sum, precision, batch, n, seed)
 
         precision.discard()
-        with scale_kept(precision):
-            return search(session.task.model, run, batches, clear=precision.discard)
+        return search(session.task.model, run, batches, clear=precision.discard)
 
     def _write(self, cause: Cause) -> None:
         """Append the cause to ``causes.jsonl``."""

@@ -1,0 +1,416 @@
+"""The optimizer step on a GPU, in Triton: number formats, the update, and a step's statistics.
+
+The update takes all tensors in one launch, each element read and written once. reference.py,
+rules.py, moments.py and masters/rounding.py define every operation; the results here have the same
+bits if launched with :data:`LAUNCH`: no fused multiply-add, and no subnormal numbers flushed to 0.
+
+A program updates up to ``tiles`` tiles of one tensor, one after the other; a tile is ``rows``
+blocks of 128 elements (the block of the 8-bit moments). ``owners`` gives the number of its tensor;
+``table`` has the addresses, one row of int64 per tensor (see the column numbers below). bf16
+numbers are loaded and stored as uint16 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Number formats. Each function repeats in uint32 what the one of similar name in
+# precision/masters/rounding.py, weights.py or moments.py does.
+
+
+_ABS = tl.constexpr(0x7FFFFFFF)
+_SIGN = tl.constexpr(0x80000000)
+_INF = tl.constexpr(0x7F800000)
+_QUIET = tl.constexpr(0x7FC00000)
+_LARGEST = tl.constexpr(0x7F6FFFFF)  # this and the next two are as in moments.py
+_LOWEST_TOP = tl.constexpr(32)
+_BROKEN = tl.constexpr(255)
+
+
+@triton.jit
+def mix(x: tl.tensor) -> tl.tensor:
+    """Scramble the bits of a uint32, as ``precision.rounding._mix`` does."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def bits_of(x: tl.tensor) -> tl.tensor:
+    """The bits of fp32 numbers, in uint32."""
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def from_bits(bits: tl.tensor) -> tl.tensor:
+    """The fp32 numbers with these bits, which may be any 32-bit integers."""
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def canonical(x: tl.tensor) -> tl.tensor:
+    """The bits of fp32 numbers, with every NaN replaced by the quiet NaN of its sign."""
+    b = bits_of(x)
+    return tl.where((b & _ABS) > _INF, (b & _SIGN) | _QUIET, b)
+
+
+@triton.jit
+def cut(b: tl.tensor, noise: tl.tensor, low: tl.constexpr) -> tl.tensor:
+    """Add ``noise`` to the magnitude and clear the low bits; finite numbers stay finite."""
+    magnitude = b & _ABS
+    rounded = tl.minimum((magnitude + (noise & low)) & (0xFFFFFFFF - low), _INF - (low + 1))
+    return (b & _SIGN) | tl.where(magnitude < _INF, rounded, magnitude)
+
+
+@triton.jit
+def nearest(x: tl.tensor) -> tl.tensor:
+    """fp32 rounded to bf16, ties to even, as 16 bits in uint32."""
+    b = bits_of(x)
+    return tl.where((b & _ABS) > _INF, 0x7FC0, (b + 0x7FFF + ((b >> 16) & 1)) >> 16)
+
+
+@triton.jit
+def kahan_sum(high: tl.tensor, lost: tl.tensor) -> tl.tensor:
+    """The fp32 sum of a bf16 weight and residual, as uint32; a weight of -0 keeps its sign."""
+    weight = from_bits(high << 16)
+    return tl.where((lost & 0x7FFF) == 0, weight, weight + from_bits(lost << 16))
+
+
+@triton.jit
+def kahan(x: tl.tensor):  # noqa: ANN201
+    """The nearest bf16 and the rounding error in bf16, as uint32; ``kahan_split`` does it twice."""
+    high = nearest(x)
+    lost = tl.where((high & 0x7F80) == 0x7F80, 0, nearest(x - from_bits(high << 16)))
+    return high, lost
+
+
+@triton.jit
+def joined_master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
+    """The fp32 master of a stored weight and remainder; see ``weights.master``."""
+    if update == "fp32":
+        return weight
+    high = weight.to(tl.uint32) << 16
+    if update == "split" or update == "split24":
+        low = remainder.to(tl.int32)
+        if update == "split24":
+            low = low * 256
+        # a split never gives a weight of 0 a negative remainder, so here the user has written the 0
+        low = tl.where((high & _ABS) == 0, tl.maximum(low, 0), low)
+        return from_bits(high + low.to(tl.uint32, bitcast=True))
+    if update == "kahan":
+        total = kahan_sum(weight.to(tl.uint32), remainder.to(tl.uint32))
+        fits = from_bits(nearest(total) << 16) == from_bits(high)
+        return tl.where(fits, total, from_bits(high))  # if not, the user wrote the weight
+    return from_bits(high)
+
+
+@triton.jit
+def decode_moment(
+    codes: tl.tensor, top: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
+) -> tl.tensor:
+    """The fp32 moments of stored codes; see ``moments.decode``."""
+    if moments == "fp32":
+        return codes
+    if moments == "bf16":
+        return from_bits(codes.to(tl.uint32) << 16)
+    code = codes.to(tl.uint32)
+    levels: tl.constexpr = 127 if signed else 255
+    base = ((top.to(tl.uint32) + 1) * 8 - levels)[:, None]
+    magnitude = (code & 0x7F) if signed else code
+    b = tl.where(magnitude > 0, (magnitude + base) << 20, 0)
+    if signed:
+        b = b | ((code & 0x80) << 24)
+    return from_bits(tl.where((top == _BROKEN)[:, None], _QUIET, b))
+
+
+@triton.jit
+def encode_moment(  # noqa: ANN201
+    values: tl.tensor, random: tl.tensor, moments: tl.constexpr, signed: tl.constexpr
+):
+    """The codes of fp32 moments and, if 8-bit, their block tops; see ``moments.encode``."""
+    b = bits_of(values)
+    magnitude = tl.minimum(b & _ABS, _LARGEST)
+    peak = tl.max((b & _ABS).to(tl.int32), axis=1)
+    top = tl.maximum(tl.minimum(peak, _LARGEST) >> 23, _LOWEST_TOP)
+    levels: tl.constexpr = 127 if signed else 255
+    base = ((top + 1) * 8 - levels)[:, None]
+    noise = (random if signed else random >> 12) & 0xFFFFF
+    code = ((magnitude + noise) >> 20).to(tl.int32) - base
+    lowest = (base + 1) << 20
+    if signed:
+        kept = noise.to(tl.int32).to(tl.float32) * 9.5367431640625e-07 * from_bits(lowest)
+        below = (kept < from_bits(b & _ABS)).to(tl.int32)
+        code = tl.where(magnitude.to(tl.int32) < lowest, below, code)
+    else:
+        code = tl.where(magnitude.to(tl.int32) < lowest, 1, code)
+    code = tl.where(magnitude > 0, code, 0)
+    if signed:
+        code = code | ((b >> 24) & 0x80).to(tl.int32)
+    return code.to(tl.uint8), tl.where(peak > _INF, _BROKEN, top).to(tl.uint8)
+
+
+# The update.
+
+# Columns of a row: addresses, then the number of elements, the random stream and its seed, and the
+# index of the tensor's first program.
+WEIGHT = tl.constexpr(0)
+REMAINDER = tl.constexpr(1)
+GRADIENT = tl.constexpr(2)
+FIRST = tl.constexpr(3)
+SECOND = tl.constexpr(4)
+FIRST_TOPS = tl.constexpr(5)
+SECOND_TOPS = tl.constexpr(6)
+COUNT = tl.constexpr(7)
+STREAM = tl.constexpr(8)
+SEED = tl.constexpr(9)
+UPDATE_START = tl.constexpr(10)
+COLUMNS = tl.constexpr(11)
+
+LANES = tl.constexpr(128)  # moments.BLOCK
+
+# Compiler options of every kernel here; Triton's interpreter ignores them.
+LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8}
+
+
+@triton.jit
+def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
+    """The ``random_key`` for the weight's random bits (``which`` 0) or the moments' (1)."""
+    seed = mix(tl.load(row + SEED).to(tl.uint32))
+    stream = (2 * tl.load(row + STREAM) + which).to(tl.uint32)
+    return mix(mix(seed ^ step.to(tl.uint32)) ^ stream)
+
+
+@triton.jit
+def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN201
+    """The address in a column, as a pointer; ``aligned`` promises 16-byte alignment."""
+    address = tl.load(row + column).to(tl.pointer_type(dtype))
+    if aligned:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def load(address: tl.tensor, at: tl.tensor, count: tl.tensor, masked: tl.constexpr) -> tl.tensor:
+    """Load elements ``at``, 0 from ``count`` on; without a mask loads are 16 bytes wide."""
+    if masked:
+        return tl.load(address + at, mask=at < count, other=0)
+    return tl.load(address + at)
+
+
+@triton.jit
+def _store(  # noqa: ANN202
+    address: tl.tensor, at: tl.tensor, count: tl.tensor, value: tl.tensor, masked: tl.constexpr
+):
+    if masked:
+        tl.store(address + at, value, mask=at < count)
+    else:
+        tl.store(address + at, value)
+
+
+@triton.jit
+def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the compiler
+    row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
+    aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Update elements ``start`` to ``start + 128 * rows`` of one tensor."""
+    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
+    element = at.to(tl.uint32) + start.to(tl.uint32)
+    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
+    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
+    weight = load(weight_at, at, count, masked)
+    remainder = weight
+    if update == "split" or update == "split24" or update == "kahan":
+        signed_type: tl.constexpr = tl.int16 if update == "split" else tl.int8
+        remainder_type: tl.constexpr = tl.uint16 if update == "kahan" else signed_type
+        remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
+        remainder = load(remainder_at, at, count, masked)
+    w = joined_master(weight, remainder, update)
+    stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
+    gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
+    g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
+    g = (
+        from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
+    ) * multiplier
+
+    small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
+    moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
+    block = tl.arange(0, rows)
+    blocks = (count + LANES - 1) // LANES
+    if rule != "directed":
+        m_at = pointer(row, FIRST, moment_type, aligned) + start
+        codes = load(m_at, at, count, masked)
+        tops = block
+        if moments == "8bit":
+            m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
+            tops = load(m_tops, block, blocks, masked)
+        m = decode_moment(codes, tops, moments, True)
+    if rule == "adamw":
+        v_at = pointer(row, SECOND, moment_type, aligned) + start
+        codes = load(v_at, at, count, masked)
+        if moments == "8bit":
+            v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
+            tops = load(v_tops, block, blocks, masked)
+        v = decode_moment(codes, tops, moments, False)
+
+    if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
+        m = m * c0 + g * c1
+        v = v * c2 + (g * c3) * g
+        w = w * c4 - tl.math.div_rn(m, tl.math.sqrt_rn(v) * c6 + c7) * c5
+    elif rule == "sgd":  # c: momentum, fresh, decay, lr, direct, through
+        g = g + w * c2
+        m = m * c0 + g * c1
+        w = w - (g * c4 + m * c5) * c3
+    elif rule == "directed":  # c: decay, size
+        w = w * c0 - g * c1
+    else:  # lion; c: beta1, 1 - beta1, beta2, 1 - beta2, decay, lr
+        u = m * c0 + g * c1
+        w = w * c4 - ((u > 0).to(tl.float32) - (u < 0).to(tl.float32)) * c5
+        m = m * c2 + g * c3
+
+    if update == "fp32":
+        _store(weight_at, at, count, w, masked)
+    elif update == "split":
+        b = canonical(w)
+        _store(weight_at, at, count, ((b + 0x8000) >> 16).to(tl.uint16), masked)
+        _store(remainder_at, at, count, b.to(tl.uint16).to(tl.int16, bitcast=True), masked)
+    elif update == "split24":
+        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFF) >> 8
+        _store(weight_at, at, count, ((b + 0x80) >> 8).to(tl.uint16), masked)
+        _store(remainder_at, at, count, b.to(tl.uint8).to(tl.int8, bitcast=True), masked)
+    elif update == "stochastic":
+        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFFFF) >> 16
+        _store(weight_at, at, count, b.to(tl.uint16), masked)
+    elif update == "kahan":
+        high, lost = kahan(w)
+        high, lost = kahan(kahan_sum(high, lost))
+        _store(weight_at, at, count, high.to(tl.uint16), masked)
+        _store(remainder_at, at, count, lost.to(tl.uint16), masked)
+    else:
+        _store(weight_at, at, count, nearest(w).to(tl.uint16), masked)
+
+    if rule != "directed":
+        if moments == "fp32":
+            _store(m_at, at, count, m, masked)
+            if rule == "adamw":
+                _store(v_at, at, count, v, masked)
+        else:
+            random = mix(element ^ _key(row, step, 1))
+            if moments == "bf16":
+                b = cut(canonical(m), random, 0xFFFF) >> 16
+                _store(m_at, at, count, b.to(tl.uint16), masked)
+                if rule == "adamw":
+                    b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
+                    _store(v_at, at, count, b.to(tl.uint16), masked)
+            else:
+                codes, tops = encode_moment(m, random, moments, True)
+                _store(m_at, at, count, codes, masked)
+                _store(m_tops, block, blocks, tops, masked)
+                if rule == "adamw":
+                    codes, tops = encode_moment(v, random, moments, False)
+                    _store(v_at, at, count, codes, masked)
+                    _store(v_tops, block, blocks, tops, masked)
+
+
+@triton.jit(do_not_specialize=["step"])
+def update_kernel(  # noqa: ANN201
+    table, owners, decision, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
+    aligned: tl.constexpr, decided: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    """Update a program's tiles.
+
+    ``decision`` points to the numbers of a ``DeviceDecision``, where the step is ``decided`` on the
+    device: nothing changes if the first is above 0, and the second is a further factor.
+    """
+    if decided:
+        if tl.load(decision) > 0:
+            return
+        multiplier = (tl.load(decision + 1) * multiplier).to(tl.float32)
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program) * COLUMNS
+    count = tl.load(row + COUNT)
+    tile: tl.constexpr = rows * LANES
+    start = (program - tl.load(row + UPDATE_START)) * (tile * tiles)
+    end = tl.minimum(start + tile * tiles, count)
+    while start + tile <= end:
+        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+              rule, gradient_dtype, update, moments, aligned, False, rows)  # fmt: skip
+        start += tile
+    if start < end:
+        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+              rule, gradient_dtype, update, moments, aligned, True, rows)  # fmt: skip
+
+
+# One pass over the gradients of a step: sums of squares, and which are not finite. Sums are fp64,
+# which holds the squares of all finite fp32 gradients, so a sum is not finite only if a gradient is
+# not.
+
+# Columns of a gradient's row: address, number of elements, index of the first program.
+_ADDRESS = tl.constexpr(0)
+_SIZE = tl.constexpr(1)
+_START = tl.constexpr(2)
+_WIDTH = tl.constexpr(3)
+_ABS = tl.constexpr(0x7FFFFFFF)
+_INF = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _sums(  # noqa: ANN202
+    address, start, count, total, wrong,  # noqa: ANN001
+    dtype: tl.constexpr, masked: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    """Add the squares and flags of ``tile * tiles`` gradients to each lane's totals."""
+    at = tl.arange(0, tile)
+    address += start
+    count = tl.minimum(count - start, tile * tiles).to(tl.int32)
+    done = 0
+    while done < count:
+        for _ in tl.static_range(4):  # unrolled, so that four loads are in flight at once
+            g = load(address, at, count, masked)
+            g = from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
+            magnitude = g.to(tl.uint32, bitcast=True) & _ABS
+            wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
+            total += g.to(tl.float64) * g.to(tl.float64)
+            at += tile
+        done += 4 * tile
+    return total, wrong
+
+
+@triton.jit
+def statistics_kernel(
+    table: tl.tensor,
+    owners: tl.tensor,
+    partials: tl.tensor,
+    flags: tl.tensor,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+    tiles: tl.constexpr,
+) -> None:
+    """Write the sum of squares of ``tile * tiles`` elements of one gradient, and set its flag.
+
+    Bit 0 of a gradient's flag is set if it holds an infinity, bit 1 if it holds a NaN. ``owners``
+    gives the row of each program.
+    """
+    program = tl.program_id(0)
+    task = tl.load(owners + program)
+    row = table + task * _WIDTH
+    count = tl.load(row + _SIZE)
+    wide: tl.constexpr = tl.float32 if dtype == "fp32" else tl.float16
+    stored: tl.constexpr = tl.uint16 if dtype == "bf16" else wide
+    address = pointer(row, _ADDRESS, stored, aligned)
+    start = (program - tl.load(row + _START)) * (tile * tiles)
+    total = tl.zeros([tile], tl.float64)
+    wrong = tl.zeros([tile], tl.int32)
+    if start + tile * tiles <= count:
+        total, wrong = _sums(address, start, count, total, wrong, dtype, False, tile, tiles)
+    else:
+        total, wrong = _sums(address, start, count, total, wrong, dtype, True, tile, tiles)
+    tl.store(partials + program, tl.sum(total))
+    flag = tl.max(wrong & 1) | tl.max(wrong & 2)
+    tl.atomic_or(flags + task, flag, mask=flag != 0)

@@ -1,1 +1,0 @@
-"""Optimizer steps whose decisions are made on the device, so that the host never waits."""
