@@ -24,7 +24,7 @@ EVERYTHING = "everything"
 PRIVATE = {
     EVERYTHING: (
         "torch._foreach_norm torch._foreach_mul_ torch._foreach_mul torch._foreach_copy_ "
-        "torch._foreach_add_ torch._foreach_zero_ torch._functorch.config torch._C "
+        "torch._foreach_sub_ torch._foreach_zero_ torch._functorch.config torch._C "
         "torch.autograd.forward_ad._current_level torch.ops.aten._trilinear "
         "torch.ops.aten._native_multi_head_attention torch.ops.aten._transformer_encoder_layer_fwd "
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu "

@@ -49,8 +49,6 @@ def normalised_backward(x, gain, grad, mean, inverse, passed) -> object:
     return rows.norm_gradients(x, gain, grad, mean, inverse, passed)
 
 
-
-
 WIDE, ROW = {"dtype": FP32}, numbers(C, dtype=FP32)
 TARGETS = torch.arange(N) % C
 ENTRIES = {

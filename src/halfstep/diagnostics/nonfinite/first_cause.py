@@ -22,8 +22,8 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.checks import no_loss
+from halfstep.precision.masters.arrivals import graph_leaves
 from halfstep.precision.recovery import FIND_IT, Buffers
-from halfstep.precision.scaling.calibrate import graph_leaves
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
