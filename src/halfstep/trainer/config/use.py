@@ -79,8 +79,6 @@ class Evaluating(Use):
     """Name of the text column in a classifier's --data; default: as in training."""
     label_column: str = ""
     """Name of the label column in a classifier's --data; default: as in training."""
-    drop_empty: bool = False
-    """For a classifier: leave out empty texts."""
     json: bool = False
     """Print one JSON object on stdout."""
 

@@ -17,13 +17,13 @@ class DataConfig:
     """The data section of a run: where text comes from and how it becomes tokens."""
 
     train: tuple[str, ...] = ()
-    """Files, globs and folders, in this order; empty means the standard library of this Python."""
+    """Files and folders, in this order; empty means the standard library of this Python."""
     validation: tuple[str, ...] = ()
     """The same for validation; empty means the last ``validation_fraction`` of ``train``."""
     tokenizer: str = "bpe:8192"
     """``bytes``, ``bpe:N`` (trained here on ``train``), or a tokenizer.json or its folder."""
     validation_fraction: float = 0.1
-    """Share of the bytes (tokens for ``.bin``) held out, in (0, 1); unused with ``validation``."""
+    """Share of the bytes held out, in (0, 1); unused with ``validation``."""
     cache_dir: str = ""
     """Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
 
@@ -74,7 +74,7 @@ class LabelledConfig:
     """The data section of text classification."""
 
     train: tuple[str, ...] = ()
-    """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
+    """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[@SPLIT]``, in this order.
     May be empty as long as nothing is read: ``read_labelled`` needs at least one."""
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
@@ -87,16 +87,6 @@ class LabelledConfig:
     labels: tuple[str, ...] = ()
     """Names of the classes in the order of their ids; empty means: find them in ``train``. Labels
     in the data are then these names, or their ids from 0."""
-    labels_file: str = ""
-    """The same from a file: one name a line; or a ``.json`` file with a list, or with a table
-    {"name": id, ...}."""
-    join_words: bool = False
-    """Remove blanks between Chinese (or Japanese) characters, as texts that were cut into words
-    have; blanks beside other letters stay."""
-    limit: int = 0
-    """Use the first N examples of ``train`` only; 0 means all."""
-    drop_empty: bool = False
-    """Leave out, and count, texts that are empty or blank instead of refusing them."""
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
@@ -105,10 +95,6 @@ class LabelledConfig:
         text, label, labels = self.text_column, self.label_column, self.labels
         if text and text == label:
             raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
-        if labels and self.labels_file:
-            raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
-        if self.limit < 0:
-            raise ConfigError(f"data.limit={self.limit}; allowed: integers >= 0")
         if len(labels) == 1 and "," in labels[0]:
             names = " ".join(labels[0].replace(",", " ").split())
             raise ConfigError(f"data.labels is one name, {labels[0]!r}; write --labels {names}")
@@ -143,17 +129,14 @@ class LabelledData:
     """What a user should know of the data though nothing is wrong: one sentence each."""
 
 
-Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
-Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
-DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
+Template: TypeAlias = Literal["", "plain", "alpaca", "tokenizer"]
 
-AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
-PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
-DROP, REFUSE = "drop", "refuse"
+ALPACA, CHAT, TEXT, COMPLETION = "alpaca", "chat", "text", "prompt-completion"
+PLAIN, TOKENIZER = "plain", "tokenizer"
 TEMPLATES_OF = {
-    ALPACA: (ALPACA, VICUNA, TOKENIZER),
-    COMPLETION: (PLAIN, ALPACA, VICUNA, TOKENIZER),
-    CHAT: (TOKENIZER, VICUNA),
+    ALPACA: (ALPACA, TOKENIZER),
+    COMPLETION: (PLAIN, ALPACA, TOKENIZER),
+    CHAT: (TOKENIZER,),
     TEXT: (PLAIN,),
 }
 """Templates that can write each format; the first is the one that "" stands for."""
@@ -164,27 +147,23 @@ class InstructionsConfig:
     """The data section of a causal-LM fine-tuning: which records, and how they become rows."""
 
     train: tuple[str, ...] = ()
-    """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of
-    them, or ``datasets:NAME[/CONFIG][@SPLIT]``."""
+    """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), folders of them, or
+    ``datasets:NAME[@SPLIT]``. A record holds ``messages``; or ``instruction``, ``output`` and
+    perhaps ``input``; or ``prompt`` and ``completion``; or ``text``."""
     dev: tuple[str, ...] = ()
     """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
     dev_fraction: float = 0.1
     """Share of the documents held out, drawn with the seed, in (0, 1); unused with ``dev``."""
-    format: Format = "auto"
-    """``alpaca``, ``chat``, ``text`` or ``prompt-completion``; ``auto`` goes by the fields."""
     template: Template = ""
-    """``plain``, ``alpaca``, ``vicuna``, ``tokenizer`` (its own chat template); empty means the one
-    of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
-    tokenizer's own, or vicuna where the tokenizer has none."""
+    """``plain``, ``alpaca``, ``tokenizer`` (its own chat template); empty means the one of the
+    records: alpaca for instructions, the tokenizer's for messages, else plain."""
     max_length: int = 1024
-    """Maximal number of tokens in a row, at least 2."""
+    """Maximal number of tokens in a row, at least 2. Longer records are cut at the right; plain
+    text is cut into several documents."""
     packing: bool = True
     """Whether several documents share a row (without seeing each other) to save padding."""
     mask_prompt: bool = True
     """Whether only answers are learned; otherwise prompts too."""
-    drop_long: DropLong = "truncate"
-    """What becomes of longer documents: ``truncate`` (cut at the right; plain text is cut into
-    several documents instead), ``drop`` or ``refuse``."""
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
@@ -195,8 +174,6 @@ class InstructionsConfig:
                 f"data.max_length must be a whole number of at least 2 (a token and the one after "
                 f"it), got {self.max_length!r}"
             )
-        if self.format != AUTO:
-            check_template(self.format, self.template)
 
 
 def check_template(format: str, template: str) -> None:

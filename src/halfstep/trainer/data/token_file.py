@@ -2,7 +2,7 @@
 
 A cached folder is there whole and verified, or not at all: it is built beside its final place,
 synced and renamed in one step, and checked before each use. A killed process leaves only a
-temporary folder, which nobody reads and which is removed when it is a day old.
+temporary folder, ``.tmp-*``, which nobody reads.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import time
-import uuid
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 HASH = "hash"
 """Reading the input files to find their content hash; every call does this."""
 CHECK = "check"
-"""Verifying token files: the cached ones by their SHA-256, ``.bin`` files id by id."""
+"""Verifying cached token files by their SHA-256."""
 TRAIN_TOKENIZER = "train tokenizer"
 """Feeding the corpus to the BPE trainer; the merges that follow the last byte report nothing."""
 ENCODE = "encode"
@@ -44,11 +42,6 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Reports nothing; the default."""
 
 
-TEMPORARY_PREFIX = ".tmp-"
-STALE_SECONDS = 24 * 60 * 60
-"""Age at which a temporary folder counts as abandoned: no file in it was written for a day."""
-ATTEMPTS = 4
-"""Attempts to load a result; the second succeeds unless other processes interfere."""
 T = TypeVar("T")
 
 
@@ -77,41 +70,34 @@ def fetch(
         DataError: The cache cannot be written, for instance because the disk is full.
     """
     final = root / name
-    for _ in range(ATTEMPTS):
-        found = load(final)
-        if found is not None:
-            return found
-        temporary = root / f"{TEMPORARY_PREFIX}{name[:16]}-{uuid.uuid4().hex}"
-        new = temporary / "new"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            remove_stale(root)
-            new.mkdir(parents=True)
+    found = load(final)
+    if found is not None:
+        return found
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".tmp-{name[:16]}-", dir=root) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
             # Out of the way by a rename, so that nobody meets half of a damaged result.
             with suppress(FileNotFoundError):
-                os.rename(final, temporary / "damaged")
+                os.rename(final, Path(temporary) / "damaged")
             build(new)
             sync_folder(new)
-            _publish(new, final)
-        except OSError as error:
-            raise cannot_write(Path(error.filename or final), error) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    raise DataError(
-        f"{final}: damaged again each time it was written ({ATTEMPTS} times); check the disk, or "
-        f"set data.cache_dir or HALFSTEP_CACHE to another one"
-    )
-
-
-def _publish(new: Path, final: Path) -> None:
-    """Renames a finished folder to its final name, unless another process was first."""
-    try:
-        os.rename(new, final)
+            try:
+                os.rename(new, final)
+            except OSError as error:  # another process was first
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            sync(root)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-    else:
-        sync(final.parent)
+        raise cannot_write(Path(error.filename or final), error) from None
+    found = load(final)
+    if found is None:
+        raise DataError(
+            f"{final}: damaged as soon as it was written; check the disk, or set data.cache_dir or "
+            f"HALFSTEP_CACHE to another one"
+        )
+    return found
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
@@ -121,18 +107,6 @@ def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
     else:
         why = f"cannot be written: {error.strerror or error}{hint}; check the rights"
     return DataError(f"{path}: {why}, or set data.cache_dir or HALFSTEP_CACHE to another disk")
-
-
-def remove_stale(root: Path) -> None:
-    """Removes temporary folders that nobody wrote to for ``STALE_SECONDS``."""
-    now = time.time()
-    for folder in root.glob(f"{TEMPORARY_PREFIX}*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-        except OSError:  # another process is removing or renaming it
-            continue
-        if now - newest > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 TokenType: TypeAlias = Literal["uint16", "uint32"]
@@ -249,18 +223,15 @@ def write_tokens(
         "vocab_size": vocab_size,
         "sha256": digest.hexdigest(),
     }
-    sealed = json.dumps({"facts": facts, "seal": _seal(facts)}, indent=2)
-    (folder / FACTS_FILE).write_text(sealed + "\n", encoding="utf-8")
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return count
 
 
 def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
     """Opens what ``write_tokens`` wrote; None if it is absent, cut short or altered in any byte."""
     try:
-        sealed = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-        if sealed["seal"] != _seal(sealed["facts"]):
-            return None
-        found = TokenFile(path=folder / TOKENS_FILE, **sealed["facts"])
+        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        found = TokenFile(path=folder / TOKENS_FILE, **facts)
         size = found.count * _stored(found.dtype).itemsize
         if found.path.stat().st_size != size:
             return None
@@ -274,10 +245,6 @@ def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | N
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return found if digest.hexdigest() == found.sha256 else None
-
-
-def _seal(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _stored(dtype: TokenType) -> np.dtype[Any]:
