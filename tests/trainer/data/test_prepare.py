@@ -178,11 +178,6 @@ def test_files_without_any_text_are_refused(run, write, content):
         run(write("b.txt", LINES), validation=[path])
 
 
-def test_a_pdf_whose_bytes_are_ascii_is_no_text(run, write):
-    with pytest.raises(DataError, match=r"a\.pdf is a PDF.*pdftotext"):
-        run(write("a.pdf", "%PDF-1.4\n" + LINES))
-
-
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:290"])
 def test_a_bad_byte_is_named_and_leaves_nothing(run, write, tmp_path, tokenizer):
     path = write("a.txt", LINES.encode() + b"\xff" + LINES.encode() * 9)

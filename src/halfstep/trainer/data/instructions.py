@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from halfstep.errors import ConfigError, DataError, HalfstepError
+from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.batches import permutation
 from halfstep.trainer.data.config import (
     ALPACA,
@@ -109,7 +109,11 @@ class LMTokenizer(Protocol):
         """Turns each text into ids by itself, adding none and cutting nothing."""
 
     def render_chat(self, messages: list[Any], add_generation_prompt: bool) -> str | None:
-        """Writes a conversation in the tokenizer's chat template; None where it has none."""
+        """Writes a conversation in the tokenizer's chat template; None where it has none.
+
+        Raises:
+            DataError: The template refuses the conversation.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,13 +443,7 @@ def chat_parts(messages: Messages, render: RenderChat) -> list[Part]:
 
 
 def _render(messages: Messages, prompt: bool, render: RenderChat) -> str:
-    try:
-        text = render(messages, prompt)
-    except HalfstepError:
-        raise
-    except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
-        why = f"refuses the conversation ({error}); change the record"
-        raise DataError(f"the tokenizer's chat template {why}") from None
+    text = render(messages, prompt)
     if text is None:
         raise DataError(
             "the tokenizer has no chat template; take the model's chat version, or write "

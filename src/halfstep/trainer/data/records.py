@@ -134,13 +134,14 @@ def changed(source: Source) -> DataError:
 
 
 def _folder(folder: Path, field: str) -> list[Source]:
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in FOLDER_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and not path.is_dir()
-    ]
+    def refuse(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        found.extend(path for path in paths if path.suffix.lower() in FOLDER_SUFFIXES)
     ordered = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
     kept = [source for source in map(inspect_file, ordered) if source.size > 0]
     if not kept:

@@ -13,7 +13,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -78,16 +77,16 @@ def fetch(
         with tempfile.TemporaryDirectory(prefix=f".tmp-{name[:16]}-", dir=root) as temporary:
             new = Path(temporary) / "new"
             new.mkdir()
-            # Out of the way by a rename, so that nobody meets half of a damaged result.
-            with suppress(FileNotFoundError):
-                os.rename(final, Path(temporary) / "damaged")
             build(new)
             sync_folder(new)
             try:
                 os.rename(new, final)
-            except OSError as error:  # another process was first
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
+                if load(final) is None:  # damaged; otherwise another process was first
+                    os.rename(final, Path(temporary) / "damaged")
+                    os.rename(new, final)
             sync(root)
     except OSError as error:
         raise cannot_write(Path(error.filename or final), error) from None

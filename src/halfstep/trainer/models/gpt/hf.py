@@ -90,6 +90,8 @@ def load_gpt2(
     folder = Path(folder)
     config = read_config(folder / "config.json", dropout, activation_checkpointing)
     found = {name.removeprefix("transformer."): t for name, t in read_tensors(folder).items()}
+    if f"h.{config.n_layer - 1}.ln_1.weight" not in found:  # before a billion layers are made
+        raise CheckpointError(f"{folder} has no weights of {config.n_layer} layers of GPT-2")
     with torch.device("meta"):
         model = GPT(config)
     state = {}

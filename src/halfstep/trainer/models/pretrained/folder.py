@@ -39,6 +39,8 @@ _DROPPED = ("use_kernels", "kernel_config", "allow_all_kernels", "fusion_config"
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "local_dir:")
 """Prefixes that make ``timm``, which ``transformers`` uses for some models, load another source."""
 
+_LAYERS = re.compile(r"(^|_)(n_layers?|layers|num_layers?|depth|num_hidden_groups)$")
+
 
 @dataclass(frozen=True)
 class PretrainedFolder:
@@ -109,6 +111,14 @@ def open_folder(
                 f"{file}: quantized weights ({quantized[0]}) cannot be trained; take the model's "
                 "unquantized folder"
             )
+        # of a huge number of layers or labels, transformers would make long lists
+        for key, value in level.items():
+            most = 4 * len(tensors) + 64 if _LAYERS.search(key) else 10**8
+            if isinstance(value, int) and value > most:
+                raise CheckpointError(
+                    f"{file}: {key} does not fit the folder's {len(tensors)} tensors: config.json "
+                    "and weights are of different models"
+                )
     auto_map = (found.get("auto_map") or {}) if trust_remote_code else {}
     config = _config(folder, found, trusted=bool(auto_map))
     own_name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)

@@ -34,6 +34,8 @@ def resolve_source(
     """
     text = os.fspath(source)
     folder = Path(text).expanduser()
+    if revision and (folder.is_dir() or ".." in revision or revision.startswith("/")):
+        raise ConfigError(f"revision {revision!r} is for hub names: a branch, tag or commit")
     if text and folder.is_dir():
         return folder
     if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):

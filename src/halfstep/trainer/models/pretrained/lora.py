@@ -64,8 +64,12 @@ def add_lora(
         ConfigError: If a target matches no layer; the message lists those that exist.
     """
     peft = require_library("peft")
-    names = {name.rpartition(".")[2] for name, _ in lm.core.named_modules()}
-    lost = [target for target in targets if target != ALL_LINEAR and target not in names]
+    names = [name for name, _ in lm.core.named_modules()]
+    lost = [
+        target
+        for target in targets
+        if target != ALL_LINEAR and not any(f".{name}".endswith(f".{target}") for name in names)
+    ]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=r,
@@ -213,6 +217,8 @@ class LoraLM(PretrainedLM):
             for name, tensor in every.items()
             if ".lora_" in name
         }
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
+            raise CheckpointError(f"{folder}: an adapter's weight holds NaN or inf")
         with quiet(), new_folder(Path(folder)) as temporary:
             found = peft.get_peft_model_state_dict(
                 self.model, state_dict=state, save_embedding_layers=False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.trainer.models.pretrained.folder import first_line, read_json_object, refuse_code
 from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 from halfstep.trainer.models.pretrained.weights import Pretrained
@@ -51,7 +51,10 @@ def open_tokenizer(
                 f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
                 "tokenizer.json, or the vocabulary files that its model_type has"
             ) from error
-    if not getattr(tokenizer, "is_fast", False) or not len(tokenizer):
+    files = tokenizer.vocab_files_names.values()
+    if not any((folder / name).exists() for name in files):  # then transformers made one up
+        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(files)}")
+    if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
     own = int(min(tokenizer.model_max_length, _NO_LIMIT))
     limits = [n for n in (max_length, model_limit, own) if n is not None and n < _NO_LIMIT]
@@ -136,12 +139,18 @@ class PretrainedTokenizer:
         """
         if not getattr(self._tokenizer, "chat_template", None):
             return None
-        with quiet():
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        try:
+            with quiet():
+                text: str = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
+            raise DataError(
+                f"the tokenizer's chat template refuses the conversation ({first_line(error)}); "
+                "change the record"
+            ) from error
         return text
 
     def save(self, folder: Path) -> None:

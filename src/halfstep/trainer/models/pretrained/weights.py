@@ -105,6 +105,13 @@ def load_weights(
         set_dropout(folder.config, dropout)
     with _built(folder, model_class), torch.device("meta"):
         bare = model_class(folder.config)
+    wanted = sum(parameter.numel() for parameter in bare.parameters())
+    stored = sum(tensor.numel() for tensor in folder.tensors.values())
+    if wanted > 3 * stored + 10**8:  # a new head is allowed for
+        raise CheckpointError(
+            f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
+            f"holds {stored:,}: configuration and weights are of different models"
+        )
     prefix = f"{bare.base_model_prefix}."
     of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
     kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
