@@ -193,7 +193,7 @@ def test_what_cannot_be_used_is_refused_with_its_place(write, name, content, say
     ("name", "content", "fields", "says"),
     [
         ("a.csv", "text,label\nx,a\n", {"text_column": "body"}, "no column 'body' (columns here"),
-        ("a.csv", "text,x\nx,a\n", {"label_column": "text"}, "no column 'text'"),
+        ("a.csv", "text,x\nx,a\n", {"label_column": "text"}, "the column 'text' cannot hold both"),
         ("a.json", '[["x", "a"]]', {"text_column": "body"}, "no column 'body'"),
         ("a.jsonl", '{"1": "x", "label": "a"}', {"text_column": "2"}, "no column '2'"),
     ],

@@ -123,25 +123,16 @@ def test_the_cache_follows_content_not_names(run, write, monkeypatch):
     assert run(write("a.txt", LINES)).train.path != first.train.path
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [
-        ("tokens/*/tokens.bin", "encode"),
-        ("tokens/*/facts.json", "encode"),
-        ("tokenizers/*/tokenizer.json", "train tokenizer"),
-        ("tokenizers/*/fingerprint", "train tokenizer"),
-    ],
-)
-def test_damage_in_the_cache_is_mended(run, write, tmp_path, name, phase):
+def test_damage_in_the_cache_is_mended(run, write, tmp_path):
     path = write("a.txt", LINES)
     first = run(path, tokenizer="bpe:290")
     content = first.train.path.read_bytes()
-    for victim in (tmp_path / "own").glob(name):
+    for victim in (tmp_path / "own").glob("tokens/*/tokens.bin"):
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
     again = run(path, tokenizer="bpe:290")
-    assert phase in {call[0] for call in run.seen}
+    assert "encode" in {call[0] for call in run.seen}
     assert again.train == first.train
     assert again.train.path.read_bytes() == content
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint

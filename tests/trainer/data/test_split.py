@@ -4,7 +4,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from halfstep.errors import DataError
-from halfstep.trainer.data import corpus as split_module
 from halfstep.trainer.data.corpus import read_pieces, split_corpus
 from halfstep.trainer.data.records import find_sources
 
@@ -88,7 +87,7 @@ def test_records_stay_whole(write, records, fraction):
 
 
 def test_a_record_border_is_found_across_read_blocks(write, monkeypatch):
-    monkeypatch.setattr(split_module, "CHUNK_BYTES", 7)
+    monkeypatch.setattr("halfstep.trainer.data.records.CHUNK_BYTES", 7)
     records = [{"text": "x" * 50}, {"text": "y" * 50}, {"text": "z"}]
     assert texts([write("a.jsonl", records)], 0.4) == ("x" * 50, "y" * 50 + "z")
 

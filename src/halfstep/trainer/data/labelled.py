@@ -187,6 +187,8 @@ def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any
                 f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
             )
         keys = keys or [_key(place, record, *column) for column in columns.items()]
+        if len(set(keys)) < len(keys):
+            raise DataError(f"{place}: the column {keys[0]!r} cannot hold both; name two columns")
         if lost := [key for key in keys if key not in record]:
             listed = ", ".join(sorted(record)[:5]) or "none"
             raise DataError(

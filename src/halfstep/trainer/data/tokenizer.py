@@ -220,6 +220,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         candidates = (named,) if isinstance(named, str) else KNOWN_END_OF_TEXT
         ends = (name for name in candidates if engine.token_to_id(name) is not None)
         return Tokenizer(engine, next(ends, None))
+    except DataError as error:
+        raise DataError(f"tokenizer {path}: {error}") from None
     except FileNotFoundError:
         raise DataError(f"tokenizer {path}: there is none; {ACCEPTED}") from None
     # The library raises bare Exception for whatever is wrong with a file.
