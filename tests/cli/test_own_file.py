@@ -31,8 +31,8 @@ def own(tmp_path):
 
 def words_of(own, run, *more):
     return ["--train", own / "train.json", "--labels", *NAMES, "--model", "scratch:tiny",
-            "--device", "cpu", "--precision", "fp32", "--batch-size", 20, "--eval-every", 3, "--save-every", 1,
-            "--keep", 9, "--quiet", "--output-dir", run, *more]  # fmt: skip
+            "--device", "cpu", "--precision", "fp32", "--batch-size", 20, "--eval-every", 3,
+            "--save-every", 1, "--keep", 9, "--quiet", "--output-dir", run, *more]  # fmt: skip
 
 
 def test_it_trains_resumes_evaluates_and_predicts_with_names(own, tmp_path, halfstep):

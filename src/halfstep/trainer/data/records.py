@@ -158,8 +158,6 @@ Rows: TypeAlias = Iterator[tuple[str, Any]]
 Lines: TypeAlias = Iterable[tuple[int, str]]
 """Pairs (line number from 1, line with its line end)."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_RECORD_BYTES = 64 << 20
-"""Longest line allowed, to limit memory, as JSON cannot be parsed in pieces."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 HUB_PREFIX = "datasets:"
 MIN_VERSION = 4
@@ -204,8 +202,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     ``start`` and ``stop`` are bytes at which a line begins or ends; None is the end of the file.
 
     Raises:
-        DataError: The file is missing, empty or unreadable; a line is not UTF-8 or longer than
-            ``MAX_RECORD_BYTES``.
+        DataError: The file is missing, empty or unreadable, or a line is not UTF-8.
     """
     source = inspect_file(path)
     if source.size == 0:
@@ -214,11 +211,8 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            while line := file.readline(MAX_RECORD_BYTES + 1):
+            while line := file.readline():
                 number += 1
-                if len(line) > MAX_RECORD_BYTES:
-                    why = f"longer than {MAX_RECORD_BYTES} bytes; split the record"
-                    raise DataError(f"{path}:{number}: {why}")
                 start += len(line)
                 content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 yield number, _decode(content, f"{path}:{number}")
@@ -348,25 +342,8 @@ def read_dataset(given: str, role: str) -> Rows:
             f"'datasets>={MIN_VERSION}'"
         )
     name, _, split = (given, "", "") if os.path.exists(given) else given.partition("@")
-    path = Path(name).expanduser()
-    cache = str(cache_root("") / "datasets")
     try:
-        if path.is_file():
-            found = datasets.load_dataset("parquet", data_files=str(path), cache_dir=cache)
-        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            found = datasets.load_from_disk(str(path))
-        elif path.is_dir():
-            found = datasets.load_dataset(str(path), cache_dir=cache)
-        else:  # in the library's own cache, a dataset that was downloaded before is found offline
-            found = datasets.load_dataset(name)
-        if isinstance(found, dict):
-            usual = (split,) if split else USUAL_SPLITS[role] if len(found) > 1 else tuple(found)
-            table = next((found[each] for each in usual if each in found), None)
-            if table is None:
-                raise DataError(f"{given}: write one of @{', @'.join(sorted(found))} after it")
-            found = table
-    except DataError:
-        raise
+        found = _load(datasets, Path(name).expanduser(), name)
     except Exception as error:  # datasets raises many kinds for network and file errors
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
@@ -374,7 +351,26 @@ def read_dataset(given: str, role: str) -> Rows:
             f"datasets.load_dataset(...).save_to_disk('FOLDER') elsewhere, copy the folder here "
             f"and give {HUB_PREFIX}FOLDER"
         ) from None
+    if isinstance(found, dict):
+        usual = (split,) if split else USUAL_SPLITS[role] if len(found) > 1 else tuple(found)
+        table = next((found[each] for each in usual if each in found), None)
+        if table is None:
+            raise DataError(f"{given}: write one of @{', @'.join(sorted(found))} after it")
+        found = table
     yield from _rows(found, given)
+
+
+def _load(datasets: Any, path: Path, name: str) -> Any:
+    """Loads a table, or tables by split."""
+    cache = str(cache_root("") / "datasets")
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files=str(path), cache_dir=cache)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return datasets.load_from_disk(str(path))
+    if path.is_dir():
+        return datasets.load_dataset(str(path), cache_dir=cache)
+    # In the library's own cache, a dataset that was downloaded before is found without a network.
+    return datasets.load_dataset(name)
 
 
 def _rows(table: Any, given: str) -> Rows:

@@ -1,7 +1,7 @@
 """Token files: raw little-endian integers on disk, kept in a cache, of which windows are read.
 
-A cached folder is there whole and verified, or not at all: it is built beside its final place,
-synced and renamed in one step, and checked before each use. A killed process leaves only a
+A cached folder is there whole, or not at all: it is built beside its final place,
+synced and renamed in one step. A killed process leaves only a
 temporary folder, ``.tmp-*``, which nobody reads.
 """
 
@@ -29,8 +29,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 HASH = "hash"
 """Reading the input files to find their content hash; every call does this."""
-CHECK = "check"
-"""Verifying cached token files by their SHA-256."""
 TRAIN_TOKENIZER = "train tokenizer"
 """Feeding the corpus to the BPE trainer; the merges that follow the last byte report nothing."""
 ENCODE = "encode"
@@ -99,12 +97,12 @@ def fetch(
     return found
 
 
-def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
+def cannot_write(path: Path, error: OSError) -> DataError:
     """Makes the error for a failed write; an exceeded quota counts as a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        why = f"no space left{hint}; free some"
+        why = "no space left; free some"
     else:
-        why = f"cannot be written: {error.strerror or error}{hint}; check the rights"
+        why = f"cannot be written: {error.strerror or error}; check the rights"
     return DataError(f"{path}: {why}, or set data.cache_dir or HALFSTEP_CACHE to another disk")
 
 
@@ -112,8 +110,6 @@ TokenType: TypeAlias = Literal["uint16", "uint32"]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
-READ_BYTES = 4 << 20
-"""One read when a whole file is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,20 +176,10 @@ class Encoded:
     ids: Ids
     text_bytes: int
     """UTF-8 bytes that ``ids`` stand for."""
-    source_bytes: int
-    """Bytes of input used up so far, in all."""
 
 
-def write_tokens(
-    folder: Path, stream: Iterable[Encoded], *, vocab_size: int, source_bytes: int
-) -> int:
-    """Writes the tokens and the facts about them that ``load_tokens`` verifies.
-
-    Args:
-        folder: An empty folder that exists.
-        stream: The ids, in order, each below ``vocab_size``.
-        vocab_size: Of the tokenizer.
-        source_bytes: Bytes of input that the whole stream uses up, to foresee the final size.
+def write_tokens(folder: Path, stream: Iterable[Encoded], *, vocab_size: int) -> int:
+    """Writes the tokens, each below ``vocab_size``, and the facts about them into an empty folder.
 
     Returns:
         How many tokens there are.
@@ -202,19 +188,14 @@ def write_tokens(
     # the smallest type that holds every id
     dtype: TokenType = "uint16" if vocab_size <= 1 << 16 else "uint32"
     digest = hashlib.sha256()
-    count = text_bytes = done = 0
-    try:
-        with open(path, "wb") as file:
-            for part in stream:
-                raw = part.ids.astype(_stored(dtype)).tobytes()
-                done = part.source_bytes
-                count += len(part.ids)
-                file.write(raw)
-                digest.update(raw)
-                text_bytes += part.text_bytes
-    except OSError as error:
-        foreseen = count * _stored(dtype).itemsize * source_bytes // max(done, 1)
-        raise cannot_write(path, error, f" (about {foreseen} bytes are needed)") from None
+    count = text_bytes = 0
+    with open(path, "wb") as file:
+        for part in stream:
+            raw = part.ids.astype(_stored(dtype)).tobytes()
+            file.write(raw)
+            digest.update(raw)
+            count += len(part.ids)
+            text_bytes += part.text_bytes
     facts = {
         "dtype": dtype,
         "count": count,
@@ -226,24 +207,15 @@ def write_tokens(
     return count
 
 
-def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
-    """Opens what ``write_tokens`` wrote; None if it is absent, cut short or altered in any byte."""
+def load_tokens(folder: Path) -> TokenFile | None:
+    """Opens what ``write_tokens`` wrote; None if it is absent or cut short."""
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
         found = TokenFile(path=folder / TOKENS_FILE, **facts)
-        size = found.count * _stored(found.dtype).itemsize
-        if found.path.stat().st_size != size:
-            return None
-        digest = hashlib.sha256()
-        done = 0
-        with open(found.path, "rb") as file:
-            while chunk := file.read(READ_BYTES):
-                digest.update(chunk)
-                done += len(chunk)
-                progress(CHECK, done, size)
-    except (OSError, ValueError, TypeError, KeyError):
+        size = found.path.stat().st_size
+    except (OSError, ValueError, TypeError):
         return None
-    return found if digest.hexdigest() == found.sha256 else None
+    return found if size == found.count * _stored(found.dtype).itemsize else None
 
 
 def _stored(dtype: TokenType) -> np.dtype[Any]:

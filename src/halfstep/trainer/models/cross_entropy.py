@@ -124,20 +124,16 @@ def linear_cross_entropy_sum(
     Args:
         x_ND: Final hidden states, ``(N, D)``, floating.
         weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
-        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token adds nothing to
-            sum, count or gradients.
+        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token does not count.
         chunk_bytes: Maximal bytes of one chunk's fp32 logits, but a chunk has at least 16 rows.
             Peak memory is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
         vocabulary: Which ranks hold the rows of ``weight_VD``; all of them must call this alike.
 
     Returns:
-        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on
-        the device of ``x_ND`` and equal on all ranks that hold parts of the vocabulary. If every
-        target is ignored, both of them and all gradients are 0.
+        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar.
 
     Raises:
-        DataError: If targets are not int64; or, on CPU, if one is out of range. There CUDA stops
-            with a device-side assertion, because checking the targets would make the host wait.
+        DataError: If targets are not int64; or, on CPU, if one is out of range.
 
     **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
     """

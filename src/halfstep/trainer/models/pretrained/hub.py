@@ -33,7 +33,7 @@ def resolve_source(
         ConfigError: If the source is neither, or cannot be had; or if a library is missing.
     """
     text = os.fspath(source)
-    folder = Path(text).expanduser()
+    folder = Path(os.path.expanduser(text))
     if revision and (folder.is_dir() or ".." in revision or revision.startswith("/")):
         raise ConfigError(f"revision {revision!r} is for hub names: a branch, tag or commit")
     if text and folder.is_dir():
@@ -69,7 +69,7 @@ def pin(
     """
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
     # The cache's layout: snapshots/COMMIT.
-    return "" if Path(source).expanduser().is_dir() else folder.name
+    return "" if os.path.isdir(os.path.expanduser(source)) else folder.name
 
 
 def require_library(module: str) -> Any:

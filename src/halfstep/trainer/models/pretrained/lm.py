@@ -255,16 +255,10 @@ def generate_ids(
 ) -> list[int]:
     """Generate ids after a prompt; the same seed gives the same ids.
 
-    The model's own ``generation_config.json`` is ignored: only these arguments count. The global
-    random state is restored afterwards. Generation stops early at the end of the model's positions,
-    or after one of ``ends``, which is not returned; for the other arguments see
-    :func:`~halfstep.trainer.models.language_model.generate`.
-
-    Raises:
-        ConfigError: If an argument is out of range, or the prompt leaves no position to write at.
-        NonFiniteError: If the model's logits hold NaN or inf.
+    The model's own ``generation_config.json`` is ignored. Generation stops early at the end of the
+    model's positions, or after one of ``ends``, which is not returned.
     """
-    check_drawing(max_new_tokens, temperature, top_k, top_p)
+    check_drawing(max_new_tokens, temperature, top_k, top_p, seed)
     limit = lm.max_length or len(prompt) + max_new_tokens + 1
     if not 0 < len(prompt) < limit:
         raise ConfigError(
@@ -283,8 +277,7 @@ def generate_ids(
         use_cache=True,
         **(drawing if temperature else {}),
     )
-    core, training = lm.core, lm.training
-    device = core.get_input_embeddings().weight.device
+    core, training, device = lm.core, lm.training, lm.core.get_input_embeddings().weight.device
     ids_1T = torch.tensor([list(prompt)], device=device)
     own, core.generation_config = core.generation_config, transformers.GenerationConfig()
     lm.eval()

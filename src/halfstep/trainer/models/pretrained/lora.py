@@ -51,14 +51,8 @@ def add_lora(
 ) -> LoraLM:
     """Put adapters beside a model's linear layers; the given model is changed in place.
 
-    Args:
-        lm: The model, with all its parameters in the stored dtype.
-        r: Rank of the adapters, 1 or more.
-        alpha: The update is ``alpha / r`` times the product.
-        dropout: Dropout probability before the adapters, in [0, 1).
-        targets: Last parts of the names of layers; ``("all-linear",)`` means all but the head; ()
-            means the default of ``peft`` for the architecture.
-        seed: Seed of the adapters' initial weights; the caller's generators are not touched.
+    ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
+    () the default of ``peft`` for the architecture. The caller's generators are not touched.
 
     Raises:
         ConfigError: If a target matches no layer; the message lists those that exist.

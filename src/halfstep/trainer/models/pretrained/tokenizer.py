@@ -26,7 +26,7 @@ def open_tokenizer(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
-    """Open the tokenizer of a model's folder or hub name; for arguments see :func:`open_folder`.
+    """Open the tokenizer of a model's folder or hub name.
 
     ``max_length`` limits the tokens of a text, special ones included, and ``model_limit`` is the
     model's own limit; the smallest of both and the tokenizer's limit applies.
@@ -51,13 +51,13 @@ def open_tokenizer(
                 f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
                 "tokenizer.json, or the vocabulary files that its model_type has"
             ) from error
-    files = tokenizer.vocab_files_names.values()
+    files = getattr(tokenizer, "vocab_files_names", {}).values()
     if not any((folder / name).exists() for name in files):  # then transformers made one up
         raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(files)}")
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
-    own = int(min(tokenizer.model_max_length, _NO_LIMIT))
-    limits = [n for n in (max_length, model_limit, own) if n is not None and n < _NO_LIMIT]
+    every = (max_length, model_limit, int(min(tokenizer.model_max_length, _NO_LIMIT)))
+    limits = [n for n in every if n is not None and n < _NO_LIMIT]
     if not limits:
         raise ConfigError(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"

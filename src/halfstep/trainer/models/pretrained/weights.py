@@ -105,13 +105,7 @@ def load_weights(
         set_dropout(folder.config, dropout)
     with _built(folder, model_class), torch.device("meta"):
         bare = model_class(folder.config)
-    wanted = sum(parameter.numel() for parameter in bare.parameters())
-    stored = sum(tensor.numel() for tensor in folder.tensors.values())
-    if wanted > 3 * stored + 10**8:  # a new head is allowed for
-        raise CheckpointError(
-            f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
-            f"holds {stored:,}: configuration and weights are of different models"
-        )
+    _require_size(folder, bare)
     prefix = f"{bare.base_model_prefix}."
     of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
     kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
@@ -135,15 +129,30 @@ def load_weights(
             f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place: config.json and "
             f"weights are of different models {' '.join(info['error_msgs'])}"
         )
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter):
-            raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
             module.p = dropout  # also in layers that no setting of the config covers
     model.name_or_path = model.config.name_or_path = folder.name
+    _require_finite(folder.folder, model)
     _set_generation_config_(model, folder.folder)
     return model, tuple(missing)
+
+
+def _require_finite(folder: Path, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
+
+
+def _require_size(folder: PretrainedFolder, bare: nn.Module) -> None:
+    """Refuse far more weights than are stored, before they are allocated."""
+    wanted = sum(parameter.numel() for parameter in bare.parameters())
+    stored = sum(tensor.numel() for tensor in folder.tensors.values())
+    if wanted > 3 * stored + 10**8:  # a new head is allowed for
+        raise CheckpointError(
+            f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
+            f"holds {stored:,}: configuration and weights are of different models"
+        )
 
 
 @contextmanager
