@@ -253,28 +253,25 @@ def generate_ids(
     seed: int = 0,
     ends: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """Generate ids after a prompt; the same seed gives the same ids.
+    """Generate ids after a prompt, up to the model's last position or one of ``ends``.
 
-    The model's own ``generation_config.json`` is ignored. Generation stops early at the end of the
-    model's positions, or after one of ``ends``, which is not returned.
+    The same seed gives the same ids; the folder's own ``generation_config.json`` is ignored.
     """
     check_drawing(max_new_tokens, temperature, top_k, top_p, seed)
     limit = lm.max_length or len(prompt) + max_new_tokens + 1
     if not 0 < len(prompt) < limit:
         raise ConfigError(
             f"the prompt has {len(prompt)} tokens and the model {limit} positions; give at least "
-            "one token, and leave at least one position to write at"
+            "one token, and leave a position to write at"
         )
-    room = min(max_new_tokens, limit - len(prompt))
-    if not room:
+    if not max_new_tokens:
         return []
     transformers = require_library("transformers")
     drawing = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     config = transformers.GenerationConfig(
-        max_new_tokens=room,
+        max_new_tokens=min(max_new_tokens, limit - len(prompt)),
         do_sample=temperature > 0,
         pad_token_id=0,  # unused for one row, but transformers requires it
-        use_cache=True,
         **(drawing if temperature else {}),
     )
     core, training, device = lm.core, lm.training, lm.core.get_input_embeddings().weight.device

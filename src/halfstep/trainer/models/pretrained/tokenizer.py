@@ -28,8 +28,7 @@ def open_tokenizer(
 ) -> PretrainedTokenizer:
     """Open the tokenizer of a model's folder or hub name.
 
-    ``max_length`` limits the tokens of a text, special ones included, and ``model_limit`` is the
-    model's own limit; the smallest of both and the tokenizer's limit applies.
+    The smallest of ``max_length``, the model's and the tokenizer's limit applies to a text.
 
     Raises:
         ConfigError: If the source cannot be used, its code is not trusted, ``max_length`` is too

@@ -86,16 +86,12 @@ def load_weights(
     head: Literal["needed", "kept", "new"] = "needed",
     seed: int = 0,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Build a model with the folder's tensors; a head that it lacks is drawn from ``seed``.
+    """Build a model with the folder's tensors, in evaluation mode on the CPU.
 
     The caller's generators are not touched. ``transformers`` gets the tensors, not the folder, and
-    does the renaming, splitting and tying that the architecture needs. ``dropout`` replaces all
-    dropout probabilities; ``head`` says whether the folder must have a head, may have one, or a new
-    one is wanted.
-
-    Returns:
-        The ``transformers`` model in evaluation mode on the CPU, and the sorted names of the
-        parameters that were drawn.
+    does the renaming, splitting and tying that the architecture needs. ``head`` says whether the
+    folder must have a head, may have one, or a new one is drawn from ``seed``. Returns the model
+    and the sorted names of the parameters that were drawn.
 
     Raises:
         CheckpointError: If a tensor is missing, of another shape, or holds NaN or inf.
@@ -103,11 +99,7 @@ def load_weights(
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
-    with _built(folder, model_class), torch.device("meta"):
-        bare = model_class(folder.config)
-    _require_size(folder, bare)
-    prefix = f"{bare.base_model_prefix}."
-    of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
+    of_head = _names_of_head(folder, model_class)
     kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
     with _built(folder, model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -119,33 +111,30 @@ def load_weights(
             ignore_mismatched_sizes=True,  # reported by name below
             output_loading_info=True,
         )
-    missing, unused = (sorted(info[k]) for k in ("missing_keys", "unexpected_keys"))
+    missing = sorted(info["missing_keys"])
     # A checkpoint of masked language modelling has no pooler, which is a part of the head.
     lost = [n for n in missing if head == "needed" or (n not in of_head and ".pooler." not in n)]
     lost += [f"{name} (another shape)" for name, *_ in sorted(info["mismatched_keys"])]
     if lost or info["error_msgs"]:
         raise CheckpointError(
-            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
-            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place: config.json and "
-            f"weights are of different models {' '.join(info['error_msgs'])}"
+            f"{folder.folder} lacks {len(lost)} weights, such as {', '.join(lost[:5])}: "
+            f"config.json and weights are of different models {' '.join(info['error_msgs'])}"
         )
+    model.name_or_path = model.config.name_or_path = folder.name
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
             module.p = dropout  # also in layers that no setting of the config covers
-    model.name_or_path = model.config.name_or_path = folder.name
-    _require_finite(folder.folder, model)
     _set_generation_config_(model, folder.folder)
     return model, tuple(missing)
 
 
-def _require_finite(folder: Path, model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter):
-            raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
-
-
-def _require_size(folder: PretrainedFolder, bare: nn.Module) -> None:
-    """Refuse far more weights than are stored, before they are allocated."""
+def _names_of_head(folder: PretrainedFolder, model_class: Any) -> set[str]:
+    """Name the head's tensors; refuse far more weights than are stored before they are made."""
+    with _built(folder, model_class), torch.device("meta"):
+        bare = model_class(folder.config)
     wanted = sum(parameter.numel() for parameter in bare.parameters())
     stored = sum(tensor.numel() for tensor in folder.tensors.values())
     if wanted > 3 * stored + 10**8:  # a new head is allowed for
@@ -153,6 +142,7 @@ def _require_size(folder: PretrainedFolder, bare: nn.Module) -> None:
             f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
             f"holds {stored:,}: configuration and weights are of different models"
         )
+    return {n for n in bare.state_dict() if not n.startswith(f"{bare.base_model_prefix}.")}
 
 
 @contextmanager
