@@ -117,8 +117,8 @@ def load_weights(
     lost += [f"{name} (another shape)" for name, *_ in sorted(info["mismatched_keys"])]
     if lost or info["error_msgs"]:
         raise CheckpointError(
-            f"{folder.folder} lacks {len(lost)} weights, such as {', '.join(lost[:5])}: "
-            f"config.json and weights are of different models {' '.join(info['error_msgs'])}"
+            f"{folder.folder} lacks {len(lost)} weights of the model, such as "
+            f"{', '.join(lost[:5])}: config.json and weights differ {' '.join(info['error_msgs'])}"
         )
     model.name_or_path = model.config.name_or_path = folder.name
     for name, parameter in model.named_parameters():
