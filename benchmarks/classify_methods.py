@@ -78,7 +78,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
     if not train:
         train, dev, about = docstring_data.write(folder)
     config = LabelledConfig(
-        train=(str(train),), dev=(str(dev),) if dev else (), labels_file=arguments.labels_file
+        train=(str(train),), dev=(str(dev),) if dev else (), labels=tuple(arguments.labels)
     )
     data = read_labelled(config, arguments.seed)
     labels = list(data.names)
@@ -278,7 +278,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--train", type=Path, help="labelled texts; default: docstrings")
     parser.add_argument("--dev", type=Path, help="default with --train: a tenth of it")
-    parser.add_argument("--labels-file", default="", help="of --train: names, or names with ids")
+    parser.add_argument("--labels", nargs="*", default=[], help="of --train, in order of their ids")
     parser.add_argument("--nine", action="store_true", help="the rows of the tutorials' table")
     parser.add_argument("--max-steps", type=int, default=120)
     parser.add_argument("--epochs", type=float, default=0.0, help="instead of --max-steps")

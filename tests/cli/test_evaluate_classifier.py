@@ -146,16 +146,15 @@ def test_a_run_that_has_not_ended(finished, tmp_path, evaluate):
 def test_columns_and_empty_texts_of_a_test_set(finished, tmp_path, evaluate):
     test = tmp_path / "test.csv"
     pairs = rows(9, seed=11)
-    write_csv(test, [*pairs, (" ", pairs[0][1])])
     words = ["--run", finished, "--data", test]
-    assert_refused(evaluate(*words), "test.csv:11", "--drop-empty")
-    code, out, err = evaluate(*words, "--drop-empty", "--json")
-    assert code == 0
-    assert json.loads(out)["examples"] == 9
-    assert "note: test: 1 empty texts left out" in err
+    write_csv(test, [*pairs, (" ", pairs[0][1])])
+    assert_refused(evaluate(*words), "test.csv:11: the text is empty; remove it")
+    write_csv(test, pairs)
+    code, out, err = evaluate(*words, "--json")
+    assert (code, json.loads(out)["examples"]) == (0, 9), err
     test.write_text(test.read_text(encoding="utf-8").replace("text,label", "a,b"), encoding="utf-8")
-    assert evaluate(*words, "--drop-empty")[0] == 2
-    named = evaluate(*words, "--drop-empty", "--text-column", "a", "--label-column", "b", "--json")
+    assert evaluate(*words)[0] == 2
+    named = evaluate(*words, "--text-column", "a", "--label-column", "b", "--json")
     assert json.loads(named[1]) == json.loads(out)
 
 

@@ -8,11 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from halfstep.trainer.data.chat import (
-    ALPACA_WITH_INPUT,
-    ALPACA_WITHOUT_INPUT,
-    VICUNA_SYSTEM,
-)
+from halfstep.trainer.data.instructions import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained.hub import quiet
 
 POSITIONS = 160
@@ -70,7 +66,7 @@ def save_tokenizer(folder, *, eos=True, bos=False, chat=False):
         vocab_size=600, special_tokens=list(SPECIAL), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    texts = [ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT, VICUNA_SYSTEM] * 9
+    texts = [ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT] * 9
     engine.train_from_iterator([*texts, *(json.dumps(r) for r in alpaca(50, seed=99))], trainer)
     if bos:
         engine.post_processor = processors.TemplateProcessing(

@@ -469,9 +469,8 @@ def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
     with silence():
         text = tuned.answer("turn round: red blue", max_new_tokens=5, temperature=0)
     assert isinstance(text, str)
-    without, folder = start(config_of(bases("Qwen2"), data, **chat), tmp_path / "without")
-    folder.close()
-    assert without.task.data.template == "vicuna"
+    with pytest.raises(DataError, match="has no chat template"):
+        start(config_of(bases("Qwen2"), data, **chat), tmp_path / "without")
 
 
 def test_answers_come_through_the_template(bases, data, tmp_path):

@@ -1,12 +1,11 @@
 import errno
 import os
-import time
 
 import pytest
 
 from halfstep.errors import DataError
 from halfstep.trainer.data import token_file
-from halfstep.trainer.data.token_file import cache_root, fetch, remove_stale
+from halfstep.trainer.data.token_file import cache_root, fetch
 
 
 def load(folder):
@@ -79,27 +78,11 @@ def test_of_two_that_finish_at_once_the_first_stays(tmp_path):
     assert os.listdir(tmp_path) == ["name"]
 
 
-def test_a_result_that_is_taken_away_after_the_rename_is_built_again(tmp_path):
-    # Two processes that both replace a damaged result can move each other's away once.
-    log, real, taken = [], os.rename, []
-
-    def rename(old, new):
-        real(old, new)
-        if new == tmp_path / "name" and not taken:
-            taken.append(True)
-            real(new, tmp_path / "elsewhere")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_file.os, "rename", rename)
-        assert fetch(tmp_path, "name", load=load, build=builder("x", log)) == "x"
-    assert log == ["x", "x"]
-
-
-def test_a_disk_that_damages_everything_is_reported_not_retried_for_ever(tmp_path):
+def test_a_disk_that_damages_everything_is_reported(tmp_path):
     log = []
-    with pytest.raises(DataError, match=r"name: damaged again each time .* check the disk"):
+    with pytest.raises(DataError, match=r"name: damaged as soon as .* check the disk"):
         fetch(tmp_path, "name", load=lambda folder: None, build=builder("x", log))
-    assert len(log) == token_file.ATTEMPTS
+    assert log == ["x"]
     assert not list(tmp_path.glob(".tmp-*"))
 
 
@@ -137,22 +120,6 @@ def test_a_cache_folder_that_is_a_file_is_reported(tmp_path):
     (tmp_path / "cache").write_text("")
     with pytest.raises(DataError, match=r"cache.* cannot be written"):
         fetch(tmp_path / "cache" / "tokens", "name", load=load, build=builder("x"))
-
-
-def test_temporary_folders_are_removed_after_a_day_and_not_before(tmp_path):
-    now = time.time()
-    for name, folder_age, file_age in (
-        (".tmp-old", 90_000, 90_000),
-        (".tmp-long-job", 90_000, 60),
-        (".tmp-new", 60, 60),
-        ("result", 90_000, 90_000),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a").write_text("x")
-        os.utime(tmp_path / name / "a", (now - file_age,) * 2)
-        os.utime(tmp_path / name, (now - folder_age,) * 2)
-    remove_stale(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".tmp-long-job", ".tmp-new", "result"]
 
 
 def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):

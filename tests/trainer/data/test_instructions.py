@@ -8,13 +8,14 @@ from halfstep.trainer.data.batches import IGNORED
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import lm_batch
-from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, shown
+from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, Merging, shown
 
-QUESTIONS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(40)]
+SUMS = [{"instruction": f"{n}+{n}?", "output": str(2 * n)} for n in range(40)]
 CHAT = [
     {"messages": [{"role": "user", "content": f"u{n}"}, {"role": "assistant", "content": f"a{n}"}]}
     for n in range(10)
 ]
+ALPACA = {"instruction": "Add", "input": "1, 1", "output": "2"}
 
 
 def read(train, dev=(), tokenizer=None, seed=0, **changed):
@@ -37,8 +38,17 @@ def documents(rows):
     return [shown(ids.tolist()) for ids in np.split(rows.ids, rows.documents[1:-1])]
 
 
+def marked(write, record, tokenizer, **changed):
+    """The text of a record as a document, learned tokens in brackets one by one."""
+    path = write("one.jsonl", [record])
+    rows = read(path, [path], tokenizer, **changed).train_rows
+    learned = [False, *(rows.targets[:-1] != IGNORED).tolist()]
+    words = [shown([i]) for i in rows.ids.tolist()]
+    return "".join(f"[{w}]" if x else w for w, x in zip(words, learned, strict=True))
+
+
 def test_records_become_rows_and_notes(write):
-    data = read(write("q.jsonl", QUESTIONS), packing=False)
+    data = read(write("q.jsonl", SUMS), packing=False)
     assert (data.format, data.template) == ("alpaca", "alpaca")
     assert (len(data.train_rows), len(data.dev_rows)) == (36, 4)
     learned = answers(data.train_rows) + answers(data.dev_rows)
@@ -55,8 +65,65 @@ def test_records_become_rows_and_notes(write):
     )
 
 
+@pytest.mark.parametrize(
+    ("record", "format", "text"),
+    [
+        ({"prompt": "P", "completion": " C"}, "prompt-completion", "<s>P[ ][C][</s>]"),
+        ({"text": "ab", "url": "u"}, "text", "<s>[a][b][</s>]"),
+        (
+            CHAT[0] | {"prompt": "u0"},
+            "chat",
+            "<|im_start|>user\nu0<|im_end|>\n<|im_start|>assistant\n[a][0][<|im_end|>]",
+        ),
+    ],
+)
+def test_the_fields_tell_the_format(write, record, format, text):
+    assert marked(write, record, ChatLetters()) == text
+    path = write("a.jsonl", [record, record])
+    data = read(path, tokenizer=ChatLetters(), packing=False)
+    assert data.format == format
+    unused = set(record) & {"url"} or set(record) - {"messages", "completion", "text"}
+    if format != "prompt-completion":
+        assert f"fields not used: {', '.join(unused)}" in data.notes
+
+
+def test_alpaca_writes_the_input_where_there_is_one(write):
+    for changed in ({}, {"input": None}, {"input": ""}):
+        text = marked(write, ALPACA | changed, Letters())
+        assert text.endswith("### Response:[2][</s>]")
+        assert ("### Input:\n1, 1\n" in text) == (not changed)
+
+
+def test_every_answer_of_a_chat_is_learned_with_its_end(write):
+    more = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    asked = {"role": "user", "content": "left out"}
+    record = {"messages": [*CHAT[0]["messages"], *more, asked]}
+    text = marked(write, record, ChatLetters())
+    assert text.count("[") == len(["a", "0", "end", "y", "end"])
+    assert text.endswith("<|im_start|>assistant\n[y][<|im_end|>]")  # no bos, no eos beside it
+    with_prompts = marked(write, record, ChatLetters(), mask_prompt=False)
+    assert with_prompts.startswith("<|im_start|>[u][s]")
+
+
+def test_no_token_lies_across_the_border(write):
+    # Tokenised together, ":A" would be one token, which no prompt could end with.
+    tokenizer, record = Merging(), {"prompt": "Q:", "completion": "A"}
+    path = write("a.jsonl", [record])
+    ids = read(path, [path], tokenizer).train_rows.ids.tolist()
+    assert ids == [*tokenizer.encode("Q:"), *tokenizer.encode("A"), EOS]
+    assert ids[:-1] != tokenizer.encode("Q:A")
+
+
+def test_batches_of_text_change_nothing(write, monkeypatch):
+    path = write("a.jsonl", [{"text": "abcde"}, {"text": "fg"}, {"text": "hij"}])
+    whole = read(path, [path], ChatLetters())
+    for size in (1, 2, 5):
+        monkeypatch.setattr("halfstep.trainer.data.corpus.BATCH_BYTES", size)
+        assert read(path, [path], ChatLetters()).sha256 == whole.sha256
+
+
 def test_packing_learns_the_same_in_fewer_rows(write):
-    path = write("q.jsonl", QUESTIONS)
+    path = write("q.jsonl", SUMS)
     alone, packed = read(path, packing=False), read(path)
     assert len(packed.train_rows) < len(alone.train_rows)
     assert packed.train_rows.learned_tokens == alone.train_rows.learned_tokens
@@ -65,32 +132,29 @@ def test_packing_learns_the_same_in_fewer_rows(write):
 
 
 def test_the_seed_draws_what_is_held_out(write):
-    path = write("q.jsonl", QUESTIONS)
+    path = write("q.jsonl", SUMS)
     held = [sorted(documents(read(path, seed=seed).dev_rows)) for seed in (0, 0, 1)]
     assert held[0] == held[1] != held[2]
     for seed in range(3):
         data = read(path, seed=seed)
         both = documents(data.train_rows) + documents(data.dev_rows)
         assert len(both) == len(set(both)) == 40
-    # Whether a document is held out does not depend on what becomes of long ones.
-    cut = read(path, max_length=190, drop_long="truncate")
-    whole = read(path)
-    names = [{text[:180] for text in documents(d.dev_rows)} for d in (cut, whole)]
-    assert names[0] == names[1]
 
 
 def test_the_hash_is_of_the_rows(write):
-    path = write("q.jsonl", QUESTIONS)
+    path = write("q.jsonl", SUMS)
     first = read(path).sha256
-    assert read(write("other/name.jsonl", QUESTIONS)).sha256 == first
-    assert read(write("list.json", json.dumps(QUESTIONS))).sha256 == first
+    assert read(write("other/name.jsonl", SUMS)).sha256 == first
+    assert read(write("list.json", json.dumps(SUMS))).sha256 == first
+    table = "instruction,output\n" + "".join(f"{n}+{n}?,{2 * n}\n" for n in range(40))
+    assert read(write("t.csv", table)).sha256 == first
     changes = [
         {"seed": 1},
         {"packing": False},
         {"mask_prompt": False},
-        {"template": "vicuna"},
         {"max_length": 500},
         {"tokenizer": ChatLetters()},
+        {"tokenizer": ChatLetters(), "template": "tokenizer"},
     ]
     found = {read(path, **change).sha256 for change in changes}
     assert len(found | {first}) == len(changes) + 1
@@ -98,27 +162,51 @@ def test_the_hash_is_of_the_rows(write):
 
 
 def test_a_dev_file_is_taken_whole_and_has_the_same_format(write):
-    path, dev = write("q.jsonl", QUESTIONS), write("d.jsonl", QUESTIONS[:3])
+    path, dev = write("q.jsonl", SUMS), write("d.jsonl", SUMS[:3])
     data = read(path, [dev], packing=False)
     assert (len(data.train_rows), len(data.dev_rows)) == (40, 3)
     assert answers(data.dev_rows) == ["0</s>", "2</s>", "4</s>"]
-    with pytest.raises(DataError, match=r"c\.jsonl:1: .*the format is alpaca"):
+    with pytest.raises(DataError, match=r"c\.jsonl:1: records of two formats: chat here, and alp"):
         read(path, [write("c.jsonl", CHAT)])
 
 
-def test_chat_takes_the_tokenizers_template_where_there_is_one(write):
+def test_chat_takes_the_tokenizers_template(write):
     path = write("c.jsonl", CHAT)
-    own = read(path, tokenizer=ChatLetters())
-    assert own.template == "tokenizer"
-    assert answers(read(path, tokenizer=ChatLetters(), packing=False).dev_rows)[0].endswith(
-        "<|im_end|>"
-    )
-    assert read(path).template == "vicuna"
-    assert read(path, tokenizer=ChatLetters(), template="vicuna").template == "vicuna"
-    with pytest.raises(DataError, match=r"c\.jsonl:1: the tokenizer has no chat template; use"):
-        read(path, template="tokenizer")
+    assert read(path, tokenizer=ChatLetters()).template == "tokenizer"
+    with pytest.raises(DataError, match=r"c\.jsonl:1: the tokenizer has no chat template; take"):
+        read(path)
     with pytest.raises(ConfigError, match="alpaca cannot write records of the format chat; use"):
         read(path, template="alpaca")
+
+
+class Rewriting(ChatLetters):
+    """Numbers the turns by how many follow."""
+
+    def render_chat(self, messages, add_generation_prompt):
+        return f"{len(messages)}" + super().render_chat(messages, add_generation_prompt)
+
+
+class Endless(ChatLetters):
+    def render_chat(self, messages, add_generation_prompt):
+        return "".join(m["content"] for m in messages)
+
+
+class Refusing(ChatLetters):
+    def render_chat(self, messages, add_generation_prompt):
+        raise DataError("the tokenizer's chat template refuses the conversation")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "why"),
+    [
+        (Rewriting(), "writes earlier turns in another way"),
+        (Endless(), "writes no end-of-turn token"),
+        (Refusing(), "refuses the conversation"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_learned_from_is_refused(write, tokenizer, why):
+    with pytest.raises(DataError, match=rf"c\.jsonl:1: the tokenizer's chat template {why}"):
+        read(write("c.jsonl", CHAT), tokenizer=tokenizer)
 
 
 def test_one_text_is_cut_at_its_end_for_dev(write):
@@ -135,32 +223,55 @@ def test_one_text_is_cut_at_its_end_for_dev(write):
 
 
 def test_what_is_cut_or_left_out_is_told(write):
-    records = [*QUESTIONS, {"question": "?" * 500, "answer": "no"}]
-    records += [{"question": "why", "answer": "because " * 100}]
-    path, dev = write("q.jsonl", records), write("d.jsonl", QUESTIONS[:2])
+    records = [*SUMS, {"instruction": "?" * 500, "output": "no"}]
+    records += [{"instruction": "why", "output": "because " * 100}]
+    path, dev = write("q.jsonl", records), write("d.jsonl", SUMS[:2])
     notes = read(path, [dev]).notes
     assert any(note.startswith("train: 2 documents cut to 400 tokens, ") for note in notes)
     assert "train: 1 documents left out: no token to learn within max_length" in notes
-    notes = read(path, [dev], drop_long="drop").notes
-    assert "train: 2 documents of more than 400 tokens left out" in notes
-    with pytest.raises(DataError, match=r"q\.jsonl:41: \d+ tokens, more than max_length 400 \(2"):
-        read(path, [dev], drop_long="refuse")
     with pytest.raises(DataError, match=r"data\.train: no document of 42 is left \(.*\); raise"):
         read(path, [dev], max_length=20)
-    path = write("id.jsonl", [record | {"id": 1} for record in QUESTIONS])
-    assert "fields not used: id" in read(path).notes
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("name", "content", "why"),
     [
-        ("\n", r"a\.jsonl: holds no record"),
-        (json.dumps(QUESTIONS[0]), r"a\.jsonl:1: 1 document is too few to hold some out"),
+        ("a.jsonl", "\n", "holds no record"),
+        ("a.jsonl", json.dumps(SUMS[0]), "1 document is too few to hold some out"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "x"\n', r"a\.jsonl:2: not JSON: .* at column 13"),
+        ("a.json", '[{"text": "x"}] 5', r"a\.json:1: not JSON: Extra data"),
+        ("a.csv", "prompt,completion\nx\n", r"a\.csv:2: 1 fields where the first line has 2"),
+        ("a.png", "x", r"a\.png: instructions are read from \.csv, .* files; convert or rename"),
+        ("a.txt", b"ab\xff" * 9, r"a\.txt: not UTF-8: byte 0xff at byte offset 2"),
     ],
 )
-def test_too_few_records_are_refused(write, content, why):
+def test_a_bad_file_is_named(write, name, content, why):
     with pytest.raises(DataError, match=why):
-        read(write("a.jsonl", content))
+        read(write(name, content))
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({}, "unknown fields: found none; allowed: messages; or instruction, output; or prompt, c"),
+        ({"input": "a", "target": "b"}, "unknown fields: found 'input', 'target'; allowed: mess"),
+        (ALPACA | {"output": " \n"}, '"output" is empty; fill it or leave the record out'),
+        (ALPACA | {"output": None}, "unknown fields"),
+        (ALPACA | {"input": 3}, '"input" must be a string, got int'),
+        (ALPACA | {"output": ["2"]}, '"output" must be a string, got list'),
+        ({"text": "  "}, '"text" is empty'),
+        ({"text": "a</s>"}, "a text holds '</s>', which the tokenizer would turn into a control"),
+        ({"text": "\ud800"}, "a text holds half a surrogate pair"),
+        ({"messages": []}, "the conversation has no turn of the assistant to learn from"),
+        ({"messages": "x"}, '"messages" must be a list, got str'),
+        ({"messages": [{"role": "user"}]}, "turn 1 must have a role and a content, both strings"),
+        ({"messages": [{"role": "assistant", "content": "</s>"}]}, "a text holds '</s>'"),
+        ([1], "a JSON list, not an object"),
+    ],
+)
+def test_a_bad_record_names_file_and_line(write, record, why):
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {why}"):
+        read(write("a.jsonl", f"\n{json.dumps(record)}\n"), tokenizer=ChatLetters())
 
 
 def test_nothing_to_train_on_is_refused():
@@ -168,64 +279,19 @@ def test_nothing_to_train_on_is_refused():
         read_instructions(InstructionsConfig(), Letters(), 0)
 
 
-@pytest.mark.parametrize("context", [False, True])
-@pytest.mark.parametrize("template", ["plain", "alpaca", "vicuna", "tokenizer"])
-def test_a_prompt_for_generation_has_the_ids_of_training(write, template, context):
+@pytest.mark.parametrize("template", ["plain", "alpaca", "tokenizer"])
+def test_a_prompt_for_generation_has_the_ids_of_training(write, template):
     tokenizer = ChatLetters()
-    records = [{"question": f"q{n}?", "answer": "x"} for n in range(4)]
-    if context:
-        records = [record | {"context": f"c of {record['question']}"} for record in records]
-    data = read(
-        write("c.jsonl", records), format="prompt-completion", template=template,
-        tokenizer=tokenizer, packing=False,
-    )  # fmt: skip
+    records = [{"prompt": f"q{n}?", "completion": "x"} for n in range(4)]
+    data = read(write("c.jsonl", records), template=template, tokenizer=tokenizer, packing=False)
     assert data.template == template
     end = [EOS] if template != "tokenizer" else tokenizer.encode("<|im_end|>")
-    answer = tokenizer.encode("x" if template != "vicuna" else " x") + end
-    rows, found = data.train_rows, set()
+    answer, rows, found = tokenizer.encode("x") + end, data.train_rows, set()
     for ids in np.split(rows.ids, rows.starts[1:-1]):
-        (own,) = (r for r in records if r["question"] in shown(ids.tolist()))
-        asked = {key: own[key] for key in own if key != "answer"}
-        for prompt in (own, asked) if context else (own, asked, own["question"]):
-            assert ids.tolist() == prompt_ids(prompt, tokenizer, template) + answer
-        assert own.get("context", "") in shown(ids.tolist())
-        found.add(own["question"])
+        (own,) = (r["prompt"] for r in records if r["prompt"] in shown(ids.tolist()))
+        assert ids.tolist() == prompt_ids(own, tokenizer, template) + answer
+        found.add(own)
     assert len(found) == len(rows) == 3  # of 4, one is held out
-
-
-def test_prompts_of_every_kind_of_record():
-    letters = Letters()
-
-    def prompt(value, template, tokenizer=letters):
-        return shown(prompt_ids(value, tokenizer, template))
-
-    assert prompt("Hi", "plain") == "Hi"
-    assert prompt("Hi", "plain", ChatLetters()) == "<s>Hi"
-    assert prompt({"text": "Hi"}, "plain") == "Hi"
-    asked = {"instruction": "Add", "input": "1"}
-    assert prompt(asked, "alpaca").endswith("### Input:\n1\n\n### Response:")
-    assert prompt(asked | {"output": "1"}, "alpaca") == prompt(asked, "alpaca")
-    assert prompt({"instruction": "Add"}, "alpaca") == prompt("Add", "alpaca")
-    whole = [{"from": "system", "value": "S"}, {"from": "human", "value": "a"}]
-    answer = {"from": "gpt", "value": "b"}
-    assert prompt({"conversations": whole}, "vicuna") == "S USER: a ASSISTANT:"
-    assert prompt({"conversations": [*whole, answer]}, "vicuna") == "S USER: a ASSISTANT:"
-    assert prompt({"messages": CHAT[0]["messages"]}, "tokenizer", ChatLetters()) == (
-        "<|im_start|>user\nu0<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert prompt_ids("", ChatLetters(), "plain") == [BOS]
-
-
-@pytest.mark.parametrize(
-    ("value", "template", "error", "why"),
-    [
-        ({"output": "x"}, "alpaca", DataError, "no prompt: found the fields 'output'; give one of"),
-        ({"instruction": 5}, "alpaca", DataError, "a prompt must be a string, got int"),
-        (CHAT[0], "alpaca", ConfigError, "alpaca cannot write records of the format chat"),
-        ({"instruction": "a", "input": "b"}, "plain", ConfigError, "plain cannot write"),
-        ("a</s>", "plain", DataError, "^a text holds '</s>'.* control token"),
-    ],
-)
-def test_a_prompt_that_cannot_be_written_is_refused(value, template, error, why):
-    with pytest.raises(error, match=why):
-        prompt_ids(value, ChatLetters(), template)
+    assert prompt_ids("", tokenizer, "plain") == [BOS]
+    with pytest.raises(DataError, match=r"the prompt: a text holds '</s>'.* control token"):
+        prompt_ids("a</s>", tokenizer, template)

@@ -1,6 +1,5 @@
 """``datasets:`` inputs: local folders of the library, and what is said without a network."""
 
-import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import pytest
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data import records
 from halfstep.trainer.data.config import LabelledConfig
-from halfstep.trainer.data.labelled import read_labelled, read_named
+from halfstep.trainer.data.labelled import _read, read_labelled
 
 datasets = pytest.importorskip("datasets")
 
@@ -34,8 +33,8 @@ def dataset(numbers=NUMBERS, texts=TEXTS):
 
 
 def read(given, role="train", **fields):
-    found = read_named((given,), LabelledConfig(train=(given,), **fields), role)
-    return list(zip(found.texts, found.labels, strict=True))
+    texts, labels, _ = _read((given,), LabelledConfig(train=(given,), **fields), role)
+    return list(zip(texts, labels, strict=True))
 
 
 def refusal(given, role="train", **fields):
@@ -63,13 +62,12 @@ def test_splits_are_the_usual_ones_or_by_name(tmp_path):
     assert read(given) == EXPECTED
     assert read(given, "dev") == EXPECTED[:2]
     assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
-    assert "no split 'x'; write one of @test, @train, @validation" in refusal(f"{given}@x")
+    assert "write one of @test, @train, @validation" in refusal(f"{given}@x")
     data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
     assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])
     del parts["validation"]  # a test split is never taken unasked
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "e")
-    says = "no split of a usual name; write one of @test, @train"
-    assert says in refusal(f"datasets:{tmp_path}/e", "dev")
+    assert "write one of @test, @train" in refusal(f"datasets:{tmp_path}/e", "dev")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -79,7 +77,6 @@ def test_parquet_files_are_read(tmp_path):
     dataset().select([4]).to_parquet(tmp_path / "d" / "validation.parquet")
     assert read(f"datasets:{tmp_path}/d") == EXPECTED
     assert read(f"datasets:{tmp_path}/d", "dev") == EXPECTED[4:5]
-    assert read(f"datasets:{tmp_path}/d@train[:3]") == EXPECTED[:3]
     assert read(f"datasets:{tmp_path}/d/train.parquet") == EXPECTED
 
 
@@ -101,7 +98,7 @@ def test_parquet_files_are_read(tmp_path):
 def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
     message = refusal(f"datasets:{tmp_path}/d")
-    assert message.startswith(f"datasets:{tmp_path}/d: ")
+    assert message.startswith(f"{tmp_path}/d: ")
     assert says in message
 
 
@@ -111,55 +108,24 @@ def test_plain_columns_are_taken_as_in_files(tmp_path):
     assert read(f"datasets:{tmp_path}/d") == [("x", "true"), ("y", "false")]
 
 
-def test_rows_without_a_known_label_are_refused(tmp_path, monkeypatch):
+def test_rows_without_a_label_are_refused(tmp_path):
     dataset([0, -1], ["x", "y"]).save_to_disk(tmp_path / "d")
     says = "row 2: the label must be a string, an integer or a boolean, got null"
     assert says in refusal(f"datasets:{tmp_path}/d")
-    saved = datasets.Dataset.from_dict({"text": ["x"], "label": [2]})
-    features = dataset().features
-    monkeypatch.setattr(datasets.Dataset, "features", features)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **options: saved)
-    assert "row 1: class 2 in 'label', which names 2 classes" in refusal("datasets:a/b")
-
-
-def test_a_saved_dataset_cannot_point_out_of_its_folder(tmp_path):
-    dataset().save_to_disk(tmp_path / "other")
-    dataset().save_to_disk(tmp_path / "d")
-    state = tmp_path / "d" / "state.json"
-    content = json.loads(state.read_text())
-    content["_data_files"][0]["filename"] = "../other/" + content["_data_files"][0]["filename"]
-    state.write_text(json.dumps(content))
-    assert "lies outside the folder; refused" in refusal(f"datasets:{tmp_path}/d")
 
 
 def test_without_a_network_the_message_says_what_to_do():
-    message = refusal("datasets:owner/name/config@train")
-    assert message.startswith("datasets:owner/name/config@train: cannot be loaded")
-    assert "HF_HUB_OFFLINE is set" in message
-    assert "save_to_disk('FOLDER'), copy the folder here and give datasets:./FOLDER" in message
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("datasets:", "give datasets:OWNER/NAME[/CONFIG][@SPLIT]"),
-        ("datasets:a/b/c/d", "give datasets:OWNER"),
-        ("datasets:a//c", "give datasets:OWNER"),
-        ("datasets:a@", "no split after @"),
-        ("datasets:./nowhere", "no such file or folder"),
-    ],
-)
-def test_a_malformed_name_is_refused(given, says):
-    assert says in refusal(given)
+    message = refusal("datasets:owner/name@train")
+    assert message.startswith("owner/name@train: cannot be loaded")
+    assert "save_to_disk('FOLDER') elsewhere, copy the folder here and give datasets:FO" in message
 
 
 def test_a_folder_without_data_and_other_files_are_refused(tmp_path, write):
     (tmp_path / "d").mkdir()
-    assert "check the folder" in refusal(f"datasets:{tmp_path}/d")
+    assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/d")
     path = write("a.csv", "text,label\n")
-    assert "not .parquet without datasets:" in refusal(f"datasets:{path}")
+    assert "cannot be loaded" in refusal(f"datasets:{path}")
     dataset().save_to_disk(tmp_path / "e")
-    assert "a dataset without splits; leave @train out" in refusal(f"datasets:{tmp_path}/e@train")
     next((tmp_path / "e").glob("*.arrow")).write_bytes(b"damaged")
     assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/e")
 
@@ -170,23 +136,6 @@ def test_code_of_a_dataset_is_never_run(tmp_path):
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     refusal(f"datasets:{folder}")
     assert not (tmp_path / "ran").exists()
-
-
-def test_names_go_to_the_library_as_given(monkeypatch):
-    calls = []
-
-    def load_dataset(*names, **options):
-        calls.append((names, options))
-        return dataset()
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for given in ("owner/name/config@train[:10%]", "owner/name", "name@test"):
-        assert read(f"datasets:{given}") == EXPECTED
-    assert calls == [
-        (("owner/name",), {"name": "config", "split": "train[:10%]"}),
-        (("owner/name",), {}),
-        (("name",), {"split": "test"}),
-    ]
 
 
 def test_a_version_that_runs_scripts_is_refused(monkeypatch):

@@ -95,14 +95,14 @@ def test_the_tokenizer_sees_only_train(run, write):
     assert len(split.tokenizer.encode("zqxj")) == 4
 
 
-def test_a_second_call_only_hashes_and_checks(run, write):
+def test_a_second_call_only_hashes(run, write):
     path = write("a.txt", LINES)
     first = run(path, tokenizer="bpe:290")
-    assert {call[0] for call in run.seen} == {"hash", "train tokenizer", "encode", "check"}
+    assert {call[0] for call in run.seen} == {"hash", "train tokenizer", "encode"}
     assert all(0 < done <= total for _, done, total in run.seen)
     before = first.train.path.stat()
     second = run(path, tokenizer="bpe:290")
-    assert {call[0] for call in run.seen} == {"hash", "check"}
+    assert {call[0] for call in run.seen} == {"hash"}
     assert second.train == first.train
     assert second.validation == first.validation
     assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -123,25 +123,14 @@ def test_the_cache_follows_content_not_names(run, write, monkeypatch):
     assert run(write("a.txt", LINES)).train.path != first.train.path
 
 
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [
-        ("tokens/*/tokens.bin", "encode"),
-        ("tokens/*/facts.json", "encode"),
-        ("tokenizers/*/tokenizer.json", "train tokenizer"),
-        ("tokenizers/*/fingerprint", "train tokenizer"),
-    ],
-)
-def test_damage_in_the_cache_is_mended(run, write, tmp_path, name, phase):
+def test_damage_in_the_cache_is_mended(run, write, tmp_path):
     path = write("a.txt", LINES)
     first = run(path, tokenizer="bpe:290")
     content = first.train.path.read_bytes()
-    for victim in (tmp_path / "own").glob(name):
-        data = bytearray(victim.read_bytes())
-        data[len(data) // 2] ^= 1
-        victim.write_bytes(data)
+    for victim in (tmp_path / "own").glob("tokens/*/tokens.bin"):
+        victim.write_bytes(victim.read_bytes()[:-2])
     again = run(path, tokenizer="bpe:290")
-    assert phase in {call[0] for call in run.seen}
+    assert "encode" in {call[0] for call in run.seen}
     assert again.train == first.train
     assert again.train.path.read_bytes() == content
     assert again.tokenizer.fingerprint == first.tokenizer.fingerprint
@@ -176,11 +165,6 @@ def test_files_without_any_text_are_refused(run, write, content):
     path = write("a.jsonl", content)
     with pytest.raises(DataError, match=r"a\.jsonl: there is no text here for data\.validation"):
         run(write("b.txt", LINES), validation=[path])
-
-
-def test_a_pdf_whose_bytes_are_ascii_is_no_text(run, write):
-    with pytest.raises(DataError, match=r"a\.pdf is a PDF.*pdftotext"):
-        run(write("a.pdf", "%PDF-1.4\n" + LINES))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:290"])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -124,18 +123,6 @@ def test_a_killed_preparation_never_leaves_a_wrong_file(forked, expected):
             digest = hashlib.sha256(found.read_bytes()).hexdigest()
             assert digest in (expected.train.sha256, expected.validation.sha256)
         assert facts(prepare(configured(folder, f"c{number}"))) == facts(expected)
-
-
-def test_leftovers_of_a_killed_process_are_ignored_and_removed_after_a_day(forked, expected):
-    root = forked[0] / "good" / "tokens"
-    for age, name in ((10, ".tmp-young"), (90_000, ".tmp-old")):
-        (root / name).mkdir()
-        (root / name / "tokens.bin").write_bytes(b"half")
-        for path in (root / name / "tokens.bin", root / name):
-            os.utime(path, (time.time() - age,) * 2)
-    prepare(configured(forked[0], "good", "bytes"))
-    assert (root / ".tmp-young").exists()
-    assert not (root / ".tmp-old").exists()
 
 
 def test_processes_side_by_side_all_end_well(forked, expected):

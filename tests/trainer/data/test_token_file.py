@@ -1,5 +1,4 @@
 import hashlib
-import json
 import os
 import pickle
 import resource
@@ -14,13 +13,12 @@ IDS = np.array([0, 1, 255, 256, 65_535, 7, 7], dtype=np.uint32)
 
 
 def stream(*parts):
-    return [Encoded(part, 2 * len(part), 10 * (i + 1)) for i, part in enumerate(parts)]
+    return [Encoded(part, 2 * len(part)) for part in parts]
 
 
 def make(folder, *parts, vocab_size=65_536):
     folder.mkdir(exist_ok=True)
-    total = 10 * len(parts)
-    count = write_tokens(folder, stream(*parts), vocab_size=vocab_size, source_bytes=total)
+    count = write_tokens(folder, stream(*parts), vocab_size=vocab_size)
     assert count == sum(map(len, parts))
     return load_tokens(folder)
 
@@ -33,9 +31,6 @@ def test_tokens_come_back_as_written_little_endian(tmp_path, vocab_size, kind):
     assert found.sha256 == hashlib.sha256(raw).hexdigest()
     assert found.windows([0], found.count)[0].tolist() == IDS.tolist()
     assert not found.windows([0], 3)[0].flags.writeable
-    calls = []
-    load_tokens(tmp_path / "t", lambda *call: calls.append(call))
-    assert calls == [("check", len(raw), len(raw))]
     assert (found.count, found.text_bytes) == (7, 14)
     assert (found.vocab_size, found.dtype) == (vocab_size, {"<u2": "uint16", "<u4": "uint32"}[kind])
 
@@ -49,35 +44,20 @@ def test_a_window_past_the_end_is_filled_with_zeros(tmp_path):
     assert pickle.loads(pickle.dumps(view)) == view
 
 
-@pytest.mark.parametrize("file", ["tokens.bin", "facts.json"])
-@pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "empty", "gone"])
-def test_damage_to_any_file_is_noticed(tmp_path, file, damage):
+@pytest.mark.parametrize("damage", ["cut", "longer", "empty", "gone"])
+def test_damage_to_the_tokens_is_noticed(tmp_path, damage):
     assert make(tmp_path / "t", IDS) is not None
-    path = tmp_path / "t" / file
+    path = tmp_path / "t" / "tokens.bin"
     data = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
     else:
-        data[len(data) // 2] ^= 1
         content = {
             "cut": data[:-4],
             "longer": data + b"\0\0",
-            "flipped": data,
             "empty": b"",
         }[damage]
         path.write_bytes(content)
-    assert load_tokens(tmp_path / "t") is None
-
-
-@pytest.mark.parametrize(
-    ("fact", "value"), [("text_bytes", 15), ("vocab_size", 9), ("count", 6), ("dtype", "uint8")]
-)
-def test_a_changed_fact_is_noticed(tmp_path, fact, value):
-    make(tmp_path / "t", IDS)
-    path = tmp_path / "t" / "facts.json"
-    sealed = json.loads(path.read_text())
-    sealed["facts"][fact] = value
-    path.write_text(json.dumps(sealed))
     assert load_tokens(tmp_path / "t") is None
 
 
@@ -91,20 +71,15 @@ def test_a_file_that_vanished_or_was_cut_later_is_named(tmp_path):
         found.windows([0], 1)
 
 
-def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing(tmp_path):
+def test_a_full_disk_leaves_nothing(tmp_path):
     def build(folder):
         part = np.zeros(50_000, dtype=np.uint32)
-        parts = (Encoded(part, 0, 1000 * (i + 1)) for i in range(10))
-        write_tokens(folder, parts, vocab_size=256, source_bytes=10_000)
+        write_tokens(folder, [Encoded(part, 0)] * 10, vocab_size=256)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
     try:
-        # 10 parts of 50,000 tokens of 2 bytes.
-        why = (
-            r"tokens\.bin: no space left \(about 1000000 bytes are needed\); free some.*HALFSTEP_C"
-        )
-        with pytest.raises(DataError, match=why):
+        with pytest.raises(DataError, match=r"name: no space left; free some.*HALFSTEP_C"):
             fetch(tmp_path, "name", load=load_tokens, build=build)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

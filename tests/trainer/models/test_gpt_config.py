@@ -15,12 +15,11 @@ GOOD = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(f, v) for f in GOOD for v in (-1, 1.0, "2", True, None)],
+        *[(f, v) for f in GOOD for v in (-1, 1.0, "2", None)],
         *[(f, 0) for f in GOOD if f != "vocab_size"],  # 0 there: the tokenizer's
         ("n_head", 3),
-        *[("dropout", v) for v in (1.0, -0.1, float("nan"), "0", True)],
-        *[("layer_norm_eps", v) for v in (0.0, -1e-5, 1.0, float("nan"), None)],
-        *[("activation_checkpointing", v) for v in (0, "yes", None)],
+        *[("dropout", v) for v in (1.0, -0.1, float("nan"))],
+        *[("layer_norm_eps", v) for v in (0.0, -1e-5, 1.0, float("nan"))],
     ],
 )
 def test_a_wrong_field_is_named(field, value):

@@ -153,7 +153,7 @@ def test_weights_that_are_not_finite(tmp_path, temperature):
         ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more, got -1"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], or None for all tokens, got 1.5"),
         ({"seed": -1}, r"seed must be in \[0, 2\*\*63\)"),
-        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": []}, "the prompt has 0 tokens"),
     ],
 )
 def test_arguments_out_of_range(llama, change, words):

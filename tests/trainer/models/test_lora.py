@@ -86,7 +86,7 @@ def test_targets(tmp_path):
     assert sum(".lora_A" in n for n, _ in one.named_parameters()) == 1
     with pytest.raises(
         ConfigError,
-        match=r"no layer has the LoRA target 'query'\. Layers: down_proj, gate_proj, k_",
+        match=r"no layer has the target 'query'\. Name targets; layers: down_proj, gate_proj, k_",
     ):
         add_lora(lm["Llama"](), targets=["q_proj", "query"])
     with pytest.raises(ConfigError, match="head shares its table"):
@@ -241,14 +241,12 @@ def adapter(tmp_path_factory):
         ({"peft_type": "IA3"}, ConfigError, "only plain LoRA"),
         ({"use_dora": True}, ConfigError, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, ConfigError, "modules_to_save"),
-        ({"bias": "all"}, ConfigError, "with bias"),
-        ({"r": "many"}, CheckpointError, "no LoRA configuration"),
-        ({"r": ...}, CheckpointError, "no LoRA configuration"),
-        ({"base_model_name_or_path": None}, ConfigError, "names no base model"),
-        ({"base_model_name_or_path": "./gone"}, ConfigError, "neither an existing folder"),
+        ({"bias": "all"}, ConfigError, "has bias"),
+        ({"base_model_name_or_path": None}, ConfigError, "has no base"),
+        ({"base_model_name_or_path": "./gone"}, ConfigError, "is not a folder here"),
         ({"r": 3}, CheckpointError, "does not fit the base"),
         ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit the base"),
-        ({"target_modules": ["none"]}, ConfigError, "no layer has the LoRA target"),
+        ({"target_modules": ["none"]}, ConfigError, "no layer has the target"),
     ],
 )
 def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
@@ -261,7 +259,7 @@ def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
 def test_an_adapter_without_safetensors(adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.bin\) is not opened"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
         open_adapted_lm(folder)
     (folder / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(CheckpointError, match="damaged"):

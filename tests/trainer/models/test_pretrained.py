@@ -17,8 +17,6 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
 from halfstep.trainer.models.pretrained.hub import pin, quiet, require_library, resolve_source
 
-INDEX = "model.safetensors.index.json"
-
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
@@ -31,13 +29,15 @@ def folder(good, tmp_path):
     return shutil.copytree(good, tmp_path / "bert")
 
 
-def shard(folder, place=lambda name: "model-1.safetensors"):
-    """Replaces the one weights file by an index and a shard."""
+def shard(folder):
+    """Replaces the one weights file by two shards and an index."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    save_file(tensors, folder / "model-1.safetensors", {"format": "pt"})
-    (folder / INDEX).write_text("{}")
-    edit_json(folder / INDEX, metadata={}, weight_map={n: place(n) for n in tensors})
+    half = len(tensors) // 2
+    for number, names in enumerate((list(tensors)[:half], list(tensors)[half:]), 1):
+        part = {name: tensors[name] for name in names}
+        save_file(part, folder / f"model-0000{number}-of-00002.safetensors", {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text("{}")
     return tensors
 
 
@@ -61,11 +61,11 @@ def test_tensors_outlive_their_file(folder):
 
 def test_files_that_are_missing_and_a_pickle_in_their_place(folder, monkeypatch):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has no weights"):
+    with pytest.raises(CheckpointError, match="has no weights in"):
         open_folder(folder)
     monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("opened a pickle"))
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04 not opened")
-    with pytest.raises(CheckpointError, match=r"is a pickle.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"A pickle.*is not read.*save_pretrained"):
         open_folder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
@@ -78,7 +78,7 @@ def test_files_that_are_missing_and_a_pickle_in_their_place(folder, monkeypatch)
 def test_damaged_weights(folder, damage):
     file = folder / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, damaged"):
         open_folder(folder)
 
 
@@ -98,44 +98,6 @@ def test_damaged_weights(folder, damage):
 def test_an_invalid_config(folder, text, message):
     (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(CheckpointError, match=message):
-        open_folder(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside.safetensors",
-        "/tmp/outside.safetensors",
-        "a\\b.safetensors",
-        ".x.safetensors",
-        "x.bin",
-        "x.safetensors\n",
-        "",
-        3,
-        None,
-    ],
-)
-def test_an_index_that_points_elsewhere(folder, name):
-    shard(folder, lambda _: name)
-    save_file({"x": torch.zeros(1)}, folder.parent / "outside.safetensors")
-    with pytest.raises(CheckpointError, match=r"is not a plain \.safetensors file name"):
-        open_folder(folder)
-
-
-@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
-def test_an_index_without_names(folder, weight_map):
-    shard(folder)
-    edit_json(folder / INDEX, weight_map=weight_map)
-    with pytest.raises(CheckpointError, match="names no tensor"):
-        open_folder(folder)
-
-
-def test_an_index_that_names_what_is_not_there(folder):
-    shard(folder, lambda name: "gone.safetensors")
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
-        open_folder(folder)
-    edit_json(folder / INDEX, weight_map={"nothing": "model-1.safetensors"})
-    with pytest.raises(CheckpointError, match="'nothing' is missing"):
         open_folder(folder)
 
 
@@ -199,11 +161,6 @@ def test_an_adapter_is_not_a_model(folder):
         open_folder(folder)
 
 
-def test_an_older_folder_of_sentence_transformers(folder, tmp_path):
-    folder.rename(tmp_path / "0_Transformer")
-    assert open_folder(tmp_path).folder == tmp_path / "0_Transformer"
-
-
 def test_stored_dtype_holds_all_numbers():
     fp16, bf16 = torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16)
     assert stored_dtype({"a": fp16, "i": torch.zeros(1, dtype=torch.int64)}) == torch.float16
@@ -211,8 +168,6 @@ def test_stored_dtype_holds_all_numbers():
     # Neither 16-bit format holds the other's numbers.
     assert stored_dtype({"a": fp16, "b": bf16}) == torch.float32
     assert stored_dtype({}) == torch.float32
-    with pytest.raises(CheckpointError, match=r"'a' is stored as torch\.float8"):
-        stored_dtype({"a": torch.zeros(1).to(torch.float8_e4m3fn)})
 
 
 def test_quiet_restores_what_was():
@@ -223,9 +178,7 @@ def test_quiet_restores_what_was():
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["./none", "/none/such", "a/b/c", "../up", "a b", "", "x--y", "~n"]
-)
+@pytest.mark.parametrize("name", ["/none/such", "a/b/c", "a b", "", "~n"])
 def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
@@ -281,23 +234,15 @@ def test_without_the_hub_an_earlier_download_is_taken(cache, cut_off, good):
             use("tiny/bert", revision="v2")
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        ("RepositoryNotFoundError", "neither an existing folder nor a name on the hub"),
-        ("RevisionNotFoundError", "has no revision 'v1'"),
-        ("GatedRepoError", "is gated"),
-    ],
-)
-def test_what_the_hub_says_no_to(cache, monkeypatch, error, message):
-    kind = getattr(huggingface_hub.errors, error)
+def test_what_the_hub_says_no_to(cache, monkeypatch):
+    kind = huggingface_hub.errors.GatedRepoError
 
     def repo_info(self, *args, **kwargs):
         raise kind.__new__(kind)
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="the hub answers: GatedRepoError"):
         resolve_source("tiny/bert", revision="v1")
 
 
@@ -308,7 +253,7 @@ def moving(cache, good, monkeypatch):
 
     def download(name, *, revision, allow_patterns):
         asked.append((revision, allow_patterns))
-        commit = f"{len(asked):040x}" if revision == "main" else revision
+        commit = revision or f"{len(asked):040x}"
         snapshot = cache / "models--tiny--bert" / "snapshots" / commit
         return os.fspath(shutil.copytree(good, snapshot, dirs_exist_ok=True))
 
@@ -319,7 +264,7 @@ def moving(cache, good, monkeypatch):
 def test_what_is_downloaded(moving):
     resolve_source("tiny/bert", revision="v1")
     resolve_source("tiny/bert", trust_remote_code=True)
-    assert [revision for revision, _ in moving] == ["v1", "main"]
+    assert [revision for revision, _ in moving] == ["v1", None]
     assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in moving[0][1])
     assert "*.py" in moving[1][1]
 
@@ -334,7 +279,7 @@ def test_a_pinned_name_stays_one_commit_while_its_branch_moves(moving):
 
 @pytest.mark.parametrize("revision", ["../../../out", "a/../../../out", "/tmp/out"])
 def test_a_revision_cannot_lead_out_of_the_cache(moving, revision):
-    with pytest.raises(ConfigError, match="is not a branch, tag or commit"):
+    with pytest.raises(ConfigError, match="is for hub names: a branch, tag or commit"):
         pin("tiny/bert", revision)
     assert moving == []
 
@@ -343,10 +288,8 @@ def test_a_folder_has_no_commit(good):
     assert pin(good) == ""
     with pytest.raises(ConfigError, match="is for hub names"):
         pin(good, "v1")
-    with pytest.raises(ConfigError, match="is a file"):
-        pin(good / "config.json")
     with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
-        pin("a/b/c")
+        pin(good / "config.json")
 
 
 @pytest.mark.parametrize("module", ["transformers", "huggingface_hub", "peft"])

@@ -257,7 +257,7 @@ def without(name):
         (lambda t: {f"distilbert.{n}": w for n, w in t.items()}, "are of different models"),
         (
             lambda t: t | {"encoder.layer.0.intermediate.dense.bias": torch.ones(40)},
-            r"intermediate\.dense\.bias' has shape \(40,\).*\(48,\)",
+            r"intermediate\.dense\.bias \(another shape\)",
         ),
         (lambda t: t | {"pooler.dense.bias": torch.full((32,), torch.nan)}, "holds NaN or inf"),
         (

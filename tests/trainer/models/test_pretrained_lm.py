@@ -223,5 +223,5 @@ def test_missing_weights_are_never_drawn(tmp_path):
             open_causal_lm(folder)
     tensors["model.norm.weight"] = torch.ones(7)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has shape \(7,\)"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight \(another shape\)"):
         open_causal_lm(folder)

@@ -83,7 +83,6 @@ class Evaluating(Use):
     label_column: str = option(
         "", "Name of the label column in a classifier's --data; default: as in training."
     )
-    drop_empty: bool = option(False, "For a classifier: leave out empty texts.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 

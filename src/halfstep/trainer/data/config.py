@@ -19,7 +19,7 @@ class DataConfig:
 
     train: tuple[str, ...] = option(
         (),
-        "Files, globs and folders, in this order; empty means the standard library of this Python.",
+        "Files and folders, in this order; empty means the standard library of this Python.",
     )
     validation: tuple[str, ...] = option(
         (), "The same for validation; empty means the last validation_fraction of train."
@@ -28,7 +28,7 @@ class DataConfig:
         "bpe:8192", "bytes, bpe:N (trained here on train), or a tokenizer.json or its folder."
     )
     validation_fraction: float = option(
-        0.1, "Share of the bytes (tokens for .bin) held out, in (0, 1); unused with validation."
+        0.1, "Share of the bytes held out, in (0, 1); unused with validation."
     )
     cache_dir: str = option(
         "", "Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."
@@ -82,8 +82,8 @@ class LabelledConfig:
 
     train: tuple[str, ...] = option(
         (),
-        "Files (.csv .tsv .jsonl .json .parquet) or datasets:NAME[/CONFIG][@SPLIT], in this "
-        "order. May be empty as long as nothing is read: read_labelled needs at least one.",
+        "Files (.csv .tsv .jsonl .json .parquet) or datasets:NAME[@SPLIT], in this order. "
+        "May be empty as long as nothing is read: read_labelled needs at least one.",
     )
     dev: tuple[str, ...] = option(
         (), "The same for evaluation; empty means dev_fraction of train, of each class alike."
@@ -98,20 +98,6 @@ class LabelledConfig:
         "Names of the classes in the order of their ids; empty means: find them in train. Labels "
         "in the data are then these names, or their ids from 0.",
     )
-    labels_file: str = option(
-        "",
-        "The same from a file: one name a line; or a .json file with a list, or with a table "
-        '{"name": id, ...}.',
-    )
-    join_words: bool = option(
-        False,
-        "Remove blanks between Chinese (or Japanese) characters, as texts that were cut into "
-        "words have; blanks beside other letters stay.",
-    )
-    limit: int = option(0, "Use the first N examples of train only; 0 means all.")
-    drop_empty: bool = option(
-        False, "Leave out, and count, texts that are empty or blank instead of refusing them."
-    )
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
@@ -120,10 +106,6 @@ class LabelledConfig:
         text, label, labels = self.text_column, self.label_column, self.labels
         if text and text == label:
             raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
-        if labels and self.labels_file:
-            raise ConfigError("data.labels and data.labels_file are both given; keep one of them")
-        if self.limit < 0:
-            raise ConfigError(f"data.limit={self.limit}; allowed: integers >= 0")
         if len(labels) == 1 and "," in labels[0]:
             names = " ".join(labels[0].replace(",", " ").split())
             raise ConfigError(f"data.labels is one name, {labels[0]!r}; write --labels {names}")
@@ -158,17 +140,14 @@ class LabelledData:
     """What a user should know of the data though nothing is wrong: one sentence each."""
 
 
-Format: TypeAlias = Literal["auto", "alpaca", "chat", "text", "prompt-completion"]
-Template: TypeAlias = Literal["", "plain", "alpaca", "vicuna", "tokenizer"]
-DropLong: TypeAlias = Literal["truncate", "drop", "refuse"]
+Template: TypeAlias = Literal["", "plain", "alpaca", "tokenizer"]
 
-AUTO, ALPACA, CHAT, TEXT, COMPLETION = "auto", "alpaca", "chat", "text", "prompt-completion"
-PLAIN, VICUNA, TOKENIZER = "plain", "vicuna", "tokenizer"
-DROP, REFUSE = "drop", "refuse"
+ALPACA, CHAT, TEXT, COMPLETION = "alpaca", "chat", "text", "prompt-completion"
+PLAIN, TOKENIZER = "plain", "tokenizer"
 TEMPLATES_OF = {
-    ALPACA: (ALPACA, VICUNA, TOKENIZER),
-    COMPLETION: (PLAIN, ALPACA, VICUNA, TOKENIZER),
-    CHAT: (TOKENIZER, VICUNA),
+    ALPACA: (ALPACA, TOKENIZER),
+    COMPLETION: (PLAIN, ALPACA, TOKENIZER),
+    CHAT: (TOKENIZER,),
     TEXT: (PLAIN,),
 }
 """Templates that can write each format; the first is the one that "" stands for."""
@@ -180,8 +159,9 @@ class InstructionsConfig:
 
     train: tuple[str, ...] = option(
         (),
-        "Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of "
-        "them, or datasets:NAME[/CONFIG][@SPLIT].",
+        "Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), folders of them, or "
+        "datasets:NAME[@SPLIT]. A record holds messages; or instruction, output and perhaps input; "
+        "or prompt and completion; or text.",
     )
     dev: tuple[str, ...] = option(
         (), "The same for evaluation; empty means dev_fraction of the documents of train."
@@ -189,25 +169,20 @@ class InstructionsConfig:
     dev_fraction: float = option(
         0.1, "Share of the documents held out, drawn with the seed, in (0, 1); unused with dev."
     )
-    format: Format = option(
-        "auto", "alpaca, chat, text or prompt-completion; auto goes by the fields."
-    )
     template: Template = option(
         "",
-        "plain, alpaca, vicuna, tokenizer (its own chat template); empty means the one of the "
-        "format: alpaca for alpaca, plain for prompt-completion and text, and for chat the "
-        "tokenizer's own, or vicuna where the tokenizer has none.",
+        "plain, alpaca, tokenizer (its own chat template); empty means the one of the records: "
+        "alpaca for instructions, the tokenizer's for messages, else plain.",
     )
-    max_length: int = option(1024, "Maximal number of tokens in a row, at least 2.")
+    max_length: int = option(
+        1024,
+        "Maximal number of tokens in a row, at least 2. Longer records are cut at the right; plain "
+        "text is cut into several documents.",
+    )
     packing: bool = option(
         True, "Whether several documents share a row (without seeing each other) to save padding."
     )
     mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
-    drop_long: DropLong = option(
-        "truncate",
-        "What becomes of longer documents: truncate (cut at the right; plain text is cut into "
-        "several documents instead), drop or refuse.",
-    )
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
@@ -218,8 +193,6 @@ class InstructionsConfig:
                 f"data.max_length must be a whole number of at least 2 (a token and the one after "
                 f"it), got {self.max_length!r}"
             )
-        if self.format != AUTO:
-            check_template(self.format, self.template)
 
 
 def check_template(format: str, template: str) -> None:

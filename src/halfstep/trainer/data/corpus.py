@@ -25,7 +25,6 @@ from halfstep.errors import DataError
 from halfstep.trainer.data.config import DataConfig, bpe_size
 from halfstep.trainer.data.records import (
     BYTE_ORDER_MARK,
-    CHUNK_BYTES,
     Source,
     check_unchanged,
     content_sha256,
@@ -69,7 +68,7 @@ SAMPLE_BYTES = 64 << 20
 """Limit of the text that a tokenizer is trained on, which bounds the memory; 8,192 merges need far
 less."""
 WINDOW_BYTES = 1 << 16
-"""Distance from the exact position of a split within which a newline, else a blank, is sought."""
+"""Distance from the exact position of a split within which a newline is sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +122,6 @@ def _text(span: Span, size: int) -> Iterator[TextPiece]:
                 f"{offset + error.start}; convert the file to UTF-8, such as by: iconv -f GBK -t "
                 "UTF-8 OLD > NEW, or leave it out"
             ) from None
-        if offset == 0 and text.startswith("%PDF-"):  # whose bytes may all be ASCII
-            raise DataError(
-                f"{span.source.path} is a PDF, whose bytes are no text; take the text out of it, "
-                "such as by: pdftotext FILE.pdf FILE.txt"
-            )
         skipped = 0
         if offset == 0 and text.startswith("\ufeff"):
             text, skipped = text[1:], len(BYTE_ORDER_MARK)
@@ -212,8 +206,8 @@ def split_corpus(
     """Cuts a corpus near its last ``fraction`` of bytes, in document order.
 
     The file in which the place falls is cut too: a text file at the next newline (else the one
-    before, else a blank, else between two characters), a ``.jsonl`` file at the start of the line,
-    so that its records stay whole. The two parts together hold every byte once, in order; DataError
+    before, else between two characters), a ``.jsonl`` file at the start of the line, so that its
+    records stay whole. The two parts together hold every byte once, in order; DataError
     if one of them would be empty.
     """
     total = sum(source.size for source in sources)
@@ -223,18 +217,17 @@ def split_corpus(
         place -= sources[index].size
         index += 1
     source = sources[index]
-    if source.kind == "jsonl":
-        cut = _line_start(source, place)
-        if index == 0 and cut == 0:  # the place falls into the first record of all: train keeps it
-            cut = _line_end(source, place)
-    else:
-        cut = _text_cut(source, place, may_be_start=index > 0)
+    find_cut = _line_cut if source.kind == "jsonl" else _text_cut
+    cut = find_cut(source, place, may_be_start=index > 0)  # of the first file, train keeps a part
     # A cut at the border of a file leaves an empty span on one side of it.
     train = (*whole(sources[:index]), *([Span(source, 0, cut)] if cut else []))
     rest = [Span(source, cut, source.size)] if cut < source.size else []
     validation = (*rest, *whole(sources[index + 1 :]))
     if not train or not validation:
-        raise too_small([source.path for source in sources], total)
+        raise DataError(
+            f"{sources[0].path}{' and others' if sources[1:] else ''}: {total} bytes in too few "
+            f"documents to hold some out for validation; add text or give data.validation"
+        )
     return train, validation
 
 
@@ -243,51 +236,32 @@ def held_out(total: int, fraction: float) -> int:
     return max(1, min(round(total * fraction), total - 1))
 
 
-def too_small(paths: list[Path], total: int) -> DataError:
-    """Makes the error for a corpus that is too small to be split, for the caller to raise."""
-    return DataError(
-        f"{paths[0]}{' and others' if paths[1:] else ''}: {total} bytes in too few documents to "
-        f"hold some out for validation; add text or give data.validation"
-    )
-
-
 def _text_cut(source: Source, place: int, *, may_be_start: bool) -> int:
+    """Finds the newline after a place, else the one before, else the start of a character."""
     if place == 0 and may_be_start:
         return 0
     low, high = max(0, place - WINDOW_BYTES), min(source.size, place + WINDOW_BYTES)
     data = b"".join(read_chunks(source, low, high))
     at = place - low
-    # rfind and find give -1 for "none". A newline is cut after, a blank before (see _cut).
-    candidates = (
-        data.find(b"\n", max(at - 1, 0)) + 1,
-        data.rfind(b"\n", 0, at) + 1,
-        max(data.find(b" ", at), 0),
-        max(data.rfind(b" ", 0, at), 0),
-        character_start(data, at),
-        next((i for i in range(at, len(data)) if character_start(data, i) == i), 0),
-    )
-    for cut in candidates:
+    newlines = (data.find(b"\n", max(at - 1, 0)) + 1, data.rfind(b"\n", 0, at) + 1)
+    for cut in (*newlines, character_start(data, at)):
         if cut > 0 and low + cut < source.size:
             return low + cut
     return 0 if may_be_start else source.size
 
 
-def _line_start(source: Source, place: int) -> int:
-    while place > 0:
-        low = max(0, place - CHUNK_BYTES)
-        newline = b"".join(read_chunks(source, low, place)).rfind(b"\n")
-        if newline >= 0:
-            return low + newline + 1
-        place = low
-    return 0
-
-
-def _line_end(source: Source, place: int) -> int:
+def _line_cut(source: Source, place: int, *, may_be_start: bool) -> int:
+    """Finds the start of the line that holds a place; of the file's first line, perhaps its end."""
+    cut = done = 0
+    for chunk in read_chunks(source, 0, place):
+        cut = max(cut, done + chunk.rfind(b"\n") + 1) if b"\n" in chunk else cut
+        done += len(chunk)
+    if cut or may_be_start:
+        return cut
     for chunk in read_chunks(source, place, source.size):
-        newline = chunk.find(b"\n")
-        if newline >= 0:
-            return place + newline + 1
-        place += len(chunk)
+        if b"\n" in chunk:
+            return done + chunk.find(b"\n") + 1
+        done += len(chunk)
     return source.size
 
 
@@ -335,7 +309,7 @@ def encode_pieces(
             parts.append(encoded)
             text_bytes += piece.text_bytes
             done += piece.source_bytes
-        yield Encoded(np.concatenate(parts), text_bytes, done)
+        yield Encoded(np.concatenate(parts), text_bytes)
         progress(ENCODE, done, total)
 
 
@@ -355,8 +329,6 @@ def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[l
 
 FORMAT_VERSION = 1
 """Part of every cache name; increase it when the same input would give different files."""
-FINGERPRINT_FILE = "fingerprint"
-"""File beside a cached tokenizer, with the fingerprint that it had after training."""
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
 )
@@ -494,7 +466,6 @@ def _tokenizer(spec: str, part: CorpusPart, root: Path, progress: Progress) -> T
         trained = train_bpe(texts, ids)
         check_unchanged(span.source for span in part.spans)
         trained.save(folder)
-        (folder / FINGERPRINT_FILE).write_text(trained.fingerprint + "\n", encoding="utf-8")
 
     name = _name("bpe", ids, SAMPLE_BYTES, MIN_FREQUENCY, part.identity)
     return fetch(root / "tokenizers", name, load=_cached_tokenizer, build=build)
@@ -502,11 +473,9 @@ def _tokenizer(spec: str, part: CorpusPart, root: Path, progress: Progress) -> T
 
 def _cached_tokenizer(folder: Path) -> Tokenizer | None:
     try:
-        tokenizer = load_tokenizer(folder)
-        expected = (folder / FINGERPRINT_FILE).read_text(encoding="utf-8").strip()
-    except (DataError, OSError, ValueError):
+        return load_tokenizer(folder)
+    except DataError:
         return None
-    return tokenizer if tokenizer.fingerprint == expected else None
 
 
 def _token_file(
@@ -514,9 +483,7 @@ def _token_file(
 ) -> TokenFile:
     def build(folder: Path) -> None:
         stream = encode_pieces(read_pieces(part.spans), tokenizer, part.source_bytes, progress)
-        count = write_tokens(
-            folder, stream, vocab_size=tokenizer.vocab_size, source_bytes=part.source_bytes
-        )
+        count = write_tokens(folder, stream, vocab_size=tokenizer.vocab_size)
         if count == 0:
             raise DataError(
                 f"{part.spans[0].source.path}: there is no text here for {part.field}, only empty "
@@ -525,9 +492,7 @@ def _token_file(
         check_unchanged(span.source for span in part.spans)
 
     name = _name("tokens", tokenizer.fingerprint, part.identity)
-    return fetch(
-        root / "tokens", name, load=lambda folder: load_tokens(folder, progress), build=build
-    )
+    return fetch(root / "tokens", name, load=load_tokens, build=build)
 
 
 def _name(*parts: object) -> str:

@@ -1,12 +1,13 @@
-"""Turns instruction records into rows to train on; notes say what was left out, and why.
+"""Turns instruction records into rows to train on; notes say what was cut and left out.
 
 Records come from every kind of file that ``records.py`` reads, and from datasets; any other text
-file is one document. A record's fields determine its format, and every field must belong to that
-format: a field that is not read is usually a mistake, and changes what is learned.
+file is one document. The fields of the first record determine the format of all.
 
-Examples become ids and, for each id, whether it is learned, in flat arrays. A document is
-``[bos] prompt answer eos [prompt answer eos ...]``. A token is learned when the model is trained to
-write it; the first token of a document never is, as nothing precedes it.
+A record becomes parts of text, each of which is tokenised by itself and is either learned or only
+read, so that no token spans the border of a prompt and its answer: what the model sees before an
+answer in training is, id by id, what generation will give it. (Tokenised together, "Response:" and
+"Yes" could share a token with which no prompt ends.) A document is ``[bos] prompt answer eos
+[prompt answer eos ...]``; its first token is never learned, as nothing precedes it.
 """
 
 from __future__ import annotations
@@ -14,33 +15,21 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.batches import permutation
-from halfstep.trainer.data.chat import (
-    ChatPart,
-    Example,
-    Pair,
-    Text,
-    read_messages,
-    read_prompt,
-    text_parts,
-)
 from halfstep.trainer.data.config import (
     ALPACA,
-    AUTO,
     CHAT,
     COMPLETION,
     TEMPLATES_OF,
     TEXT,
     TOKENIZER,
-    VICUNA,
     InstructionsConfig,
     check_template,
 )
@@ -56,7 +45,6 @@ from halfstep.trainer.data.packing import Documents, Rows, fit, pack
 from halfstep.trainer.data.records import (
     HUB_PREFIX,
     READERS,
-    TABLE_SUFFIXES,
     find_sources,
     is_text,
     open_records,
@@ -64,52 +52,47 @@ from halfstep.trainer.data.records import (
 
 Input: TypeAlias = Span | str
 """A document or part of one, or an input of ``open_records``."""
-ASKED = "data.format"
-"""The origin of a format that the user named, for messages."""
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".text")
-"""Suffixes that are plain text; with ``format = "text"`` other suffixes and tables are, too."""
-METADATA = frozenset(
-    """
-    id idx index uuid conversation_id prompt_id source dataset category subset split lang language
-    license tags url meta metadata model
-    """.split()  # noqa: SIM905
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    CHAT: (("messages",), ()),
+    ALPACA: (("instruction", "output"), ("input",)),
+    COMPLETION: (("prompt", "completion"), ()),
+    TEXT: (("text",), ()),
+}
+"""Format to the fields that a record must and may have; the first that fits is taken.
+
+**Source:** OpenAI's chats, Stanford Alpaca, TRL's prompt-completion.
+"""
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Input:\n{context}\n\n### Response:"
 )
-"""Fields that describe a record and are left out; ``InstructionFiles.unused`` tells which."""
-
-
-class Shape(NamedTuple):
-    """The fields of one kind of record."""
-
-    format: str
-    """The format that ``auto`` assigns to such records."""
-    accepted: tuple[str, ...]
-    """Formats under which such records are accepted when the user names one."""
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-
-
-PAIR_FORMATS = (ALPACA, COMPLETION)
-SHAPES = (
-    Shape(ALPACA, (ALPACA,), ("instruction", "output"), ("input",)),
-    Shape(ALPACA, (ALPACA,), ("instruction", "response"), ("context",)),
-    Shape(ALPACA, PAIR_FORMATS, ("question", "answer"), ("context",)),
-    Shape(COMPLETION, PAIR_FORMATS, ("prompt", "completion")),
-    Shape(CHAT, (CHAT,), ("messages",)),
-    Shape(CHAT, (CHAT,), ("conversations",)),
-    Shape(TEXT, (TEXT,), ("text",)),
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{prompt}\n\n### Response:"
 )
-"""**Source:** Stanford Alpaca, Databricks Dolly, TRL's prompt-completion, OpenAI, ShareGPT."""
+"""**Source:** ``PROMPT_DICT`` of ``train.py`` in tatsu-lab/stanford_alpaca."""
 
 
-KNOWN = frozenset(field for shape in SHAPES for field in (*shape.required, *shape.optional))
+class Part(NamedTuple):
+    """Text that is tokenised by itself."""
+
+    text: str
+    learned: bool
+    ends: bool = False
+    """Whether the end-of-text id follows; it is learned if the text is."""
 
 
-class PlacedExample(NamedTuple):
-    """An example and its place in the input."""
+class Document(NamedTuple):
+    """A record written out, and its place in the input: ``file:line`` or ``dataset: row N``."""
 
     place: str
-    """``file:line``, the line of its first character; or ``dataset: row N``."""
-    example: Example
+    parts: Sequence[Part]
+    words: Sequence[str]
+    """The texts of the record itself, which may hold no control token."""
+    bos: bool
+    """Whether it begins with the tokenizer's bos; chat templates write it themselves."""
 
 
 class LMTokenizer(Protocol):
@@ -125,10 +108,12 @@ class LMTokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids by itself, adding none and cutting nothing."""
 
-    def render_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool
-    ) -> str | None:
-        """Writes a conversation in the tokenizer's chat template; None where it has none."""
+    def render_chat(self, messages: list[Any], add_generation_prompt: bool) -> str | None:
+        """Writes a conversation in the tokenizer's chat template; None where it has none.
+
+        Raises:
+            DataError: The template refuses the conversation.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +123,7 @@ class LMData:
     train_rows: Rows
     dev_rows: Rows
     format: str
-    """The format of all records, never ``auto``."""
+    """The format of all records, a key of ``FIELDS``."""
     template: str
     """The template that was used; an argument of ``prompt_ids``."""
     sha256: str
@@ -160,105 +145,53 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
-    train_inputs, dev_inputs = _inputs(config)
-    files = InstructionFiles(train_inputs, config.format)
-    records = iter(files)
-    first = next(records, None)
-    if first is None:
-        given = train_inputs[0]
-        name = given.source.path if isinstance(given, Span) else given
-        raise DataError(f"{name}: holds no record; fill it or name another")
-    template = _template(config.template, files.format, tokenizer)
-    train = encode_records(
-        chain([first], records), tokenizer, template, mask_prompt=config.mask_prompt
-    )
-    notes = [f"format {files.format} ({files.origin}), template {template}"]
+    train_inputs = find_inputs(config.train, "data.train")
+    dev_inputs = find_inputs(config.dev, "data.dev") if config.dev else ()
+    if not dev_inputs and len(train_inputs) == 1 and isinstance(train_inputs[0], Span):
+        # no other documents to draw from
+        train_inputs, dev_inputs = split_corpus((train_inputs[0].source,), config.dev_fraction)
+    reader = _Reader(config.template, tokenizer)
+    mask = config.mask_prompt
+    train = encode_documents(reader.read(train_inputs, "train"), tokenizer, mask_prompt=mask)
+    notes = [f"format {reader.format} ({reader.origin}), template {reader.template}"]
     if dev_inputs:
-        dev_files = files.of_same_format(dev_inputs)
-        dev = encode_records(dev_files, tokenizer, template, mask_prompt=config.mask_prompt)
-        files.unused |= dev_files.unused
+        dev = encode_documents(reader.read(dev_inputs, "dev"), tokenizer, mask_prompt=mask)
     else:
-        train, dev = _hold_out(train, config.dev_fraction, seed)
-        notes.append(f"dev: {len(dev)} of {len(train) + len(dev)} documents, drawn by the seed")
-    if files.unused:
-        notes.append(f"fields not used: {', '.join(sorted(files.unused))}")
-    train_rows = _rows("train", train, files.format, config, notes)
-    dev_rows = _rows("dev", dev, files.format, config, notes)
+        count = len(train)
+        if count < 2:
+            raise DataError(
+                f"data.train: {count} document is too few to hold some out for evaluation; add "
+                f"more, or give data.dev"
+            )
+        order = permutation("documents held out", seed, 0, count)
+        share = held_out(count, config.dev_fraction)
+        dev, train = train.select(np.sort(order[:share])), train.select(np.sort(order[share:]))
+        notes.append(f"dev: {len(dev)} of {count} documents, drawn by the seed")
+    if reader.unused:
+        notes.append(f"fields not used: {', '.join(sorted(reader.unused))}")
+    train_rows = _rows("train", train, reader.format, config, notes)
+    dev_rows = _rows("dev", dev, reader.format, config, notes)
     sha256 = _sha256([train_rows, dev_rows])
-    return LMData(train_rows, dev_rows, files.format, template, sha256, tuple(notes))
+    return LMData(train_rows, dev_rows, reader.format, reader.template, sha256, tuple(notes))
 
 
-def prompt_ids(
-    prompt: str | Mapping[str, object], tokenizer: LMTokenizer, template: str
-) -> list[int]:
-    """Encodes a prompt for generation into exactly the ids that precede an answer in training.
+def prompt_ids(prompt: str, tokenizer: LMTokenizer, template: str) -> list[int]:
+    """Encodes the user's words into exactly the ids that precede an answer in training.
 
     After them the model writes its answer, up to ``eos_id`` (or the chat template's own end-of-turn
-    token).
-
-    Args:
-        prompt: The user's words, or a record as in the files, with or without its (last) answer.
-        tokenizer: As in training.
-        template: ``LMData.template`` of the training.
-
-    Raises:
-        ConfigError: The template cannot write this prompt.
-        DataError: The record has no prompt.
+    token). ``template`` is ``LMData.template`` of the training.
     """
-    example = _prompt(prompt)
-    if isinstance(example, Pair):
-        # As in training, where a question with its context may be a prompt-completion record.
-        bare = not example.context or (not isinstance(prompt, str) and "question" in prompt)
-        check_template(COMPLETION if bare else ALPACA, template)
-    else:
-        check_template(CHAT, template)
-    ids: list[int] = encode_records(
-        [PlacedExample("", example)], tokenizer, template, mask_prompt=True
-    ).ids.tolist()
+    parts = pair_parts(prompt, "", None, template, tokenizer.render_chat)
+    document = Document("the prompt", parts, [prompt], template != TOKENIZER)
+    ids: list[int] = encode_documents([document], tokenizer, mask_prompt=True).ids.tolist()
     return ids
-
-
-def _hold_out(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
-    """Draws documents for evaluation, the same for the same number of documents and seed."""
-    count = len(documents)
-    if count < 2:
-        raise DataError(
-            f"{''.join(documents.places) or 'data.train'}: {count} document is too few to hold "
-            f"some out for evaluation; add more, or give data.dev"
-        )
-    order = permutation("documents held out", seed, 0, count)
-    dev = held_out(count, fraction)
-    return documents.select(np.sort(order[dev:])), documents.select(np.sort(order[:dev]))
-
-
-def _inputs(config: InstructionsConfig) -> tuple[tuple[Input, ...], tuple[Input, ...]]:
-    """Lists the inputs of train and dev; dev is empty if documents are to be held out of train."""
-    train = find_inputs(config.train, "data.train", config.format)
-    if config.dev:
-        return train, find_inputs(config.dev, "data.dev", config.format)
-    if len(train) == 1 and isinstance(train[0], Span):
-        return split_corpus(
-            (train[0].source,), config.dev_fraction
-        )  # no other documents to draw from
-    return train, ()
-
-
-def _template(asked: str, format: str, tokenizer: LMTokenizer) -> str:
-    check_template(format, asked)
-    if asked or format != CHAT:
-        return asked or TEMPLATES_OF[format][0]
-    try:
-        text = tokenizer.render_chat([{"role": "user", "content": "?"}], True)
-    except Exception:  # it has one, and whoever uses it is told what is wrong with it
-        return TOKENIZER
-    return VICUNA if text is None else TOKENIZER
 
 
 def _rows(
     name: str, documents: Documents, format: str, config: InstructionsConfig, notes: list[str]
 ) -> Rows:
     length = config.max_length
-    fitted, happened = fit(documents, length, config.drop_long, text=format == TEXT)
+    fitted, happened = fit(documents, length, text=format == TEXT)
     notes += [f"{name}: {note}" for note in happened]
     if not len(fitted):
         why = "; ".join(happened) or "there are none"
@@ -283,97 +216,57 @@ def _sha256(parts: list[Rows]) -> str:
     return digest.hexdigest()
 
 
-def _prompt(prompt: str | Mapping[str, object]) -> Example:
-    if isinstance(prompt, str):
-        return Pair(prompt, "", None)
-    shape = next((shape for shape in SHAPES if shape.required[0] in prompt), None)
-    if shape is None:
-        fields = sorted({shape.required[0] for shape in SHAPES})
-        found = ", ".join(map(repr, prompt)) or "none"
-        raise DataError(f"no prompt: found the fields {found}; give one of {', '.join(fields)}")
-    value = prompt[shape.required[0]]
-    if shape.format == CHAT:
-        return read_prompt(value)
-    context = prompt.get("input") or prompt.get("context") or ""
-    for words in (value, context):
-        if not isinstance(words, str):
-            raise DataError(f"a prompt must be a string, got {type(words).__name__}")
-    return Pair(str(value), str(context), None)
-
-
-def _check(example: Example, special: re.Pattern[str] | None) -> None:
-    """Raises DataError if an example holds control tokens or cannot be written as UTF-8."""
-    if isinstance(example, Pair):
-        texts = [example.prompt, example.context, example.answer or ""]
-    elif isinstance(example, Text):
-        texts = [*example.pieces]
-    else:
-        texts = [message.content for message in example]
-    for text in texts:
-        if not is_text(text):
-            raise DataError("a text holds half a surrogate pair (\\ud800 to \\udfff); remove it")
-        if special and (found := special.search(text)):
-            raise DataError(
-                f"a text holds {found[0]!r}, which the tokenizer would turn into a control token; "
-                f"remove it (documents are separated by files or records)"
-            )
-
-
-def encode_records(
-    records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str, *, mask_prompt: bool
+def encode_documents(
+    documents: Iterable[Document], tokenizer: LMTokenizer, *, mask_prompt: bool
 ) -> Documents:
-    """Writes records out in a template and encodes them, a few megabytes of text at a time.
-
-    The template can write these records; with ``mask_prompt`` prompts are left unlearned.
+    """Encodes documents, a few megabytes of text at a time; with the mask only answers are learned.
 
     Raises:
-        DataError: A record cannot be written or read; the message names its place.
+        DataError: A text holds control tokens or no UTF-8; the message names its place.
     """
-    # The chat template writes bos itself.
-    bos = [] if template == TOKENIZER or tokenizer.bos_id is None else [tokenizer.bos_id]
-    parts = _parts(records, tokenizer, template)
-    ids, learned, starts, places = array("i"), bytearray(), array("q", [0]), list[str]()
-    for batch in in_batches(parts, lambda item: len(item[1].text)):
-        encoded = tokenizer.encode_batch([part.text for _, part, _ in batch])
-        for (place, part, last), tokens in zip(batch, encoded, strict=True):
-            begin = bos if len(ids) == starts[-1] else []
+    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+    special = re.compile("|".join(map(re.escape, words))) if words else None
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids, learned, starts = array("i"), bytearray(), array("q", [0])
+
+    def parts() -> Iterator[tuple[Part, bool, bool]]:
+        for document in documents:
+            _check(document, special)
+            for number, part in enumerate(document.parts, 1):
+                yield part, document.bos, number == len(document.parts)
+
+    for batch in in_batches(parts(), lambda item: len(item[0].text)):
+        encoded = tokenizer.encode_batch([part.text for part, _, _ in batch])
+        for (part, begins, last), tokens in zip(batch, encoded, strict=True):
+            begin = bos if begins and len(ids) == starts[-1] else []
             tokens = [*begin, *tokens, *([tokenizer.eos_id] if part.ends else [])]
             ids.extend(tokens)
             learned.extend(bytes([part.learned or not mask_prompt]) * len(tokens))
             if last:
                 starts.append(len(ids))
-                places.append(place)
-    documents = Documents(
+    found = Documents(
         np.array(ids, dtype=np.int32),
         np.array(learned, dtype=np.bool_),
         np.array(starts, dtype=np.int64),
-        tuple(places),
     )
-    documents.learned[documents.starts[:-1][documents.lengths > 0]] = False
-    return documents
+    found.learned[found.starts[:-1][found.lengths > 0]] = False
+    return found
 
 
-def _parts(
-    records: Iterable[PlacedExample], tokenizer: LMTokenizer, template: str
-) -> Iterator[tuple[str, ChatPart, bool]]:
-    """Yields (place, part, whether it is the last of its document)."""
-    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, words))) if words else None
-    for place, example in records:
-        try:
-            _check(example, special)
-            parts = text_parts(example, template, tokenizer.render_chat)
-        except DataError as error:
-            raise DataError(f"{place}: {error}" if place else str(error)) from None
-        for number, part in enumerate(parts, 1):
-            yield place, part, number == len(parts)
+def _check(document: Document, special: re.Pattern[str] | None) -> None:
+    """Raises DataError if a text holds control tokens or cannot be written as UTF-8."""
+    for text in document.words:
+        if not is_text(text):
+            raise DataError(f"{document.place}: a text holds half a surrogate pair; remove it")
+        if special and (found := special.search(text)):
+            raise DataError(
+                f"{document.place}: a text holds {found[0]!r}, which the tokenizer would turn into "
+                f"a control token; remove it (documents are separated by files or records)"
+            )
 
 
-# Inputs become examples, each with its place for messages.
-
-
-def find_inputs(paths: tuple[str, ...], field: str, format: str) -> tuple[Input, ...]:
-    """Lists what paths, globs, folders and names of datasets stand for, in the order given."""
+def find_inputs(paths: tuple[str, ...], field: str) -> tuple[Input, ...]:
+    """Lists what paths, folders and names of datasets stand for, in the order given."""
     found: list[Input] = []
     for given in paths:
         if given.startswith(HUB_PREFIX):
@@ -381,126 +274,179 @@ def find_inputs(paths: tuple[str, ...], field: str, format: str) -> tuple[Input,
             continue
         for source in find_sources((given,), field):
             suffix = source.path.suffix.lower()
-            as_text = format == TEXT
-            if suffix in READERS and not (as_text and suffix in TABLE_SUFFIXES):
+            if suffix in READERS:
                 found.append(str(source.path))
-            elif as_text or suffix in TEXT_SUFFIXES:
+            elif suffix in TEXT_SUFFIXES:
                 found += whole([source])
             else:
                 raise DataError(
                     f"{source.path}: instructions are read from {', '.join(READERS)} and "
-                    f".txt files; convert it, or give data.format = text if it is plain text"
+                    f"{', '.join(TEXT_SUFFIXES)} files; convert or rename it"
                 )
     return tuple(found)
 
 
-class InstructionFiles:
-    """The examples of inputs of one format, read anew at every iteration.
-
-    A DataError names file and line: an input cannot be read, or a record has other fields than its
-    format, or a bad value. The ``role``, ``train`` or ``dev``, is for the usual split of a dataset.
+class _Reader:
+    """Writes the records of inputs out, all in the format of the first one.
 
     Attributes:
-        format: The format, ``auto`` until the first record is read.
-        origin: Where the format is from: ``data.format``, or the place of the first record.
+        format: The format, "" until the first record is read.
+        origin: The place of the first record.
+        template: The template that was asked for; then the one that is used.
         unused: Names of the fields that were left out so far.
     """
 
-    def __init__(self, inputs: Iterable[Input], format: str = AUTO, role: str = "train") -> None:
-        self.inputs = tuple(inputs)
-        self.format = format
-        self.role = role
+    def __init__(self, template: str, tokenizer: LMTokenizer) -> None:
+        self.format = self.origin = ""
+        self.template = template
         self.unused: set[str] = set()
-        self.origin = "" if format == AUTO else ASKED
+        self._render = tokenizer.render_chat
 
-    def of_same_format(self, inputs: Iterable[Input]) -> InstructionFiles:
-        """Other inputs, for evaluation, of the format that these turned out to have."""
-        others = InstructionFiles(inputs, self.format, "dev")
-        others.origin = self.origin
-        return others
+    def read(self, inputs: Iterable[Input], role: str) -> Iterator[Document]:
+        """Yields documents; ``role``, ``train`` or ``dev``, is for the usual split of a dataset.
 
-    def __iter__(self) -> Iterator[PlacedExample]:
-        for given in self.inputs:
+        Raises:
+            DataError: An input cannot be read, or a record is of another format, or has a bad
+                value; the message names file and line.
+        """
+        for given in inputs:
             if isinstance(given, Span):
-                yield from self._document(given)
+                self._take_format(TEXT, f"{given.source.path}:1")
+                texts = [piece.text for piece in read_pieces([given])]
+                if texts:
+                    yield self._text(f"{given.source.path}:1", texts)
                 continue
-            records = open_records(given, self.role)
-            for place, value in records.rows:
-                if records.header is not None:
-                    value = dict(zip(records.header, value, strict=True))
-                yield PlacedExample(place, self._example(value, place))
+            for place, record in open_records(given, role):
+                try:
+                    document = self._document(record, place)
+                except DataError as error:
+                    raise DataError(f"{place}: {error}") from None
+                yield document
+        if not self.format:
+            raise DataError("data.train holds no record; fill it or name another file")
 
-    def _document(self, span: Span) -> Iterator[PlacedExample]:
-        place = f"{span.source.path}:1"
-        if self.format == AUTO:
-            self.format, self.origin = TEXT, place
-        if self.format != TEXT:
+    def _document(self, record: object, place: str) -> Document:
+        if not isinstance(record, dict):
+            raise DataError(f"a JSON {type(record).__name__}, not an object; write {{...}}")
+        record = {key: value for key, value in record.items() if value is not None}
+        format = next((f for f, (must, _) in FIELDS.items() if record.keys() >= set(must)), "")
+        if not format:
+            found = ", ".join(sorted(map(repr, record))[:8]) or "none"
+            allowed = "; or ".join(", ".join(must) for must, _ in FIELDS.values())
+            raise DataError(f"unknown fields: found {found}; allowed: {allowed}; rename fields")
+        self._take_format(format, place)
+        must, may = FIELDS[format]
+        self.unused |= set(record).difference(must, may)
+        if format == CHAT:
+            messages = _messages(record["messages"])
+            words = [message["content"] for message in messages]
+            return Document(place, chat_parts(messages, self._render), words, bos=False)
+        for field in (*must, *may):
+            if not isinstance(record.get(field, ""), str):
+                kind = type(record[field]).__name__
+                raise DataError(f'"{field}" must be a string, got {kind}')
+            if field in must and not record[field].strip():
+                raise DataError(f'"{field}" is empty; fill it or leave the record out')
+        if format == TEXT:
+            return self._text(place, [record["text"]])
+        prompt, answer, context = record[must[0]], record[must[1]], record.get("input", "")
+        context = context if may else ""
+        parts = pair_parts(prompt, context, answer, self.template, self._render)
+        return Document(place, parts, [prompt, context, answer], self.template != TOKENIZER)
+
+    def _take_format(self, format: str, place: str) -> None:
+        if not self.format:
+            check_template(format, self.template)
+            self.format, self.origin = format, place
+            self.template = self.template or TEMPLATES_OF[format][0]
+        elif format != self.format:
             raise DataError(
-                f"{span.source.path}: a text file, but {self.origin} says {self.format}; such "
-                f"records stand in .jsonl or .json files"
+                f"records of two formats: {format} here, and {self.format} at {self.origin}; give "
+                f"records of one"
             )
-        pieces = tuple(piece.text for piece in read_pieces([span]))
-        if pieces:
-            yield PlacedExample(place, Text(pieces))
 
-    def _example(self, value: object, place: str) -> Example:
-        if not isinstance(value, dict):
-            found = f"a JSON {type(value).__name__}, not an object"
-            raise DataError(f"{place}: {found}; write {{...}} for every record")
-        record = {key: held for key, held in value.items() if held is not None}
-        shape = self._shape(record, place)
-        try:
-            return _read(shape, record)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from None
+    @staticmethod
+    def _text(place: str, pieces: Sequence[str]) -> Document:
+        parts = [Part(piece, True) for piece in pieces]
+        return Document(place, [*parts[:-1], parts[-1]._replace(ends=True)], pieces, bos=True)
 
-    def _shape(self, record: dict[str, object], place: str) -> Shape:
-        explicit = self.origin == ASKED
-        allowed = [
-            shape
-            for shape in SHAPES
-            if self.format in (shape.accepted if explicit else (AUTO, shape.format))
-        ]
-        # a field that is not read is usually a mistake, unless another format was asked for
-        spare = METADATA | KNOWN if explicit else METADATA
-        matching = [shape for shape in allowed if record.keys() >= set(shape.required)]
-        if len(matching) == 1:
-            (shape,) = allowed = matching
-            others = set(record).difference(shape.required, shape.optional)
-            if others <= spare:
-                self.unused |= others
-                if self.format == AUTO:
-                    self.format, self.origin = shape.format, place
-                return shape
-        found = ", ".join(sorted(map(repr, record))[:8]) or "none"
-        choices = "; or ".join(
-            ", ".join(shape.required)
-            + (f" (and {', '.join(shape.optional)})" if shape.optional else "")
-            for shape in allowed
-        )
-        why = f" (the format is {self.format}, from {self.origin})" if self.origin else ""
+
+Messages: TypeAlias = list[dict[str, str]]
+RenderChat: TypeAlias = Callable[[Messages, bool], str | None]
+"""(messages, add_generation_prompt) to text, or None where the tokenizer has no chat template."""
+
+
+def _messages(value: object) -> Messages:
+    """Checks the messages of a conversation; which roles may follow each other, its template says.
+
+    What follows the last answer is left out, as nothing is learned from it.
+    """
+    if not isinstance(value, list):
+        raise DataError(f'"messages" must be a list, got {type(value).__name__}')
+    for number, message in enumerate(value, 1):
+        fields = message if isinstance(message, dict) else {}
+        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+            raise DataError(f"turn {number} must have a role and a content, both strings")
+    answers = [n for n, message in enumerate(value, 1) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError("the conversation has no turn of the assistant to learn from; add one")
+    return value[: answers[-1]]
+
+
+def pair_parts(
+    prompt: str, context: str, answer: str | None, template: str, render: RenderChat
+) -> list[Part]:
+    """Writes out a prompt and its answer; without an answer, the parts that precede one."""
+    question = f"{prompt}\n\n{context}" if context else prompt
+    if template == TOKENIZER:
+        messages = [{"role": "user", "content": question}]
+        if answer is None:
+            return [Part(_render(messages, True, render), False)]
+        return chat_parts([*messages, {"role": "assistant", "content": answer}], render)
+    if template == ALPACA:
+        words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
+        question = words.format(prompt=prompt, context=context)
+    return [Part(question, False), *([] if answer is None else [Part(answer, True, ends=True)])]
+
+
+def chat_parts(messages: Messages, render: RenderChat) -> list[Part]:
+    """Finds the answers in what the tokenizer's chat template writes.
+
+    For each answer: ``before`` is the text of the turns before it with the generation prompt,
+    ``after`` the text of the turns up to it. ``after`` must start with ``before``, and what is left
+    is the answer and its end; the next ``before`` must start with that. So the text of a
+    conversation only ever grows, and every ``before`` is what generation would be given.
+    """
+    parts: list[Part] = []
+    done = ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(messages[:number], True, render)
+        after = _render(messages[: number + 1], False, render)
+        # Blanks after the end-of-turn token belong to what follows.
+        answer, content = after.removeprefix(before).rstrip(), message["content"].strip()
+        if not (before.startswith(done) and after.startswith(before) and content in answer):
+            raise DataError(
+                "the tokenizer's chat template writes earlier turns in another way when later ones "
+                "follow, or changes answers (it may take out <think> blocks), so answers cannot be "
+                "told from prompts; write one answer a record, or instruction and output"
+            )
+        if answer.endswith(content):
+            raise DataError(
+                "the tokenizer's chat template writes no end-of-turn token after an answer, so a "
+                "model could not learn where to stop; write instruction and output"
+            )
+        parts += [Part(before.removeprefix(done), False), Part(answer, True)]
+        done = before + answer
+    return parts
+
+
+def _render(messages: Messages, prompt: bool, render: RenderChat) -> str:
+    text = render(messages, prompt)
+    if text is None:
         raise DataError(
-            f"{place}: unknown fields: found {found}; allowed: {choices}{why}; rename or remove "
-            f"fields, or give data.format"
+            "the tokenizer has no chat template; take the model's chat version, or write "
+            "instruction and output"
         )
-
-
-def _read(shape: Shape, record: dict[str, object]) -> Example:
-    if shape.format == CHAT:
-        return read_messages(record[shape.required[0]])
-    values = [_string(record, field) for field in shape.required]
-    if shape.format == TEXT:
-        return Text((values[0],))
-    context = _string(record, shape.optional[0], "") if shape.optional else ""
-    return Pair(values[0], context, values[1])
-
-
-def _string(record: dict[str, object], field: str, default: str | None = None) -> str:
-    value = record.get(field, default)
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        hint = "; conversations go into messages" if isinstance(value, list) else ""
-        raise DataError(f'"{field}" must be a string, got {kind}{hint}')
-    if default is None and not value.strip():
-        raise DataError(f'"{field}" is empty; fill it or leave the record out')
-    return value
+    return text

@@ -3,118 +3,95 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.batches import permutation
-from halfstep.trainer.data.config import (
-    LabelledConfig,
-    LabelledData,
-    LabelledTexts,
-)
+from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
 from halfstep.trainer.data.corpus import held_out
-from halfstep.trainer.data.records import (
-    Record,
-    Records,
-    is_text,
-    not_json,
-    open_records,
-    parse_objects,
-    read_json_rows,
-    read_lines,
-)
+from halfstep.trainer.data.records import Rows, is_text, open_records, parse_objects, read_lines
 
-TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容")
-LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "标签", "类别")
-
+USUAL = {
+    "text": ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容"),
+    "label": ("label", "labels", "category", "emotion", "class", "target", "标签", "类别"),
+}
+"""Names of the columns, where the user gives none."""
 STREAM = "standard input"
-
-_CJK = (
-    "\u2014\u2026"  # dash and ellipsis
-    "\u3001-\u303f"  # punctuation, but for the ideographic space
-    "\u3040-\u30ff"  # kana
-    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
-    "\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff9f"  # full-width punctuation
-)
-_BETWEEN = re.compile(rf"(?<=[{_CJK}])[ \t\u3000]+(?=[{_CJK}])")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-class Column(NamedTuple):
-    """A column to look for in the records."""
+def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
+    """Reads, checks and, without dev files, splits labelled texts.
 
-    what: str
-    """``text`` or ``label``, as in the option ``--text-column``."""
-    given: str
-    """Name given by the user; empty means: look for a usual name."""
-    usual: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class NamedTexts:
-    """Texts with the names of their labels, from one or several inputs."""
-
-    texts: list[str] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    first: dict[str, str] = field(default_factory=dict)
-    """Label to the place where it first occurs, for messages."""
-    dropped: int = 0
-    """Number of empty texts that were left out."""
-    segmented: int = 0
-    """Number of texts that have blanks between Chinese words."""
-
-
-def read_named(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> NamedTexts:
-    """Reads all inputs of one role, ``train``, ``dev`` or ``test``, in order.
-
-    There is at least one text; texts are UTF-8 and not blank.
+    Texts and class numbers keep the order of the files. The seed, 0 <= seed < 2**64, decides the
+    split and nothing else.
 
     Raises:
-        DataError: An input cannot be read, or a text or a label in it cannot be used; the message
-            names the place.
+        ConfigError: There is no input, or an optional library is missing.
+        DataError: Something cannot be read or used; the message names the place and the remedy.
     """
-    found = NamedTexts()
-    columns = (
-        Column("text", config.text_column, TEXT_COLUMNS),
-        Column("label", config.label_column, LABEL_COLUMNS),
-    )
-    most = config.limit if role == "train" and config.limit else None
-    for given in inputs:
-        first_empty, empty = "", 0
-        for place, (text, value) in _values(open_records(given, role), columns):
-            if len(found.texts) == most:
-                break
-            _check_text(text, place)
-            label = sys.intern(label_name(value, place))  # one object for all texts of a class
-            if not text or text.isspace():
-                first_empty, empty = first_empty or place, empty + 1
-                continue
-            joined = join_words(text)
-            found.segmented += joined != text
-            found.first.setdefault(label, place)
-            found.texts.append(joined if config.join_words else text)
-            found.labels.append(label)
-        if empty and not config.drop_empty:
-            raise DataError(
-                f"{first_empty}: the text is empty, and so are {empty} in all in this input; "
-                f"remove them, or leave them out with --data.drop_empty true (evaluate: "
-                f"--drop-empty)"
-            )
-        found.dropped += empty
-    if not found.texts:
-        dropped = f" (all {found.dropped} are empty)" if found.dropped else ""
-        raise DataError(f"{role}: no texts in {', '.join(inputs)}{dropped}; add some")
-    return found
+    if not config.train:
+        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
+    texts, labels, places = _read(config.train, config, "train")
+    names = config.labels or _sorted(set(labels))
+    why = "data.labels lacks it; add it there, or correct the text's label"
+    train = _numbered(texts, labels, places, names, why)
+    notes = []
+    if not config.labels and all(map(_INTEGER.fullmatch, names)):
+        notes.append("the classes are numbers: --labels gives their names")
+    if absent := [name for number, name in enumerate(names) if number not in set(train.labels)]:
+        raise DataError(
+            f"data.labels: no training text has the label {_shown(absent)}, so that class would "
+            f"never be learned; add texts or remove the name"
+        )
+    if len(names) < 2:
+        raise DataError(
+            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
+            f"classes: add texts of another, or check the column (--label-column)"
+        )
+    if config.dev:
+        why = "no training text has it; add some, or correct the label"
+        dev = read_known(config.dev, config, names, "dev", why)
+        if unseen := sorted(set(range(len(names))) - set(dev.labels)):
+            notes.append(f"dev has no text of {_shown([names[label] for label in unseen])}")
+    else:
+        keep, out = stratified_split(train.labels, config.dev_fraction, seed)
+        notes.extend(
+            f"class {names[label]!r} has a single text: it is trained on and not evaluated"
+            for label, count in sorted(Counter(train.labels).items())
+            if count == 1
+        )
+        train, dev = _take(train, keep), _take(train, out)
+    seen = set(train.texts)
+    if repeated := sum(text in seen for text in dev.texts):
+        notes.append(
+            f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
+            f"good"
+        )
+    return LabelledData(names, train, dev, _content_sha256(names, train, dev), tuple(notes))
+
+
+def read_known(
+    inputs: tuple[str, ...],
+    config: LabelledConfig,
+    names: tuple[str, ...],
+    role: str,
+    why: str = "the classifier has no such class",
+) -> LabelledTexts:
+    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already.
+
+    ``why`` is how the message about an unknown label goes on after the label.
+    """
+    return _numbered(*_read(inputs, config, role), names, why)
 
 
 def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
@@ -127,342 +104,137 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
         DataError: Something cannot be read, or a text is empty; the message names the line.
     """
     if not isinstance(source, Path):
-        records = _open_stream(source)
+        rows = _stream(source)
     elif source.suffix.lower() == ".txt":
-        records = _plain(read_lines(source), str(source))
+        rows = _plain(read_lines(source), str(source))
     else:
-        records = open_records(str(source), "test")
-    return _texts(records, Column("text", text_column, TEXT_COLUMNS))
+        rows = open_records(str(source), "test")
+    return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}))
 
 
-def join_words(text: str) -> str:
-    """Removes blanks between Chinese or Japanese characters; Korean and Latin words keep theirs."""
-    return _BETWEEN.sub("", text)
+def _read(
+    inputs: tuple[str, ...], config: LabelledConfig, role: str
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """Reads all inputs: texts, names of their labels, and where each label first occurs."""
+    columns = {"text": config.text_column, "label": config.label_column}
+    texts, labels, places = list[str](), list[str](), dict[str, str]()
+    for given in inputs:
+        for place, (text, value) in _values(open_records(given, role), columns):
+            label = sys.intern(_label(value, place))  # one object for all texts of a class
+            places.setdefault(label, place)
+            texts.append(_text(text, place))
+            labels.append(label)
+    if not texts:
+        raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
+    return texts, labels, places
 
 
-def label_name(value: Any, place: str) -> str:
-    """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{place}: the label is empty; give every text a label")
-        if not is_text(value):
-            raise DataError(
-                f"{place}: the label holds half a surrogate pair (\\ud800 to \\udfff); mend it"
-            )
-        return value
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    kind = "null" if value is None else type(value).__name__
-    raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
-
-
-def _texts(records: Records, column: Column) -> Iterator[str]:
-    for place, (text,) in _values(records, (column,)):
-        _check_text(text, place)
-        if not text or text.isspace():
-            raise DataError(f"{place}: the text is empty, so nothing can be predicted; remove it")
-        yield text
-
-
-def _check_text(text: object, place: str) -> None:
+def _text(text: object, place: str) -> str:
     if not isinstance(text, str):
         kind = "null" if text is None else type(text).__name__
         raise DataError(f"{place}: the text must be a string, got {kind}")
     if not is_text(text):
-        raise DataError(
-            f"{place}: the text holds half a surrogate pair, or bytes that are not UTF-8; mend it"
-        )
+        raise DataError(f"{place}: the text holds half a surrogate pair; mend it")
+    if not text.strip():
+        raise DataError(f"{place}: the text is empty; remove it")
+    return text
 
 
-def _open_stream(stream: TextIO) -> Records:
-    lines = _stream_lines(stream)
+def _label(value: object, place: str) -> str:
+    """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
+    if not value.strip() or not is_text(value):
+        raise DataError(f"{place}: the label is empty or no text; give every text a label")
+    return value
+
+
+def _stream(stream: TextIO) -> Rows:
+    lines = enumerate(stream, 1)
     seen: list[tuple[int, str]] = []
-    for number, line in lines:
-        seen.append((number, line))
-        if line.strip():
-            break
-    together = chain(seen, lines)
-    if seen and seen[-1][1].lstrip().startswith("{"):
-        return Records(STREAM, parse_objects(together, STREAM))
-    return _plain(together, STREAM)
-
-
-def _stream_lines(stream: TextIO) -> Iterator[tuple[int, str]]:
-    number = 0
     try:
-        while line := stream.readline():
-            number += 1
-            yield number, line.removeprefix("\ufeff") if number == 1 else line
+        for number, line in lines:
+            seen.append((number, line.removeprefix("\ufeff") if number == 1 else line))
+            if line.strip():
+                break
+        together = chain(seen, lines)
+        if seen and seen[-1][1].lstrip().startswith("{"):
+            yield from parse_objects(together, STREAM)
+        else:
+            yield from _plain(together, STREAM)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{STREAM}: not UTF-8 after line {number}: {error.reason}; convert it to UTF-8"
-        ) from None
+        raise DataError(f"{STREAM}: not UTF-8: {error.reason}; convert it to UTF-8") from None
 
 
-def _plain(lines: Iterator[tuple[int, str]] | chain[tuple[int, str]], name: str) -> Records:
-    return Records(
-        name, ((f"{name}:{n}", [line.removesuffix("\n").removesuffix("\r")]) for n, line in lines)
-    )
+def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
+    for number, line in lines:
+        yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
 
 
-def _values(records: Records, columns: tuple[Column, ...]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields (place, values of the wanted columns) of every record; all lists, or all objects."""
-    first = next(records.rows, None)
-    if first is None:
-        return
-    keys = _keys(records, *first, columns)
-    kind, width = type(first[1]), len(first[1])
-    for place, record in chain([first], records.rows):
-        if type(record) is not kind:
-            raise DataError(f"{place}: a list among objects, or an object among lists; write alike")
-        if kind is list and len(record) != width:
-            raise DataError(f"{place}: {len(record)} values where the first has {width}; mend it")
-        try:
-            yield place, [record[key] for key in keys]
-        except KeyError as error:
+def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields (place, values of the wanted columns); a JSON list is a text and its label."""
+    keys: list[str] = []
+    for place, record in rows:
+        if isinstance(record, list) and 1 <= len(record) <= 2:
+            record = dict(zip(("text", "label"), record, strict=False))
+        if not isinstance(record, dict):
+            raise DataError(
+                f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
+            )
+        keys = keys or [_key(place, record, *column) for column in columns.items()]
+        if len(set(keys)) < len(keys):
+            raise DataError(f"{place}: the column {keys[0]!r} cannot hold both; name two columns")
+        if lost := [key for key in keys if key not in record]:
             listed = ", ".join(sorted(record)[:5]) or "none"
             raise DataError(
-                f"{place}: no field {error.args[0]!r}, which the first record has (fields here: "
+                f"{place}: no field {lost[0]!r}, which the first record has (fields here: "
                 f"{listed}); add it"
-            ) from None
-
-
-def _keys(records: Records, place: str, record: Record, columns: tuple[Column, ...]) -> list[Any]:
-    """Finds the places in a list, or the fields of an object, that hold the wanted columns."""
-    if isinstance(record, dict):
-        return _by_name(place, tuple(record), columns)
-    if not isinstance(record, list):
-        raise DataError(
-            f"{place}: a JSON {type(record).__name__}, neither list nor object; write "
-            f'[["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
-        )
-    if records.header is not None:
-        names = _by_name(f"{records.name}:1", records.header, columns)
-        return [records.header.index(name) for name in names]
-    if given := [column.given for column in columns if column.given]:
-        raise DataError(f"{place}: a list has no column {given[0]!r}; write objects")
-    # a text to predict may still have its label behind it, as a pair to train on has
-    if not len(columns) <= len(record) <= 2:
-        raise DataError(
-            f"{place}: {len(record)} values where {len(columns)} are needed; write objects, whose "
-            f"fields have names"
-        )
-    return [*range(len(columns))]
-
-
-def _by_name(where: str, names: tuple[str, ...], columns: tuple[Column, ...]) -> list[str]:
-    keys: list[str] = []
-    for what, given, usual in columns:
-        found = [n for n in names if n == given or (not given and n.strip().casefold() in usual)]
-        if len(found) == 1 and found[0] not in keys:
-            keys.append(found[0])
-            continue
-        listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
-        if len(found) > 1:
-            why = f"several columns could hold the {what} (columns here: {listed})"
-        elif given:
-            why = f"no column {given!r} (columns here: {listed})"
-        else:
-            why = f"no column that usually holds the {what} (columns here: {listed or 'none'})"
-        raise DataError(f"{where}: {why}; give its name by --{what}-column")
-    return keys
-
-
-SHOWN = 20
-"""Number of names that a message lists at most."""
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-
-
-def shown(names: Iterable[str]) -> str:
-    """Lists names for a message."""
-    found = list(names)
-    more = f", ... ({len(found)} in all)" if len(found) > SHOWN else ""
-    return ", ".join(map(repr, found[:SHOWN])) + more
-
-
-def is_integer(name: str) -> bool:
-    """Tells whether a label is written as an integer."""
-    return _INTEGER.fullmatch(name) is not None
-
-
-def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts by value if all names are integers, else by code point."""
-    found = list(names)
-    if all(map(is_integer, found)):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
-
-
-def read_names(given: str) -> tuple[str, ...]:
-    """Reads names in the order of their ids.
-
-    A ``.json`` file holds a list, or a table from name to id; any other file one name a line, where
-    blanks around a name, and blank lines, do not count.
-    """
-    path = Path(given).expanduser()
-    if path.suffix.lower() == ".json":
-        text = "".join(line for _, line in read_lines(path))
-        if text.lstrip().startswith("{"):
-            return _of_table(text, path)
-        found = read_json_rows(path)
-    else:
-        found = ((f"{path}:{n}", line.strip()) for n, line in read_lines(path) if line.strip())
-    seen: dict[str, str] = {}
-    for place, value in found:
-        name = label_name(value, place)
-        if name in seen:
-            where = f"stands here and at {seen[name]}"
-            raise DataError(f"{place}: the name {name!r} {where}; remove one")
-        seen[name] = place
-    if not seen:
-        raise DataError(f"{path}: no names; write one a line")
-    return tuple(seen)
-
-
-def _of_table(text: str, path: Path) -> tuple[str, ...]:
-    """Reads ``{"name": id, ...}``."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise not_json(error, path, 1) from None
-    names = {number: label_name(name, str(path)) for name, number in found.items()}
-    if not names or sorted(map(repr, names)) != sorted(map(repr, range(len(found)))):
-        raise DataError(
-            f"{path}: the ids must run from 0 without a hole, one for each name; write "
-            f'{{"name": 0, "other name": 1, ...}}'
-        )
-    return tuple(names[number] for number in range(len(found)))
-
-
-def numbers_of(named: NamedTexts, names: tuple[str, ...], why: str) -> dict[str, int]:
-    """Maps the labels of texts to the numbers of their classes.
-
-    Args:
-        named: The texts and their labels, as the data have them.
-        names: The classes, in the order of their numbers.
-        why: How the message about an unknown label goes on after the label.
-
-    Raises:
-        DataError: For a label that is neither a name nor an id, and where some labels are names
-            and others ids; the message gives the places.
-    """
-    known = {name: number for number, name in enumerate(names)}
-    ids = not any(map(is_integer, names))
-    numeric = [label for label in named.first if ids and is_integer(label)]
-    if not numeric:
-        _refuse_unknown(named.first, known, why, names)
-        return known
-    by_id = {label: int(label) for label in numeric}
-    for label, number in by_id.items():
-        if not 0 <= number < len(names):
-            listed = ", ".join(f"{i} {name}" for i, name in enumerate(names[:SHOWN]))
-            raise DataError(
-                f"{named.first[label]}: no class has the id {label} (allowed: {listed}); correct "
-                f"it, or name the class in the table of labels"
             )
-    others = {label: place for label, place in named.first.items() if label not in by_id}
-    _refuse_unknown(others, known, why, names)
-    for label, place in others.items():
-        raise DataError(
-            f"{place}: the label {label!r} is a name, and {numeric[0]} at "
-            f"{named.first[numeric[0]]} is an id; write all labels as names, or all as ids"
-        )
-    return by_id
+        yield place, [record[key] for key in keys]
 
 
-def _refuse_unknown(
-    labels: Mapping[str, str], known: Mapping[str, Any], why: str, names: tuple[str, ...]
-) -> None:
-    for label, where in labels.items():
-        if label not in known:
-            raise DataError(f"{where}: unknown label {label!r}: {why} (allowed: {shown(names)})")
-
-
-def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
-    """Reads, checks and, without dev files, splits labelled texts.
-
-    Texts and class numbers keep the order of the files. The seed, 0 <= seed < 2**64, decides the
-    split and nothing else.
-
-    Raises:
-        ConfigError: There is no input, an optional library is missing, or a name is malformed.
-        DataError: Something cannot be read or used; the message names the place and the remedy.
-    """
-    if not config.train:
-        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
-    named = read_named(config.train, config, "train")
-    listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
-    where = config.labels_file or "data.labels"
-    names = listed or sorted_names(set(named.labels))
-    why = f"{where} lacks it; add it there, or correct the text's label"
-    train, note = _known(named, names, "train", why)
-    notes = [note, *_advice(named, config, listed)]
-    present = set(train.labels)
-    if absent := [name for number, name in enumerate(names) if number not in present]:
-        raise DataError(
-            f"{where}: no training text has the label {shown(absent)}, so that class would never "
-            f"be learned; add texts or remove the name"
-        )
-    if len(names) < 2:
-        raise DataError(
-            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
-            f"classes: add texts of another, or check the column (--label-column)"
-        )
-    if config.dev:
-        why = "no training text has it; add some, or correct the label"
-        dev, note = read_known(config.dev, config, names, "dev", why)
-        notes.append(note)
+def _key(place: str, record: dict[str, Any], what: str, given: str) -> str:
+    """Finds the column that was named, else the one with a usual name."""
+    usual = [name for name in record if name.strip().casefold() in USUAL[what]]
+    found = [name for name in record if name == given] if given else usual
+    if len(found) == 1:
+        return found[0]
+    if len(found) > 1:
+        why = f"several columns could hold the {what}"
     else:
-        keep, out = stratified_split(train.labels, config.dev_fraction, seed)
-        notes.extend(
-            f"class {names[label]!r} has a single text: it is trained on and not evaluated"
-            for label, count in sorted(Counter(train.labels).items())
-            if count == 1
-        )
-        train, dev = _take(train, keep), _take(train, out)
-    notes.extend(_odd(names, train, dev, split=not config.dev))
-    sha256 = _content_sha256(names, train, dev)
-    return LabelledData(names, train, dev, sha256, tuple(note for note in notes if note))
+        why = f"no column {given!r}" if given else f"no column that usually holds the {what}"
+    listed = _shown(list(record)) or "none"
+    raise DataError(f"{place}: {why} (columns here: {listed}); give its name by --{what}-column")
 
 
-def read_known(
-    inputs: tuple[str, ...],
-    config: LabelledConfig,
-    names: tuple[str, ...],
-    role: str,
-    why: str = "the classifier has no such class",
-) -> tuple[LabelledTexts, str]:
-    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already.
-
-    ``why`` is how the message about an unknown label goes on after the label.
-
-    Returns:
-        Texts and class numbers, and a note where texts were left out.
-    """
-    return _known(read_named(inputs, config, role), names, role, why)
+def _shown(names: Sequence[str], most: int = 20) -> str:
+    more = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
-def _known(
-    named: NamedTexts, names: tuple[str, ...], role: str, why: str
-) -> tuple[LabelledTexts, str]:
-    numbers = numbers_of(named, names, why)
-    note = f"{role}: {named.dropped} empty texts left out" if named.dropped else ""
-    return LabelledTexts(named.texts, [numbers[label] for label in named.labels]), note
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    """Sorts by value if all names are integers, else by code point."""
+    if all(map(_INTEGER.fullmatch, names)):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
 
 
-def _advice(named: NamedTexts, config: LabelledConfig, listed: Sequence[str]) -> list[str]:
-    """Notes on options that data of this kind usually want."""
-    notes = []
-    if not listed and all(map(is_integer, named.first)):
-        notes.append("the classes are numbers: --labels or --labels-file gives their names")
-    if not config.join_words and 2 * named.segmented > len(named.texts):
-        notes.append(
-            f"{named.segmented} of {len(named.texts)} train texts have blanks between Chinese "
-            f"words: --join-words removes them"
-        )
-    return notes
+def _numbered(
+    texts: list[str], labels: list[str], places: dict[str, str], names: tuple[str, ...], why: str
+) -> LabelledTexts:
+    """Maps labels, which are names or, where no name is an integer, numbers of the classes."""
+    numbers = {name: number for number, name in enumerate(names)}
+    if not any(map(_INTEGER.fullmatch, names)):
+        numbers |= {str(number): number for number in range(len(names))}
+    for label, place in places.items():
+        if label not in numbers:
+            raise DataError(f"{place}: unknown label {label!r}: {why} (allowed: {_shown(names)})")
+    return LabelledTexts(texts, [numbers[label] for label in labels])
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
@@ -480,23 +252,6 @@ def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTex
 def _take(part: LabelledTexts, places: npt.NDArray[np.int64]) -> LabelledTexts:
     chosen = places.tolist()
     return LabelledTexts([part.texts[i] for i in chosen], [part.labels[i] for i in chosen])
-
-
-def _odd(
-    names: tuple[str, ...], train: LabelledTexts, dev: LabelledTexts, *, split: bool
-) -> list[str]:
-    """Notes on labels that are allowed but may surprise."""
-    notes = []
-    seen = set(train.texts)
-    repeated = sum(text in seen for text in dev.texts)
-    if repeated:
-        notes.append(
-            f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
-            f"good"
-        )
-    if not split and (absent := sorted(set(range(len(names))) - set(dev.labels))):
-        notes.append(f"dev has no text of {shown(names[label] for label in absent)}")
-    return notes
 
 
 def stratified_split(

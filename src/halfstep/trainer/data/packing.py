@@ -16,9 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from halfstep.errors import DataError
 from halfstep.trainer.data.batches import IGNORED
-from halfstep.trainer.data.config import DROP, REFUSE
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 LMBatch = tuple[Tensor, Tensor, Tensor]
@@ -35,11 +33,9 @@ class Documents:
     """Shape (tokens,); False at the first token of every document."""
     starts: Numbers
     """Shape (documents + 1,): where each begins, and the end of the last."""
-    places: tuple[str, ...]
-    """``file:line`` of each."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.starts) - 1
 
     @property
     def lengths(self) -> Numbers:
@@ -53,8 +49,7 @@ class Documents:
         starts = self.starts[numbers] if starts is None else starts
         lengths = self.lengths[numbers] if lengths is None else lengths
         tokens = spans(starts, lengths)
-        places = tuple(self.places[number] for number in numbers)
-        return Documents(self.ids[tokens], self.learned[tokens], offsets(lengths), places)
+        return Documents(self.ids[tokens], self.learned[tokens], offsets(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +89,7 @@ class Rows:
         return self.tokens / (len(self) * int(self.lengths.max())) if len(self) else 1.0
 
 
-def fit(
-    documents: Documents, max_length: int, drop_long: str, *, text: bool
-) -> tuple[Documents, list[str]]:
+def fit(documents: Documents, max_length: int, *, text: bool) -> tuple[Documents, list[str]]:
     """Makes every document at most ``max_length`` tokens long, with something to learn.
 
     Plain text that is too long becomes several documents, each of which begins with the last token
@@ -105,26 +98,12 @@ def fit(
 
     Returns:
         (documents, what happened to the others, one sentence each).
-
-    Raises:
-        DataError: A document is too long and ``drop_long`` is ``refuse``.
     """
     numbers, starts = np.arange(len(documents)), documents.starts[:-1]
     lengths = documents.lengths
     too_long = lengths > max_length
     count, notes = int(too_long.sum()), list[str]()
-    if drop_long == REFUSE and count:
-        first = int(np.argmax(too_long))
-        raise DataError(
-            f"{documents.places[first]}: {lengths[first]} tokens, more than max_length "
-            f"{max_length} ({count} such in all, the longest has {lengths.max()}); raise "
-            f"max_length, or set drop_long to truncate or drop"
-        )
-    if drop_long == DROP and count:
-        notes.append(f"{count} documents of more than {max_length} tokens left out")
-        numbers = np.flatnonzero(~too_long)
-        starts, lengths = starts[numbers], lengths[numbers]
-    elif text and count:
+    if text and count:
         # Windows of max_length tokens that overlap by one.
         windows = np.maximum(-(-(lengths - 1) // (max_length - 1)), 1)
         notes.append(

@@ -8,7 +8,6 @@ dates, and name no line in errors (``docs/decisions/0015-reading-records.md``).
 from __future__ import annotations
 
 import csv
-import glob
 import hashlib
 import json
 import os
@@ -17,15 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.token_file import HASH, Progress, cache_root, no_progress
 
 Kind: TypeAlias = Literal["text", "jsonl"]
 
-KINDS: dict[str, Kind] = {".jsonl": "jsonl"}
-"""Kinds by suffix; the others are text."""
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py")
 CHUNK_BYTES = 1 << 20
 """Size of one read from disk: large enough to hide the call's cost, small in memory."""
@@ -44,7 +41,7 @@ class Source:
 
 
 def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
-    """Lists the files that paths, globs and folders stand for, in the order given.
+    """Lists the files that paths and folders stand for, in the order given.
 
     ``~`` is the home folder, and ``field`` what messages call the paths, such as ``data.train``.
     The sources are not empty.
@@ -52,7 +49,17 @@ def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
     Raises:
         DataError: Something is missing, unreadable or empty.
     """
-    return tuple(source for path in paths for source in _expand(path, field))
+    found: list[Source] = []
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            found += _folder(path, field)
+            continue
+        source = inspect_file(path)
+        if source.size == 0:
+            raise DataError(f"{path}: the file is empty; remove it from {field} or fill it")
+        found.append(source)
+    return tuple(found)
 
 
 def inspect_file(path: Path) -> Source:
@@ -60,14 +67,12 @@ def inspect_file(path: Path) -> Source:
     try:
         status = path.stat()
     except FileNotFoundError:
-        if path.is_symlink():
-            raise DataError(f"{path}: dangling symbolic link; check the path") from None
         raise DataError(f"{path}: no such file or folder; check the path") from None
     except OSError as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path}: not a regular file; give a file, a folder or a glob")
-    kind = KINDS.get(path.suffix.lower(), "text")
+        raise DataError(f"{path}: not a regular file; give a file or a folder")
+    kind: Kind = "jsonl" if path.suffix.lower() == ".jsonl" else "text"
     return Source(path, kind, status.st_size, status.st_mtime_ns)
 
 
@@ -128,23 +133,6 @@ def changed(source: Source) -> DataError:
     )
 
 
-def _expand(given: str, field: str) -> list[Source]:
-    path = Path(given).expanduser()
-    if os.path.isdir(path):
-        return _folder(path, field)
-    # A name that exists is that file, even when it looks like a pattern ("draft[1].txt").
-    if not os.path.lexists(path) and glob.has_magic(given):
-        matches = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        sources = [inspect_file(match) for match in matches if not os.path.isdir(match)]
-        if not sources:
-            raise DataError(f"{path}: this pattern of {field} matches no file; check it")
-        return _not_all_empty(path, sources)
-    source = inspect_file(path)
-    if source.size == 0:
-        raise DataError(f"{path}: the file is empty; remove it from {field} or fill it")
-    return [source]
-
-
 def _folder(folder: Path, field: str) -> list[Source]:
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)
@@ -154,32 +142,22 @@ def _folder(folder: Path, field: str) -> list[Source]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(parent, name) for name in files if not name.startswith(".")]
         found.extend(path for path in paths if path.suffix.lower() in FOLDER_SUFFIXES)
-    if not found:
-        raise DataError(
-            f"{folder}: this folder of {field} holds no {', '.join(FOLDER_SUFFIXES)} file at any "
-            f"depth (names with a leading dot are skipped); name files with other endings directly"
-        )
     ordered = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-    return _not_all_empty(folder, [inspect_file(path) for path in ordered])
-
-
-def _not_all_empty(given: Path, sources: list[Source]) -> list[Source]:
-    kept = [source for source in sources if source.size > 0]
+    kept = [source for source in map(inspect_file, ordered) if source.size > 0]
     if not kept:
-        raise DataError(f"{given}: all {len(sources)} files found here are empty; fill one")
+        raise DataError(
+            f"{folder}: this folder of {field} holds no {', '.join(FOLDER_SUFFIXES)} file with "
+            f"text at any depth (names with a leading dot are skipped); name files with other "
+            f"endings directly"
+        )
     return kept
 
 
-Record: TypeAlias = list[Any] | dict[str, Any]
 Rows: TypeAlias = Iterator[tuple[str, Any]]
 """Pairs (place for messages, record); a place is ``file:line`` or ``dataset: row N``."""
 Lines: TypeAlias = Iterable[tuple[int, str]]
 """Pairs (line number from 1, line with its line end)."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_RECORD_BYTES = 64 << 20
-"""Longest line allowed, to limit memory, as JSON cannot be parsed in pieces."""
-MAX_LIST_BYTES = 1 << 30
-"""Largest ``.json`` file allowed, to limit memory, as it is parsed from one string."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 HUB_PREFIX = "datasets:"
 MIN_VERSION = 4
@@ -190,49 +168,32 @@ USUAL_SPLITS = {
     "test": ("test",),
 }
 """Names of the split for each role, in order of preference, when the user gives none."""
-LOCAL_MARKS = (".", "/", "~")
 
 
-class Records(NamedTuple):
-    """The records of one input, read as they are asked for."""
-
-    name: str
-    """The input, for messages."""
-    rows: Rows
-    header: tuple[str, ...] | None = None
-    """Names of the columns of a table; None where there are none or objects name their own."""
-
-
-def open_records(given: str, role: str) -> Records:
+def open_records(given: str, role: str) -> Rows:
     """Opens a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a named dataset.
 
-    A name is ``datasets:NAME[/CONFIG][@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) selects
-    its default split. The first line of a table names the columns.
+    A name is ``datasets:NAME[@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) selects its
+    default split. The first line of a table names the columns. Records are objects by column; of
+    JSON files they may be any value.
 
     Raises:
-        ConfigError: If ``datasets`` is needed and missing, or a name is malformed.
+        ConfigError: If ``datasets`` is needed and missing.
         DataError: If the input is missing, empty, or of another kind; later, during iteration, if
             a record cannot be read. The message names the place.
     """
     path = Path(given).expanduser()
     suffix = path.suffix.lower()
     if given.startswith(HUB_PREFIX):
-        return Records(given, read_dataset(given, role))
+        return read_dataset(given.removeprefix(HUB_PREFIX), role)
     if suffix not in READERS:
         found = suffix or "names without suffix"
         hint = "; a folder is datasets:FOLDER" if path.is_dir() else ""
-        suffixes = ", ".join(READERS)
         raise DataError(
-            f"{given}: records are read from {suffixes} files and datasets:NAME, not from "
+            f"{path}: records are read from {', '.join(READERS)} files and datasets:NAME, not from "
             f"{found}{hint}; convert or rename it"
         )
-    rows = READERS[suffix](path)
-    if suffix not in TABLE_SUFFIXES:
-        return Records(str(path), rows)
-    _, names = next(rows, ("", None))
-    if names is None:
-        raise DataError(f"{path}: only blank lines; the first line must name the columns")
-    return Records(str(path), rows, tuple(names))
+    return READERS[suffix](path)
 
 
 def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str]]:
@@ -241,8 +202,7 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     ``start`` and ``stop`` are bytes at which a line begins or ends; None is the end of the file.
 
     Raises:
-        DataError: The file is missing, empty or unreadable; a line is not UTF-8 or longer than
-            ``MAX_RECORD_BYTES``.
+        DataError: The file is missing, empty or unreadable, or a line is not UTF-8.
     """
     source = inspect_file(path)
     if source.size == 0:
@@ -251,11 +211,8 @@ def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            while line := file.readline(MAX_RECORD_BYTES + 1):
+            while line := file.readline():
                 number += 1
-                if len(line) > MAX_RECORD_BYTES:
-                    why = f"longer than {MAX_RECORD_BYTES} bytes; split the record"
-                    raise DataError(f"{path}:{number}: {why}")
                 start += len(line)
                 content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 yield number, _decode(content, f"{path}:{number}")
@@ -275,33 +232,11 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
             try:
                 value = json.loads(line.rstrip("\r\n"))
             except (ValueError, RecursionError) as error:
-                raise not_json(error, name, number) from None
+                raise _not_json(error, name, number) from None
             if not isinstance(value, dict):
                 kind = f"a JSON {type(value).__name__}, not an object"
                 raise DataError(f'{place}: {kind}; write {{"text": ...}} on every line')
             yield place, value
-
-
-def read_json_rows(path: Path) -> Rows:
-    """Reads items of a JSON list, of the list ``data`` of an object, or objects line by line."""
-    size = inspect_file(path).size
-    if size > MAX_LIST_BYTES:
-        why = f"{size} bytes are too many for one JSON value"
-        raise DataError(f"{path}: {why}; write one object a line into a .jsonl file")
-    text = "".join(line for _, line in read_lines(path))
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if not text.lstrip().startswith("{") or getattr(error, "msg", "") != "Extra data":
-            raise not_json(error, path, 1) from None
-        yield from parse_objects(read_lines(path), path)
-        return
-    if isinstance(found, dict):
-        found = found["data"] if isinstance(found.get("data"), list) else [found]
-    if not isinstance(found, list):
-        raise DataError(f"{path}: must hold a JSON list of objects, or one object a line")
-    for number, item in enumerate(found, 1):
-        yield f"{path}: item {number}", item
 
 
 def is_text(string: str) -> bool:
@@ -313,6 +248,23 @@ def is_text(string: str) -> bool:
     return True
 
 
+def _json_list(path: Path) -> Rows:
+    text = "".join(line for _, line in read_lines(path))
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith("{") or getattr(error, "msg", "") != "Extra data":
+            raise _not_json(error, path, 1) from None
+        yield from parse_objects(read_lines(path), path)
+        return
+    if isinstance(found, dict):
+        found = [found]
+    if not isinstance(found, list):
+        raise DataError(f"{path}: must hold a JSON list of objects, or one object a line")
+    for number, item in enumerate(found, 1):
+        yield f"{path}: item {number}", item
+
+
 def _table(path: Path, separator: str) -> Rows:
     """Yields rows with the place where they begin; blank lines are left out.
 
@@ -321,7 +273,7 @@ def _table(path: Path, separator: str) -> Rows:
     lines = (line for _, line in read_lines(path))
     # Without strict, a quote that is never closed would swallow the rest of the file.
     reader = csv.reader(lines, delimiter=separator, strict=True)
-    width = None
+    names: list[str] = []
     while True:
         place = f"{path}:{reader.line_num + 1}"
         try:
@@ -332,19 +284,21 @@ def _table(path: Path, separator: str) -> Rows:
                 f'close every quote, write quotes within a quoted field twice (""), or use .jsonl'
             ) from None
         if row is None:
-            return
-        if not row:
-            continue
-        width = width or len(row)
-        if len(row) != width:
+            break
+        if row and not names:
+            names = row
+        elif row and len(row) != len(names):
             raise DataError(
-                f"{place}: {len(row)} fields where the first line has {width}; put quotes around a "
-                f"field that holds the separator or a line end"
+                f"{place}: {len(row)} fields where the first line has {len(names)}; put quotes "
+                f"around a field that holds the separator or a line end"
             )
-        yield place, row
+        elif row:
+            yield place, dict(zip(names, row, strict=True))
+    if not names:
+        raise DataError(f"{path}: only blank lines; the first line must name the columns")
 
 
-def not_json(error: Exception, name: Path | str, number: int) -> DataError:
+def _not_json(error: Exception, name: Path | str, number: int) -> DataError:
     """Makes the error for text from a line on that is not JSON, for the caller to raise."""
     why = f"not usable JSON: {error}"  # such as a number of 5,000 digits, or [[[[[...
     if isinstance(error, json.JSONDecodeError):
@@ -363,172 +317,84 @@ def _decode(raw: bytes, place: str) -> str:
         ) from None
 
 
-# ``datasets:NAME[/CONFIG][@SPLIT]``: a dataset of the Hugging Face Hub, or one in a local folder.
-# No code of a dataset is ever run: ``datasets`` has had no loading scripts since version 4, and
-# older versions are refused. Parquet, Arrow, CSV and JSON hold data only.
-
-
-def read_dataset(given: str, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_dataset(given: str, role: str) -> Rows:
     """Yields (place, columns) of a dataset's rows; class numbers become class names.
 
-    Args:
-        given: A ``.parquet`` file, or ``datasets:`` and then ``owner/name``, ``owner/name/config``,
-            ``name`` or a folder (saved by ``save_to_disk``, or holding data files); then perhaps
-            ``@split``, of datasets that are not saved by ``save_to_disk`` also ``@split[:1000]``.
-        role: ``train``, ``dev`` or ``test``.
+    No code of a dataset is ever run: ``datasets`` has had no loading scripts since version 4, and
+    older versions are refused. ``given`` is a ``.parquet`` file, a folder (saved by
+    ``save_to_disk``, or holding data files) or a name on the hub; then perhaps ``@split``. ``role``
+    is as for :func:`open_records`.
 
     Raises:
-        ConfigError: ``datasets`` is not installed or too old, or the name is malformed.
-        DataError: There is no such dataset, config or split, or it cannot be had offline.
+        ConfigError: ``datasets`` is not installed or too old.
+        DataError: There is no such dataset or split, or it cannot be had offline.
     """
-    library = _library(given)
-    name, split = _parse(given)
-    path = Path(name).expanduser()
-    if not path.exists() and name.startswith(LOCAL_MARKS):
-        raise DataError(f"{name}: no such file or folder; check the path")
     try:
-        found = _load(library, name, split)
-        if isinstance(found, dict):
-            chosen = next((found[usual] for usual in USUAL_SPLITS[role] if usual in found), None)
-            if chosen is None:
-                raise _no_split(given, split, found)
-            found = chosen
-        if not isinstance(found, library.Dataset):
-            raise DataError(f"{given}: a {type(found).__name__}, not a table; choose a split")
-    except (ConfigError, DataError):
-        raise
-    except Exception as error:  # datasets raises many kinds for network and file errors
-        raise _cannot_load(library, given, path.exists(), error) from None
-    return _rows(library, found, given)
-
-
-def _library(given: str) -> Any:
-    try:
-        import datasets
+        import datasets  # optional, and slow to import
     except ImportError:
         raise ConfigError(
             f"{given} needs the datasets library; pip install 'halfstep[hf]', or give a .jsonl, "
             f".json, .csv or .tsv file"
         ) from None
-    version = str(datasets.__version__)
-    if int(version.split(".")[0]) < MIN_VERSION:
+    if int(datasets.__version__.split(".")[0]) < MIN_VERSION:
         raise ConfigError(
-            f"datasets {version} can run code of a dataset's own; pip install "
+            f"datasets {datasets.__version__} can run code of a dataset's own; pip install "
             f"'datasets>={MIN_VERSION}'"
         )
-    return datasets
+    name, _, split = (given, "", "") if os.path.exists(given) else given.partition("@")
+    try:
+        found = _load(datasets, Path(name).expanduser(), name)
+    except Exception as error:  # datasets raises many kinds for network and file errors
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{given}: cannot be loaded: {why[:300]}; check the name. Without a network, run "
+            f"datasets.load_dataset(...).save_to_disk('FOLDER') elsewhere, copy the folder here "
+            f"and give {HUB_PREFIX}FOLDER"
+        ) from None
+    if isinstance(found, dict):
+        usual = (split,) if split else USUAL_SPLITS[role] if len(found) > 1 else tuple(found)
+        table = next((found[each] for each in usual if each in found), None)
+        if table is None:
+            raise DataError(f"{given}: write one of @{', @'.join(sorted(found))} after it")
+        found = table
+    yield from _rows(found, given)
 
 
-def _parse(given: str) -> tuple[str, str]:
-    """Takes ``datasets:NAME@SPLIT`` apart; an existing path may hold an @."""
-    name, split = given.removeprefix(HUB_PREFIX), ""
-    if not Path(name).expanduser().exists() and "@" in name:
-        name, _, split = name.rpartition("@")
-        if not split.strip():
-            raise ConfigError(f"{given}: no split after @; write @train, or leave the @ out")
-    parts = name.split("/")
-    local = name.startswith(LOCAL_MARKS) or Path(name).exists() or name.endswith(".parquet")
-    if not name.strip() or not (local or (len(parts) <= 3 and all(map(str.strip, parts)))):
-        raise ConfigError(
-            f"{given}: give {HUB_PREFIX}OWNER/NAME[/CONFIG][@SPLIT], or {HUB_PREFIX}./FOLDER"
-        )
-    return name, split
+def _load(datasets: Any, path: Path, name: str) -> Any:
+    """Loads a table, or tables by split."""
+    cache = str(cache_root("") / "datasets")
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files=str(path), cache_dir=cache)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        return datasets.load_from_disk(str(path))
+    if path.is_dir():
+        return datasets.load_dataset(str(path), cache_dir=cache)
+    # In the library's own cache, a dataset that was downloaded before is found without a network.
+    return datasets.load_dataset(name)
 
 
-def _load(library: Any, name: str, split: str) -> Any:
-    """Loads all splits of a saved or undivided dataset, else only what is asked for."""
-    local = Path(name).expanduser()
-    wanted = {"split": split} if split else {}
-    if not local.exists() and not name.endswith(".parquet"):
-        # The library's own cache: what was downloaded before is found there without a network.
-        owner, _, rest = name.partition("/")
-        title, _, config = rest.partition("/")
-        named = {"name": config} if config else {}
-        return library.load_dataset(f"{owner}/{title}" if title else owner, **named, **wanted)
-    cache = {"cache_dir": str(cache_root("") / "datasets")}
-    if not local.is_dir():
-        if local.suffix.lower() != ".parquet":
-            raise DataError(f"{local}: give a file that is not .parquet without {HUB_PREFIX}")
-        return library.load_dataset(
-            "parquet", data_files={"train": str(local)}, split=split or "train", **cache
-        )
-    if not ((local / "dataset_dict.json").exists() or (local / "state.json").exists()):
-        return library.load_dataset(str(local), **wanted, **cache)
-    for state in (local / "state.json", *local.glob("*/state.json")):
-        _check_contained(state)
-    saved = library.load_from_disk(str(local))
-    if split and not isinstance(saved, dict):
-        raise DataError(f"{local}: a dataset without splits; leave @{split} out")
-    if split and split not in saved:
-        raise _no_split(str(local), split, saved)
-    return saved[split] if split else saved
-
-
-def _check_contained(state: Path) -> None:
-    """Refuses a saved dataset whose list of files leads out of its folder."""
-    files = json.loads(state.read_text("utf-8")).get("_data_files") if state.exists() else ()
-    for file in files or ():
-        name = str(file["filename"])
-        if name in ("", ".", "..") or Path(name).name != name:
-            raise DataError(f"{state}: the data file {name!r} lies outside the folder; refused")
-
-
-def _no_split(given: str, split: str, found: Any) -> DataError:
-    what = f"no split {split!r}" if split else "no split of a usual name"
-    return DataError(f"{given}: {what}; write one of @{', @'.join(sorted(found))} after the name")
-
-
-def _rows(library: Any, table: Any, given: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(table: Any, given: str) -> Rows:
     # Images, audio and the like would be decoded only to be ignored.
     plain = {k: f for k, f in table.features.items() if not hasattr(f, "decode_example")}
-    names = {k: f.names for k, f in plain.items() if isinstance(f, library.ClassLabel)}
+    names = {k: f.names for k, f in plain.items() if type(f).__name__ == "ClassLabel"}
     # Iterating row by row would take a hundred times as long.
     batches = table.with_format(None).select_columns(list(plain)).iter(batch_size=1000)
-    rows = (
-        dict(zip(b, row, strict=True)) for b in batches for row in zip(*b.values(), strict=True)
-    )
-    for number in count(1):
-        place = f"{given}: row {number}"
-        try:
-            row = next(rows, None)
-        except Exception as error:  # a damaged Arrow file
-            raise DataError(f"{place}: cannot be read: {error}") from None
-        if row is None:
-            return
-        for column, known in names.items():
-            value = row[column]
-            if value is not None and value >= len(known):
-                raise DataError(
-                    f"{place}: class {value} in {column!r}, which names {len(known)} classes; mend "
-                    f"the dataset"
-                )
-            # datasets marks rows without a label by None or -1
-            row[column] = None if value is None or value < 0 else known[value]
-        yield place, row
-
-
-def _cannot_load(library: Any, given: str, local: bool, error: Exception) -> DataError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    why = f"{given}: cannot be loaded: {lines[0][:300]}"
-    if local:
-        return DataError(f"{why}; check the folder (save_to_disk, or .parquet files) and the split")
-    save = (
-        f"on a machine with a network, run datasets.load_dataset(...).save_to_disk('FOLDER'), copy "
-        f"the folder here and give {HUB_PREFIX}./FOLDER"
-    )
-    if library.config.HF_HUB_OFFLINE:
-        return DataError(
-            f"{why}; HF_HUB_OFFLINE is set and the dataset is not in the cache: {save}"
-        )
-    return DataError(f"{why}; check OWNER/NAME/CONFIG and the split. Without a network: {save}")
+    numbers = count(1)
+    for batch in batches:
+        for row in zip(*batch.values(), strict=True):
+            record = dict(zip(batch, row, strict=True))
+            for column, known in names.items():
+                number = record[column]
+                # datasets marks rows without a label by None or -1
+                record[column] = None if number is None or number < 0 else known[number]
+            yield f"{given}: row {next(numbers)}", record
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": lambda path: _table(path, ","),
     ".tsv": lambda path: _table(path, "\t"),
     ".jsonl": lambda path: parse_objects(read_lines(path), path),
-    ".ndjson": lambda path: parse_objects(read_lines(path), path),
-    ".json": lambda path: read_json_rows(path),
+    ".json": _json_list,
     ".parquet": lambda path: read_dataset(str(inspect_file(path).path), "train"),
 }
 """Suffix of a file to its reader; to support another format, add a line here."""

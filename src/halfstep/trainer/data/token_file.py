@@ -1,8 +1,8 @@
 """Token files: raw little-endian integers on disk, kept in a cache, of which windows are read.
 
-A cached folder is there whole and verified, or not at all: it is built beside its final place,
-synced and renamed in one step, and checked before each use. A killed process leaves only a
-temporary folder, which nobody reads and which is removed when it is a day old.
+A cached folder is there whole, or not at all: it is built beside its final place,
+synced and renamed in one step. A killed process leaves only a
+temporary folder, ``.tmp-*``, which nobody reads.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import time
-import uuid
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -32,8 +29,6 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 HASH = "hash"
 """Reading the input files to find their content hash; every call does this."""
-CHECK = "check"
-"""Verifying token files: the cached ones by their SHA-256, ``.bin`` files id by id."""
 TRAIN_TOKENIZER = "train tokenizer"
 """Feeding the corpus to the BPE trainer; the merges that follow the last byte report nothing."""
 ENCODE = "encode"
@@ -44,11 +39,6 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Reports nothing; the default."""
 
 
-TEMPORARY_PREFIX = ".tmp-"
-STALE_SECONDS = 24 * 60 * 60
-"""Age at which a temporary folder counts as abandoned: no file in it was written for a day."""
-ATTEMPTS = 4
-"""Attempts to load a result; the second succeeds unless other processes interfere."""
 T = TypeVar("T")
 
 
@@ -77,70 +67,49 @@ def fetch(
         DataError: The cache cannot be written, for instance because the disk is full.
     """
     final = root / name
-    for _ in range(ATTEMPTS):
-        found = load(final)
-        if found is not None:
-            return found
-        temporary = root / f"{TEMPORARY_PREFIX}{name[:16]}-{uuid.uuid4().hex}"
-        new = temporary / "new"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            remove_stale(root)
-            new.mkdir(parents=True)
-            # Out of the way by a rename, so that nobody meets half of a damaged result.
-            with suppress(FileNotFoundError):
-                os.rename(final, temporary / "damaged")
+    found = load(final)
+    if found is not None:
+        return found
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".tmp-{name[:16]}-", dir=root) as temporary:
+            new = Path(temporary) / "new"
+            new.mkdir()
             build(new)
             sync_folder(new)
-            _publish(new, final)
-        except OSError as error:
-            raise cannot_write(Path(error.filename or final), error) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    raise DataError(
-        f"{final}: damaged again each time it was written ({ATTEMPTS} times); check the disk, or "
-        f"set data.cache_dir or HALFSTEP_CACHE to another one"
-    )
-
-
-def _publish(new: Path, final: Path) -> None:
-    """Renames a finished folder to its final name, unless another process was first."""
-    try:
-        os.rename(new, final)
+            try:
+                os.rename(new, final)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                if load(final) is None:  # damaged; otherwise another process was first
+                    os.rename(final, Path(temporary) / "damaged")
+                    os.rename(new, final)
+            sync(root)
     except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise
-    else:
-        sync(final.parent)
+        raise cannot_write(Path(error.filename or final), error) from None
+    found = load(final)
+    if found is None:
+        raise DataError(
+            f"{final}: damaged as soon as it was written; check the disk, or set data.cache_dir or "
+            f"HALFSTEP_CACHE to another one"
+        )
+    return found
 
 
-def cannot_write(path: Path, error: OSError, hint: str = "") -> DataError:
+def cannot_write(path: Path, error: OSError) -> DataError:
     """Makes the error for a failed write; an exceeded quota counts as a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        why = f"no space left{hint}; free some"
+        why = "no space left; free some"
     else:
-        why = f"cannot be written: {error.strerror or error}{hint}; check the rights"
+        why = f"cannot be written: {error.strerror or error}; check the rights"
     return DataError(f"{path}: {why}, or set data.cache_dir or HALFSTEP_CACHE to another disk")
-
-
-def remove_stale(root: Path) -> None:
-    """Removes temporary folders that nobody wrote to for ``STALE_SECONDS``."""
-    now = time.time()
-    for folder in root.glob(f"{TEMPORARY_PREFIX}*"):
-        try:
-            newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-        except OSError:  # another process is removing or renaming it
-            continue
-        if now - newest > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 TokenType: TypeAlias = Literal["uint16", "uint32"]
 Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
-READ_BYTES = 4 << 20
-"""One read when a whole file is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,20 +176,10 @@ class Encoded:
     ids: Ids
     text_bytes: int
     """UTF-8 bytes that ``ids`` stand for."""
-    source_bytes: int
-    """Bytes of input used up so far, in all."""
 
 
-def write_tokens(
-    folder: Path, stream: Iterable[Encoded], *, vocab_size: int, source_bytes: int
-) -> int:
-    """Writes the tokens and the facts about them that ``load_tokens`` verifies.
-
-    Args:
-        folder: An empty folder that exists.
-        stream: The ids, in order, each below ``vocab_size``.
-        vocab_size: Of the tokenizer.
-        source_bytes: Bytes of input that the whole stream uses up, to foresee the final size.
+def write_tokens(folder: Path, stream: Iterable[Encoded], *, vocab_size: int) -> int:
+    """Writes the tokens, each below ``vocab_size``, and the facts about them into an empty folder.
 
     Returns:
         How many tokens there are.
@@ -229,19 +188,14 @@ def write_tokens(
     # the smallest type that holds every id
     dtype: TokenType = "uint16" if vocab_size <= 1 << 16 else "uint32"
     digest = hashlib.sha256()
-    count = text_bytes = done = 0
-    try:
-        with open(path, "wb") as file:
-            for part in stream:
-                raw = part.ids.astype(_stored(dtype)).tobytes()
-                done = part.source_bytes
-                count += len(part.ids)
-                file.write(raw)
-                digest.update(raw)
-                text_bytes += part.text_bytes
-    except OSError as error:
-        foreseen = count * _stored(dtype).itemsize * source_bytes // max(done, 1)
-        raise cannot_write(path, error, f" (about {foreseen} bytes are needed)") from None
+    count = text_bytes = 0
+    with open(path, "wb") as file:
+        for part in stream:
+            raw = part.ids.astype(_stored(dtype)).tobytes()
+            file.write(raw)
+            digest.update(raw)
+            count += len(part.ids)
+            text_bytes += part.text_bytes
     facts = {
         "dtype": dtype,
         "count": count,
@@ -249,35 +203,19 @@ def write_tokens(
         "vocab_size": vocab_size,
         "sha256": digest.hexdigest(),
     }
-    sealed = json.dumps({"facts": facts, "seal": _seal(facts)}, indent=2)
-    (folder / FACTS_FILE).write_text(sealed + "\n", encoding="utf-8")
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return count
 
 
-def load_tokens(folder: Path, progress: Progress = no_progress) -> TokenFile | None:
-    """Opens what ``write_tokens`` wrote; None if it is absent, cut short or altered in any byte."""
+def load_tokens(folder: Path) -> TokenFile | None:
+    """Opens what ``write_tokens`` wrote; None if it is absent or cut short."""
     try:
-        sealed = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-        if sealed["seal"] != _seal(sealed["facts"]):
-            return None
-        found = TokenFile(path=folder / TOKENS_FILE, **sealed["facts"])
-        size = found.count * _stored(found.dtype).itemsize
-        if found.path.stat().st_size != size:
-            return None
-        digest = hashlib.sha256()
-        done = 0
-        with open(found.path, "rb") as file:
-            while chunk := file.read(READ_BYTES):
-                digest.update(chunk)
-                done += len(chunk)
-                progress(CHECK, done, size)
-    except (OSError, ValueError, TypeError, KeyError):
+        facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+        found = TokenFile(path=folder / TOKENS_FILE, **facts)
+        size = found.path.stat().st_size
+    except (OSError, ValueError, TypeError):
         return None
-    return found if digest.hexdigest() == found.sha256 else None
-
-
-def _seal(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return found if size == found.count * _stored(found.dtype).itemsize else None
 
 
 def _stored(dtype: TokenType) -> np.dtype[Any]:

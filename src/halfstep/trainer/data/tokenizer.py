@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,6 @@ from tokenizers import AddedToken, Tokenizer as Engine, decoders, models, pre_to
 from halfstep.errors import ConfigError, DataError
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
-T = TypeVar("T")
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -86,17 +84,13 @@ class Tokenizer:
         return Tokenizer, (self._engine, self._end_of_text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns texts into ids on all cores, without adding any special id.
-
-        Raises:
-            DataError: A text holds half a surrogate pair, which UTF-8 cannot hold.
-        """
+        """Turns texts into ids on all cores, without adding any special id."""
         try:
             encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
-            for text in texts:
-                _utf8(text)  # says which character the library could not take
-            raise
+            raise DataError(
+                "the text holds half a surrogate pair, which UTF-8 cannot hold; remove it"
+            ) from None
         return [encoding.ids for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
@@ -140,21 +134,11 @@ class ByteTokenizer(Tokenizer):
 
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
         """Turns texts into arrays of their UTF-8 bytes."""
-        return [np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.uint32) for text in texts]
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turns bytes into text; what is not UTF-8 becomes U+FFFD.
-
-        Raises:
-            DataError: An id is not a byte.
-        """
-        try:
-            return bytes(ids).decode("utf-8", errors="replace")
-        except ValueError:
-            bad = next(index for index in ids if not 0 <= index < self.vocab_size)
-            raise DataError(
-                f"id {bad} is not a byte; the byte tokenizer has ids 0 to 255"
-            ) from None
+        """Turns bytes into text; what is not UTF-8 becomes U+FFFD."""
+        return bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
         """Writes a tokenizer that gives other programs the same ids, marked as halfstep's own."""
@@ -179,16 +163,6 @@ def byte_letters() -> list[str]:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (letter for letter in letters if ord(letter) > 255)
     return [chr(byte) if chr(byte) in letters else next(others) for byte in range(256)]
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
-            f"{error.start}, which UTF-8 cannot hold; remove it"
-        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -229,56 +203,35 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     the first of ``KNOWN_END_OF_TEXT`` in the vocabulary, else there is none. A tokenizer written by
     ``Tokenizer.save`` is loaded with the same fingerprint.
 
-    Args:
-        path: The file or the folder; ``~`` is the home folder.
-
     Raises:
         DataError: If the path does not exist, or holds no usable tokenizer.
     """
     path = Path(path).expanduser()
-    folder = path if os.path.isdir(path) else path.parent
-    if not os.path.exists(path):
-        raise DataError(f"tokenizer {path}: no such file or folder; {ACCEPTED}")
-    config = _config(folder / CONFIG_FILE)
-    if config.get(BYTES_MARK) == BYTES:
-        return ByteTokenizer()
-    engine = _engine(path)
-    named = config.get("eos_token")
-    if isinstance(named, dict):  # the older way: an AddedToken written out
-        named = named.get("content")
-    candidates = (named,) if isinstance(named, str) else KNOWN_END_OF_TEXT
-    end_of_text = next((name for name in candidates if engine.token_to_id(name) is not None), None)
+    folder = path if path.is_dir() else path.parent
     try:
-        return Tokenizer(engine, end_of_text)
+        file = folder / CONFIG_FILE
+        config = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        if config.get(BYTES_MARK) == BYTES:
+            return ByteTokenizer()
+        engine = _engine(path)
+        named = config.get("eos_token")
+        if isinstance(named, dict):  # the older way: an AddedToken written out
+            named = named.get("content")
+        candidates = (named,) if isinstance(named, str) else KNOWN_END_OF_TEXT
+        ends = (name for name in candidates if engine.token_to_id(name) is not None)
+        return Tokenizer(engine, next(ends, None))
     except DataError as error:
         raise DataError(f"tokenizer {path}: {error}") from None
-
-
-def _engine(path: Path) -> Engine:
-    if os.path.isfile(path):
-        return _loaded(path, lambda: Engine.from_str(path.read_text(encoding="utf-8")))
-    if os.path.isfile(path / TOKENIZER_FILE):
-        return _engine(path / TOKENIZER_FILE)
-    vocab, merges = path / VOCAB_FILE, path / MERGES_FILE
-    if os.path.isfile(vocab) and os.path.isfile(merges):
-        return _loaded(path, lambda: byte_level(models.BPE.from_file(str(vocab), str(merges))))
-    raise DataError(f"tokenizer {path}: no tokenizer in this folder; {ACCEPTED}")
-
-
-def _loaded(path: Path, load: Callable[[], T]) -> T:
-    try:
-        return load()
-    except OSError as error:
-        raise DataError(f"tokenizer {path}: cannot be read: {error.strerror or error}") from None
+    except FileNotFoundError:
+        raise DataError(f"tokenizer {path}: there is none; {ACCEPTED}") from None
     # The library raises bare Exception for whatever is wrong with a file.
     except Exception as error:
         raise DataError(f"tokenizer {path}: not a usable tokenizer ({error}); {ACCEPTED}") from None
 
 
-def _config(path: Path) -> dict[str, object]:
-    if not os.path.exists(path):
-        return {}
-    config = _loaded(path, lambda: json.loads(path.read_text(encoding="utf-8")))
-    if not isinstance(config, dict):
-        raise DataError(f"tokenizer {path}: must hold a JSON object, got {type(config).__name__}")
-    return config
+def _engine(path: Path) -> Engine:
+    vocab, merges = path / VOCAB_FILE, path / MERGES_FILE
+    if vocab.is_file() and merges.is_file() and not (path / TOKENIZER_FILE).is_file():
+        return byte_level(models.BPE.from_file(str(vocab), str(merges)))
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    return Engine.from_str(file.read_text(encoding="utf-8"))

@@ -117,27 +117,19 @@ def linear_cross_entropy_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum ``-log softmax(x W^T)[target]`` over the counted tokens in fp32, and count them.
 
-    The matmuls run in autocast's dtype where autocast is on, else in the dtype of ``x_ND`` and
-    ``weight_VD`` (the wider one if they differ). Softmax, loss and the sum of the weight gradient
-    over chunks are fp32 (fp64 for fp64 operands). The host never waits for the device.
+    The matmuls run in autocast's dtype where autocast is on, else in the wider dtype of ``x_ND``
+    and ``weight_VD``. Softmax, loss and the sum of the weight gradient over chunks are fp32 (fp64
+    for fp64 operands). The host never waits for the device.
 
     Args:
         x_ND: Final hidden states, ``(N, D)``, floating.
         weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
-        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token adds nothing to
-            sum, count or gradients.
-        chunk_bytes: Maximal bytes of one chunk's fp32 logits, but a chunk has at least 16 rows.
-            Peak memory is up to 2.5 times that: logits, log-probabilities, 16-bit copy.
+        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token does not count.
+        chunk_bytes: Maximal bytes of one chunk's fp32 logits; peak memory is up to 2.5 times that.
         vocabulary: Which ranks hold the rows of ``weight_VD``; all of them must call this alike.
 
     Returns:
-        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar, both on
-        the device of ``x_ND`` and equal on all ranks that hold parts of the vocabulary. If every
-        target is ignored, both of them and all gradients are 0.
-
-    Raises:
-        DataError: If targets are not int64; or, on CPU, if one is out of range. There CUDA stops
-            with a device-side assertion, because checking the targets would make the host wait.
+        The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar.
 
     **Source:** with z = W x, l = logsumexp(z) - z_t and dl/dz = softmax(z) - onehot(t).
     """
@@ -219,9 +211,8 @@ def _sum_and_gradients(
     need_weight: bool,
     vocabulary: Vocabulary,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss sum and its gradients of hidden states and weight, where needed, at least fp32."""
-    # Cast once, not once per chunk; a no-op for tensors that have the dtype already.
-    xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)
+    """Compute the loss sum and its gradients of hidden states and weight, in fp32 at least."""
+    xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)  # once, not once per chunk
     counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
     xs_ND = xs_ND.masked_fill(~counted_N1, 0)  # of anything; and 0 times NaN were no 0 below
     on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
@@ -236,9 +227,7 @@ def _sum_and_gradients(
     loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
     grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
     grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
-    fp16 = dtype == torch.float16
-    scales = Fp16Scales(xs_ND, weight, vocabulary) if fp16 else NoScales()
-
+    scales = Fp16Scales(xs_ND, weight, vocabulary) if dtype == torch.float16 else NoScales()
     for start in range(0, xs_ND.shape[0], rows):
         here = slice(start, start + rows)
         x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]

@@ -88,42 +88,16 @@ def generate(
 ) -> Tensor:
     """Continue prompts by up to ``max_new_tokens`` tokens; the same seed gives the same text.
 
-    Row ``b`` draws from a generator of its own, seeded ``seed + b``: its text depends on its prompt
-    and its index in the batch but on no other row (except for the rounding of batched matmuls). The
-    global random state is neither read nor changed, and the model's training mode is restored
-    afterwards. Call it under ``torch.autocast`` to generate in 16 bits.
-
-    Args:
-        model: A model on the device of the tokens.
-        tokens_BT: Prompts of equal length, ``(B, T)`` int64 with ``T >= 1``; only the last
-            ``block_size`` tokens are seen.
-        max_new_tokens: Add at most this many tokens.
-        temperature: Divides the logits; 0 takes the most probable token every time.
-        top_k: Draw from the ``top_k`` most probable tokens only.
-        top_p: Draw from the smallest set of most probable tokens whose probabilities reach
-            ``top_p`` (after temperature and ``top_k``).
-        seed: Seed of the first row's generator.
-        stop_token: A row that drew it is padded with it; generation ends when all rows have.
-
-    Returns:
-        ``(B, T + n)`` int64 with ``n <= max_new_tokens``, on the device of the prompt.
-
-    Raises:
-        ConfigError: If an argument is out of range; the message names it.
-        DataError: If a prompt token is not in the vocabulary (CPU).
-        NonFiniteError: If the model's logits hold NaN or inf.
+    Row ``b`` draws from a generator of its own, seeded ``seed + b``. The model's training mode is
+    restored afterwards. Prompts ``(B, T)`` are of equal length; only the last ``block_size`` tokens
+    are seen. ``temperature`` 0 takes the most probable token every time. A row that drew
+    ``stop_token`` is padded with it; generation ends when all rows have. Returns ``(B, T + n)``.
     """
-    check_drawing(max_new_tokens, temperature, top_k, top_p)
-    if not 0 <= seed < 2**63 - tokens_BT.shape[0]:
-        raise ConfigError(f"seed must be in [0, 2**63 - B), got {seed}")
+    check_drawing(max_new_tokens, temperature, top_k, top_p, seed)
     # Drawn on the CPU and all at once, so that they are the same on every device.
-    uniforms_NB = torch.stack(
-        [
-            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed + b))
-            for b in range(tokens_BT.shape[0])
-        ],
-        dim=1,
-    ).to(tokens_BT.device)
+    generators = [torch.Generator().manual_seed(seed + b) for b in range(len(tokens_BT))]
+    uniforms_NB = torch.stack([torch.rand(max_new_tokens, generator=g) for g in generators], dim=1)
+    uniforms_NB = uniforms_NB.to(tokens_BT.device)
     stopped_B = torch.zeros_like(tokens_BT[:, 0], dtype=torch.bool)
 
     was_training = model.training
@@ -200,11 +174,13 @@ def sample(
 
 
 def check_drawing(
-    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> None:
     """Raise ConfigError naming the argument of :func:`generate` that is out of range, if any."""
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be in [0, 2**63), got {seed}")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"temperature must be finite and 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:

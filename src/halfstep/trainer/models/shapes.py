@@ -56,7 +56,7 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
             value = getattr(self, name)
             least = 0 if name == "vocab_size" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or value < least:
                 raise ConfigError(f"model.{name} must be an integer from {least}, got {value!r}")
         if self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
@@ -65,14 +65,9 @@ class GPTConfig:
                 f"model.n_embd must be divisible by model.n_head, got {self.n_embd} and "
                 f"{self.n_head}; take a width of {near}"
             )
-        if not _is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
+        if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")
-        if not isinstance(self.activation_checkpointing, bool):
-            raise ConfigError(
-                "model.activation_checkpointing must be true or false, "
-                f"got {self.activation_checkpointing!r}"
-            )
-        if not _is_number(self.layer_norm_eps) or not 0.0 < self.layer_norm_eps < 1.0:
+        if not 0.0 < self.layer_norm_eps < 1.0:
             raise ConfigError(
                 f"model.layer_norm_eps must be in (0, 1), got {self.layer_norm_eps!r}"
             )
@@ -98,8 +93,3 @@ def of_the_run(shape: Shape) -> dict[str, Any]:
     """Return the fields that a run may set for a model that it loads; others are the model's."""
     names = ("dropout", "activation_checkpointing")
     return {name: getattr(shape, name) for name in names if hasattr(shape, name)}
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is an int or float, but not a bool (which Python counts as an int)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -24,7 +24,7 @@ from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
-from halfstep.trainer.data.labelled import join_words, read_known, read_labelled
+from halfstep.trainer.data.labelled import read_known, read_labelled
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
@@ -253,14 +253,12 @@ class LoadedClassifier(Loaded):
         device: torch.device,
         *,
         max_length: int | None = None,
-        join_words: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model and its tokenizer.
 
         ``max_length`` is the number of tokens at which texts are cut; None leaves only the limits
-        of the model and its tokenizer. With ``join_words``, texts to predict lose the blanks
-        between Chinese words, as those of the training did.
+        of the model and its tokenizer.
 
         Raises:
             ConfigError: If the folder holds no classifier.
@@ -270,7 +268,6 @@ class LoadedClassifier(Loaded):
         self.policy = parse_policy(precision, device)
         require_support(self.policy, device)
         self.device = device
-        self._join_words = join_words
         self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
         self.labels: tuple[str, ...] = self.model.names
         if self.model.head_is_new:
@@ -290,9 +287,8 @@ class LoadedClassifier(Loaded):
     @torch.no_grad()
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
         """Return an fp64 array (number of texts, number of labels) whose rows add up to 1."""
-        as_trained = [join_words(text) for text in texts] if self._join_words else texts
         examples = encode_examples(
-            self.tokenizer.encode_batch, LabelledTexts(as_trained, [0] * len(texts))
+            self.tokenizer.encode_batch, LabelledTexts(texts, [0] * len(texts))
         )
         found = np.zeros((len(texts), len(self.labels)))
         with keeping_casts(self.device):
@@ -388,7 +384,6 @@ class TrainedClassifier(Trained):
             use.precision or (self.config.precision if self.config else "fp32"),
             choose_device(use.device),
             max_length=self.config.model.max_length if self.config else None,
-            join_words=self.config is not None and self.config.data.join_words,
             trust_remote_code=use.trust_remote_code,
         )
 
@@ -399,12 +394,10 @@ class TrainedClassifier(Trained):
             raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
         given = {"text_column": use.text_column, "label_column": use.label_column}
         changes = {key: value for key, value in given.items() if value}
-        drop = use.drop_empty or config.data.drop_empty
-        data = dataclasses.replace(config.data, drop_empty=drop, **changes)
+        data = dataclasses.replace(config.data, **changes)
         if use.data or data.dev:
             role = "test" if use.data else "dev"
-            texts, note = read_known(use.data or data.dev, data, labels, role)
-            return texts, [note] if note else []
+            return read_known(use.data or data.dev, data, labels, role), []
         whole = read_labelled(data, config.run.seed)
         report = self.path / "report.json"
         try:

@@ -40,15 +40,9 @@ def open_classifier(
     The head is the folder's own if its ``id2label`` equals ``names`` in order; otherwise it is
     drawn from ``seed``. Stored 16-bit weights are widened, which is exact.
 
-    Args:
-        source: A folder or a hub name.
-        names: Names of two or more classes, in the order of their labels; None: the folder's own.
-        dropout: All the model's dropout probabilities; None keeps its own.
-        class_weights: A weight for each class in the loss; None: 1.
-        label_smoothing: Share in [0, 1) of each target that is spread over all classes.
-        trust_remote_code: Let code that comes with the model run.
-        revision: Branch, tag or commit of a hub name.
-        seed: Seed of a new head; the caller's generators are not touched.
+    ``names`` are those of two or more classes, in the order of their labels; None: the folder's
+    own. ``dropout`` is all the model's dropout probabilities; None keeps its own. ``class_weights``
+    and ``label_smoothing`` are for the loss.
 
     Raises:
         ConfigError: If an argument, the source or the architecture cannot be used.

@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,16 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CODE = ("auto_map", "custom_pipelines", "custom_pipeline", "custom_generate")
 """Keys that name Python code to run."""
 _QUANTIZED = ("quantization_config", "compression_config")
-_KERNELS = ("use_kernels", "kernel_config", "allow_all_kernels", "fusion_config")
+_DROPPED = ("use_kernels", "kernel_config", "allow_all_kernels", "fusion_config")
 """Keys that replace layers of the model; no model that is trained here needs them."""
 _ELSEWHERE = ("hf-hub:", "hf_hub:", "local-dir:", "local_dir:")
 """Prefixes that make ``timm``, which ``transformers`` uses for some models, load another source."""
+
 _LAYERS = re.compile(r"(^|_)(n_layers?|layers|num_layers?|depth|num_hidden_groups)$")
 
 
@@ -90,7 +90,7 @@ def open_folder(
         revision: Branch, tag or commit of a hub name.
 
     Raises:
-        ConfigError: If the source is neither, brings code that is not trusted, or is quantized.
+        ConfigError: If the source cannot be had, brings code that is not trusted, or is quantized.
         CheckpointError: If a file is missing, damaged or a pickle.
     """
     folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
@@ -106,7 +106,19 @@ def open_folder(
     refuse_code(file, found, trust_remote_code)
     tensors = read_tensors(folder)
     for level in _dictionaries(found):
-        _refuse_level(file, level, len(tensors))
+        if quantized := [key for key in _QUANTIZED if level.get(key)]:
+            raise ConfigError(
+                f"{file}: quantized weights ({quantized[0]}) cannot be trained; take the model's "
+                "unquantized folder"
+            )
+        # of a huge number of layers or labels, transformers would make long lists
+        for key, value in level.items():
+            most = 4 * len(tensors) + 64 if _LAYERS.search(key) else 10**8
+            if isinstance(value, int) and value > most:
+                raise CheckpointError(
+                    f"{file}: {key} does not fit the folder's {len(tensors)} tensors: config.json "
+                    "and weights are of different models"
+                )
     auto_map = (found.get("auto_map") or {}) if trust_remote_code else {}
     config = _config(folder, found, trusted=bool(auto_map))
     own_name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)
@@ -163,56 +175,39 @@ def read_json_object(file: Path, hint: str = "") -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder by name, from ``model.safetensors`` or the index's shards.
-
-    They are copies in memory, so that replacing a file later does not change them.
+    """Read all tensors of a folder by name, from ``model.safetensors`` or its shards.
 
     Raises:
-        CheckpointError: If a file is missing, damaged or a pickle.
+        CheckpointError: If there is no such file, or one is damaged.
     """
-    placed: dict[str, str] = {}
-    if not (folder / WEIGHTS).exists():
-        placed = _placed_by_index(folder)
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(placed.values())) or [WEIGHTS]:
-        tensors |= read_safetensors(folder / name)
-    lost = sorted(set(placed) - set(tensors))
-    if lost:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
         raise CheckpointError(
-            f"{folder / placed[lost[0]]}: tensor {lost[0]!r} is missing, though {INDEX} places it "
-            "here"
+            f"{folder} has no weights in {WEIGHTS}. A pickle (pytorch_model.bin), which can run "
+            "code when it is opened, is not read: convert it where you trust it by "
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
         )
+    tensors: dict[str, Tensor] = {}
+    for file in [folder / WEIGHTS] if (folder / WEIGHTS).exists() else files:
+        tensors |= read_safetensors(file)
     return tensors
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
     """Read the tensors of one file, or raise CheckpointError."""
     try:
-        # clone, as load_file returns views of the memory-mapped file
+        # clone, as load_file returns views of the memory-mapped file, which may be replaced
         return {name: view.clone() for name, view in load_file(file).items()}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing; download or copy it again") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is damaged or not a safetensors file ({error}); download or copy it again"
+            f"{file} is missing, damaged or not a safetensors file ({error}); copy it again"
         ) from error
 
 
 def stored_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
-    """Return the dtype that holds all stored floating tensors exactly; fp32 if there are none.
-
-    Raises CheckpointError for a dtype that cannot be trained in, such as 8 bits.
-    """
-    widest: torch.dtype | None = None
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            if tensor.dtype not in _DTYPES:
-                raise CheckpointError(
-                    f"tensor {name!r} is stored as {tensor.dtype}; allowed are "
-                    f"{', '.join(map(str, _DTYPES))}"
-                )
-            widest = torch.promote_types(widest or tensor.dtype, tensor.dtype)
-    return widest or torch.float32
+    """Return the dtype that holds all stored floating tensors exactly; fp32 if there are none."""
+    kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 
 def first_line(error: Exception) -> str:
@@ -234,7 +229,7 @@ def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
     }
     for level in _dictionaries(found):
         for key in list(level):
-            if "implementation" in key or key.startswith("__") or key in {*machinery, *_KERNELS}:
+            if "implementation" in key or key.startswith("__") or key in {*machinery, *_DROPPED}:
                 del level[key]
     with quiet(), tempfile.TemporaryDirectory(prefix="halfstep-") as checked:
         try:
@@ -251,45 +246,6 @@ def _config(folder: Path, found: dict[str, Any], *, trusted: bool) -> Any:
     # Reset it even where the folder's code is trusted, as a kernel would be fetched from the hub.
     config._attn_implementation = config._experts_implementation = None
     return config
-
-
-def _refuse_level(file: Path, level: dict[str, Any], tensors: int) -> None:
-    """Refuse quantized weights, and huge sizes, of which ``transformers`` would make long lists."""
-    for key, value in level.items():
-        if key in _QUANTIZED and value is not None:
-            raise ConfigError(
-                f"{file}: quantized weights ({key}) cannot be trained; take the model's "
-                "unquantized folder"
-            )
-        most = 4 * tensors + 64 if _LAYERS.search(key) else 10**5 if key == "num_labels" else None
-        if most is not None and isinstance(value, int) and value > most:
-            shown = f"{value:,}" if value < 10**30 else "(a number of more than 30 digits)"
-            raise CheckpointError(
-                f"{file}: {key}={shown}, but the folder's weights are {tensors} tensors: "
-                "config.json and weights are of different models"
-            )
-
-
-def _placed_by_index(folder: Path) -> dict[str, str]:
-    """Read from the index which file holds each tensor, or raise an error saying what exists."""
-    index, pickles = folder / INDEX, sorted(folder.glob("pytorch_model*.bin"))
-    if not index.exists() and pickles:
-        raise CheckpointError(
-            f"{pickles[0]} is a pickle, which can run code when it is opened, and there is no "
-            f"{WEIGHTS}. If you trust its source, convert it with transformers: "
-            "AutoModel.from_pretrained(folder).save_pretrained(new_folder), or take a revision "
-            "of the model that has safetensors"
-        )
-    if not index.exists():
-        raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
-    placed = read_json_object(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise CheckpointError(f"{index} names no tensor: weight_map is missing or empty")
-    for name in placed.values():
-        # A name out of a file must not lead out of the folder: no separator, no leading dot.
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
-            raise CheckpointError(f"{index}: {name!r} is not a plain .safetensors file name")
-    return placed
 
 
 def _dictionaries(found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -253,61 +253,40 @@ def generate_ids(
     seed: int = 0,
     ends: Sequence[Sequence[int]] = (),
 ) -> list[int]:
-    """Generate ids after a prompt; the same seed gives the same ids.
+    """Generate ids after a prompt, up to the model's last position or one of ``ends``.
 
-    The model's own ``generation_config.json`` is ignored: only these arguments count. The global
-    random state is restored afterwards. Generation stops early at the end of the model's positions,
-    or after one of ``ends``, which is not returned; for the other arguments see
-    :func:`~halfstep.trainer.models.language_model.generate`.
-
-    Raises:
-        ConfigError: If an argument is out of range, or the prompt leaves no position to write at.
-        NonFiniteError: If the model's logits hold NaN or inf.
+    The same seed gives the same ids; the folder's own ``generation_config.json`` is ignored.
     """
-    check_drawing(max_new_tokens, temperature, top_k, top_p)
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed must be in [0, 2**63), got {seed}")
-    if not prompt:
-        raise ConfigError("the prompt is empty; give at least one token")
-    limit, room = lm.max_length, max_new_tokens
-    if limit is not None and len(prompt) >= limit:
+    check_drawing(max_new_tokens, temperature, top_k, top_p, seed)
+    limit = lm.max_length or len(prompt) + max_new_tokens + 1
+    if not 0 < len(prompt) < limit:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens and the model {limit} positions, which leaves "
-            "none to write at; shorten the prompt"
+            f"the prompt has {len(prompt)} tokens and the model {limit} positions; give at least "
+            "one token, and leave a position to write at"
         )
-    if limit is not None:
-        room = min(room, limit - len(prompt))
-    if not room:
+    if not max_new_tokens:
         return []
     transformers = require_library("transformers")
+    drawing = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     config = transformers.GenerationConfig(
-        max_new_tokens=room,
+        max_new_tokens=min(max_new_tokens, limit - len(prompt)),
         do_sample=temperature > 0,
         pad_token_id=0,  # unused for one row, but transformers requires it
-        use_cache=True,
-        **(
-            {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-            if temperature
-            else {}
-        ),
+        **(drawing if temperature else {}),
     )
-    core, training = lm.core, lm.training
-    device = core.get_input_embeddings().weight.device
+    core, training, device = lm.core, lm.training, lm.core.get_input_embeddings().weight.device
     ids_1T = torch.tensor([list(prompt)], device=device)
     own, core.generation_config = core.generation_config, transformers.GenerationConfig()
     lm.eval()
-    cuda = [device] if device.type == "cuda" else []
     try:
-        with quiet(), torch.random.fork_rng(devices=cuda):
+        with quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             out_1T = core.generate(
                 input_ids=ids_1T,
                 attention_mask=torch.ones_like(ids_1T),
                 generation_config=config,
-                logits_processor=transformers.LogitsProcessorList(
-                    [lambda _, logits: require_finite(logits)]
-                ),
-                stopping_criteria=transformers.StoppingCriteriaList([_Ends(len(prompt), ends)]),
+                logits_processor=[lambda _, logits: require_finite(logits)],
+                stopping_criteria=[_Ends(len(prompt), ends)],
             )
     finally:
         core.generation_config = own

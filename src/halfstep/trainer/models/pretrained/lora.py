@@ -1,7 +1,15 @@
-"""Adds LoRA adapters to a language model, or reads them from a folder, through ``peft``."""
+"""Adds LoRA adapters to a language model, or reads them from a folder, through ``peft``.
+
+Adapters are small, fp32 and beside the frozen linear layers. The base stays in its stored dtype,
+bit for bit. A merge is computed in fp32, and reports what is lost by rounding to the written dtype.
+
+**Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, section 4.1:
+``W + (alpha / r) B A``.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,11 +32,13 @@ from halfstep.trainer.models.pretrained.hub import quiet, require_library, resol
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, open_causal_lm
 from halfstep.trainer.models.pretrained.weights import all_parameters, new_folder, save_model
 
-__all__ = ["LoraLM", "MergeLoss", "add_lora", "open_adapted_lm"]
-
 ALL_LINEAR = "all-linear"
-_OTHER_WAYS = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "use_rslora")
+_PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False}
+_OTHER_WAYS = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform")
 """Settings in adapter_config.json that change an adapter's function or scale; not supported."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_NAME = "default"
+"""Name of the adapter inside ``peft``."""
 
 
 def add_lora(
@@ -41,26 +51,19 @@ def add_lora(
 ) -> LoraLM:
     """Put adapters beside a model's linear layers; the given model is changed in place.
 
-    Args:
-        lm: The model, with all its parameters in the stored dtype.
-        r: Rank of the adapters, 1 or more.
-        alpha: The update is ``alpha / r`` times the product.
-        dropout: Dropout probability before the adapters, in [0, 1).
-        targets: Last parts of the names of layers; ``("all-linear",)`` means all but the head; ()
-            means the default of ``peft`` for the architecture.
-        seed: Seed of the adapters' initial weights; the caller's generators are not touched.
+    ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
+    () the default of ``peft`` for the architecture. The caller's generators are not touched.
 
     Raises:
         ConfigError: If a target matches no layer; the message lists those that exist.
     """
     peft = require_library("peft")
-    layers = ", ".join(sorted({name.rpartition(".")[2] for name in _linears(lm.core)}))
     names = [name for name, _ in lm.core.named_modules()]
-    for target in targets:
-        if target != ALL_LINEAR and not any(f".{n}".endswith(f".{target}") for n in names):
-            raise ConfigError(
-                f"no layer has the LoRA target {target!r}. Layers: {layers}; or {ALL_LINEAR!r}"
-            )
+    lost = [
+        target
+        for target in targets
+        if target != ALL_LINEAR and not any(f".{name}".endswith(f".{target}") for name in names)
+    ]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=r,
@@ -71,10 +74,13 @@ def add_lora(
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
+            if lost:
+                raise ValueError(f"no layer has the target {lost[0]!r}")
             model = peft.get_peft_model(lm.core, config, autocast_adapter_dtype=True)
         except ValueError as error:  # no default, or a layer of another kind
+            layers = ", ".join(sorted(_linears(lm.core)))
             raise ConfigError(
-                f"peft cannot put LoRA there: {first_line(error)}. Name targets; layers: {layers}; "
+                f"LoRA cannot be put there: {first_line(error)}. Name targets; layers: {layers}; "
                 f"or {ALL_LINEAR!r}"
             ) from error
     table = lm.core.get_input_embeddings()
@@ -99,69 +105,44 @@ def open_adapted_lm(
         CheckpointError: If a file is missing or damaged, or does not fit the base.
     """
     peft = require_library("peft")
-    folder = resolve_source(folder, trust_remote_code=False)
+    folder = resolve_source(folder)
     file = folder / ADAPTER
     found = read_json_object(file, "it is where peft keeps an adapter's settings")
-    if not (folder / ADAPTER_WEIGHTS).exists():
-        raise CheckpointError(
-            f"{folder} has no {ADAPTER_WEIGHTS}; a pickle (adapter_model.bin) is not opened: save "
-            "the adapter again with a current peft"
-        )
     other = [key for key in _OTHER_WAYS if found.get(key)]
-    if found.get("peft_type") != "LORA" or other or found.get("bias", "none") != "none":
-        raise ConfigError(
-            f"{file}: only plain LoRA can be opened, this is {found.get('peft_type')!r} with "
-            f"{', '.join(other) or 'bias'}; merge it into its base with peft (merge_and_unload)"
-        )
+    other += [key for key, plain in _PLAIN.items() if (found.get(key) or plain) != plain]
     source = found.get("base_model_name_or_path")
-    if not source or not isinstance(source, str):
-        raise ConfigError(f"{file} names no base model")
+    if other or not isinstance(source, str) or not source:
+        raise ConfigError(
+            f"{file}: only plain LoRA on a named base can be opened, this has "
+            f"{', '.join(other) or 'no base'}; merge it into its base with peft (merge_and_unload)"
+        )
     targets = found.get("target_modules")
-    if isinstance(targets, str):
-        targets = [targets]
-    try:
-        r, alpha, drop = int(found["r"]), float(found["lora_alpha"]), found.get("lora_dropout", 0.0)
-        targets, drop = tuple(str(t) for t in targets or ()), float(drop)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is no LoRA configuration: {error!r}") from error
-    lm = open_causal_lm(source, trust_remote_code=trust_remote_code, revision=revision)
-    lora = add_lora(lm, r, alpha, drop, targets)
+    lora = add_lora(
+        open_causal_lm(source, trust_remote_code=trust_remote_code, revision=revision),
+        int(found.get("r", 8)),
+        float(found.get("lora_alpha", 8)),
+        float(found.get("lora_dropout", 0)),
+        [targets] if isinstance(targets, str) else list(targets or ()),
+    )
     tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
-    bad = sorted(set(wanted) ^ set(tensors)) or sorted(
-        k for k in wanted if wanted[k].shape != tensors[k].shape
-    )
-    if bad:
+    if {k: t.shape for k, t in wanted.items()} != {k: t.shape for k, t in tensors.items()}:
         raise CheckpointError(
-            f"{folder / ADAPTER_WEIGHTS} does not fit the base {source}: {len(bad)} tensors are "
-            f"missing, surplus or of another shape, such as {', '.join(bad[:3])}"
+            f"{folder / ADAPTER_WEIGHTS} does not fit the base {source}: tensors are missing, "
+            "surplus or of another shape"
         )
     with quiet():
         peft.set_peft_model_state_dict(lora.model, tensors)
     return lora
 
 
-def _linears(core: Any) -> list[str]:
-    """List the names of layers that can have adapters; Conv1D is GPT-2's linear layer."""
-    return [
-        name
+def _linears(core: Any) -> set[str]:
+    """Return the last names of layers that can have adapters; Conv1D is GPT-2's linear layer."""
+    return {
+        name.rpartition(".")[2]
         for name, module in core.named_modules()
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    ]
-
-
-# LoRA: small fp32 adapters beside the frozen linear layers of a language model, through ``peft``.
-#
-# The base stays in its stored dtype, bit for bit; only adapters are optimized. A merge is computed
-# in fp32, and reports what is lost by rounding to the written dtype.
-#
-# **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
-# section 4.1: ``W + (alpha / r) B A``.
-
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_NAME = "default"
-"""Name of the adapter inside ``peft``."""
+    }
 
 
 @dataclass(frozen=True)
@@ -230,19 +211,15 @@ class LoraLM(PretrainedLM):
             for name, tensor in every.items()
             if ".lora_" in name
         }
-        for name, tensor in state.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{folder}: tensor {name!r} holds NaN or inf")
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in state.values()):
+            raise CheckpointError(f"{folder}: an adapter's weight holds NaN or inf")
         with quiet(), new_folder(Path(folder)) as temporary:
             found = peft.get_peft_model_state_dict(
                 self.model, state_dict=state, save_embedding_layers=False
             )
-            config = self.model.peft_config[ADAPTER_NAME]
+            config = copy.copy(self.model.peft_config[ADAPTER_NAME])
             config.inference_mode = True
-            try:
-                config.save_pretrained(temporary)
-            finally:
-                config.inference_mode = False
+            config.save_pretrained(temporary)
             file = temporary / ADAPTER_WEIGHTS
             save_file({k: v.contiguous() for k, v in found.items()}, file, {"format": "pt"})
             file.chmod((temporary / ADAPTER).stat().st_mode)

@@ -6,7 +6,6 @@ folder loads in ``transformers`` and can be trained further.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +55,8 @@ def scratch_size(source: str) -> Size:
     """Return the size that ``scratch:NAME`` names, or raise ConfigError."""
     name = source.removeprefix(SCRATCH)
     if name not in SIZES:
-        near = difflib.get_close_matches(name, SIZES, n=1)
-        hint = f", did you mean '{SCRATCH}{near[0]}'" if near else ""
         allowed = ", ".join(SCRATCH + known for known in SIZES)
-        raise ConfigError(f"there is no model {source!r}{hint}? Allowed: {allowed}")
+        raise ConfigError(f"there is no model {source!r}. Allowed: {allowed}")
     return SIZES[name]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.trainer.models.pretrained.folder import first_line, read_json_object, refuse_code
 from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
 from halfstep.trainer.models.pretrained.weights import Pretrained
@@ -26,10 +26,9 @@ def open_tokenizer(
     trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
-    """Open the tokenizer of a model's folder or hub name; for arguments see :func:`open_folder`.
+    """Open the tokenizer of a model's folder or hub name.
 
-    ``max_length`` limits the tokens of a text, special ones included, and ``model_limit`` is the
-    model's own limit; the smallest of both and the tokenizer's limit applies.
+    The smallest of ``max_length``, the model's and the tokenizer's limit applies to a text.
 
     Raises:
         ConfigError: If the source cannot be used, its code is not trusted, ``max_length`` is too
@@ -46,52 +45,29 @@ def open_tokenizer(
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except ConfigError:
-            raise
         except Exception as error:  # transformers and tokenizers raise many kinds
             raise CheckpointError(
                 f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
                 "tokenizer.json, or the vocabulary files that its model_type has"
             ) from error
-    _require_its_files(folder, tokenizer)
+    files = getattr(tokenizer, "vocab_files_names", {}).values()
+    if not any((folder / name).exists() for name in files):  # then transformers made one up
+        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(files)}")
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
-    own = tokenizer.model_max_length
-    if not isinstance(own, int | float) or not own >= 0:
-        raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: model_max_length={own!r:.80} is not a length"
-        )
-    own = int(min(own, _NO_LIMIT))
-    limits = [n for n in (max_length, model_limit, own) if n is not None and n < _NO_LIMIT]
+    every = (max_length, model_limit, int(min(tokenizer.model_max_length, _NO_LIMIT)))
+    limits = [n for n in every if n is not None and n < _NO_LIMIT]
     if not limits:
         raise ConfigError(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
-    try:
-        specials = tokenizer.num_special_tokens_to_add()
-        if min(limits) <= specials:
-            raise ConfigError(
-                f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
-                "room for one more"
-            )
-        return PretrainedTokenizer(tokenizer, min(limits))
-    except ConfigError:
-        raise
-    except Exception as error:  # tokenizers raises Exception itself, at the first text
-        raise CheckpointError(f"{folder}: its tokenizer fails: {first_line(error)}") from error
-
-
-def _require_its_files(folder: Path, tokenizer: Any) -> None:
-    """Refuse a folder without tokenizer files, of which transformers makes an empty tokenizer."""
-    parts = dict(getattr(tokenizer, "vocab_files_names", {}))
-    whole = parts.pop("tokenizer_file", "tokenizer.json")
-    if (folder / whole).exists():
-        return
-    lost = [name for name in parts.values() if not (folder / name).exists()]
-    if lost or not parts:
-        raise CheckpointError(
-            f"{folder} has no tokenizer: neither {whole} nor {', '.join(lost) or 'another'}"
+    specials = tokenizer.num_special_tokens_to_add()
+    if min(limits) <= specials:
+        raise ConfigError(
+            f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
+            "room for one more"
         )
+    return PretrainedTokenizer(tokenizer, min(limits))
 
 
 class PretrainedTokenizer:
@@ -158,12 +134,7 @@ class PretrainedTokenizer:
     ) -> str | None:
         """Write messages in the chat template, special tokens spelled out; None without one.
 
-        Args:
-            messages: Messages, each with ``role`` and ``content``.
-            add_generation_prompt: End with what precedes an answer.
-
-        Raises:
-            ConfigError: If the template refuses the messages.
+        ``add_generation_prompt`` ends with what precedes an answer.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             return None
@@ -174,23 +145,17 @@ class PretrainedTokenizer:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                 )
-        except Exception as error:  # a template can raise anything
-            raise ConfigError(
-                f"the chat template refuses the messages: {first_line(error)}"
+        except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
+            raise DataError(
+                f"the tokenizer's chat template refuses the conversation ({first_line(error)}); "
+                "change the record"
             ) from error
         return text
 
     def save(self, folder: Path) -> None:
-        """Write the files that :func:`open_tokenizer` and ``AutoTokenizer`` read.
-
-        Raises:
-            CheckpointError: If the folder cannot be written.
-        """
-        try:
-            with quiet():
-                self._tokenizer.save_pretrained(folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error}") from error
+        """Write the files that :func:`open_tokenizer` and ``AutoTokenizer`` read."""
+        with quiet():
+            self._tokenizer.save_pretrained(folder)
 
     def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
         """Encode each text."""

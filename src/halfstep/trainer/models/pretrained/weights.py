@@ -21,8 +21,6 @@ from halfstep.trainer.models.pretrained.folder import PretrainedFolder, first_li
 from halfstep.trainer.models.pretrained.hub import quiet, require_library
 
 _GENERATION = "generation_config.json"
-_SLACK = 10**8
-"""Elements that a model may have beyond three times the stored ones, to allow for a new head."""
 _DROPOUTS = {"dropout", "classifier_dropout", "classif_dropout"}
 
 
@@ -88,33 +86,20 @@ def load_weights(
     head: Literal["needed", "kept", "new"] = "needed",
     seed: int = 0,
 ) -> tuple[Any, tuple[str, ...]]:
-    """Build a model with the folder's tensors; a head that it lacks is drawn from ``seed``.
+    """Build a model with the folder's tensors, in evaluation mode on the CPU.
 
     The caller's generators are not touched. ``transformers`` gets the tensors, not the folder, and
-    does the renaming, splitting and tying that the architecture needs.
-
-    Args:
-        folder: The checked folder to load.
-        model_class: The ``transformers`` class to build.
-        dtype: Dtype of the parameters.
-        dropout: All the model's dropout probabilities; None keeps its own.
-        head: Whether the folder must have a head, may have one, or a new one is wanted.
-        seed: Seed of the drawn parameters.
-
-    Returns:
-        The ``transformers`` model in evaluation mode on the CPU, and the sorted names of the
-        parameters that were drawn.
+    does the renaming, splitting and tying that the architecture needs. ``head`` says whether the
+    folder must have a head, may have one, or a new one is drawn from ``seed``. Returns the model
+    and the sorted names of the parameters that were drawn.
 
     Raises:
-        CheckpointError: If a tensor is missing, has another shape than its parameter, or holds NaN
-            or inf.
+        CheckpointError: If a tensor is missing, of another shape, or holds NaN or inf.
         ConfigError: If the model cannot be built.
     """
     if dropout is not None:
         set_dropout(folder.config, dropout)
-    bare = _skeleton(folder, model_class)
-    prefix = f"{bare.base_model_prefix}."
-    of_head = {name for name in bare.state_dict() if not name.startswith(prefix)}
+    of_head = _names_of_head(folder, model_class)
     kept = {n: t for n, t in folder.tensors.items() if head != "new" or n not in of_head}
     with _built(folder, model_class), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -126,47 +111,38 @@ def load_weights(
             ignore_mismatched_sizes=True,  # reported by name below
             output_loading_info=True,
         )
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise CheckpointError(
-            f"{folder.folder}: tensor {name!r} has shape {tuple(stored)}, config.json means "
-            f"{tuple(wanted)}"
-        )
-    if info["error_msgs"]:
-        raise CheckpointError(f"{folder.folder}: {' '.join(str(info['error_msgs']).split())}")
-    missing, unused = (sorted(info[k]) for k in ("missing_keys", "unexpected_keys"))
+    missing = sorted(info["missing_keys"])
     # A checkpoint of masked language modelling has no pooler, which is a part of the head.
     lost = [n for n in missing if head == "needed" or (n not in of_head and ".pooler." not in n)]
-    if lost:
+    lost += [f"{name} (another shape)" for name, *_ in sorted(info["mismatched_keys"])]
+    if lost or info["error_msgs"]:
         raise CheckpointError(
             f"{folder.folder} lacks {len(lost)} weights of the model, such as "
-            f"{', '.join(lost[:5])}; it has {len(unused)} tensors without a place"
-            + (f", such as {', '.join(unused[:5])}" if unused else "")
-            + ": config.json and weights are of different models"
+            f"{', '.join(lost[:5])}: config.json and weights differ {' '.join(info['error_msgs'])}"
         )
+    model.name_or_path = model.config.name_or_path = folder.name
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
             raise CheckpointError(f"{folder.folder}: tensor {name!r} holds NaN or inf")
     for module in model.modules():
         if dropout is not None and isinstance(module, nn.Dropout):
             module.p = dropout  # also in layers that no setting of the config covers
-    model.name_or_path = model.config.name_or_path = folder.name
-    if model.can_generate() and (folder.folder / _GENERATION).exists():
-        model.generation_config = _generation_config(folder.folder)
+    _set_generation_config_(model, folder.folder)
     return model, tuple(missing)
 
 
-def _skeleton(folder: PretrainedFolder, model_class: Any) -> Any:
-    """Build the model on the ``meta`` device; refuse far more weights than are stored."""
+def _names_of_head(folder: PretrainedFolder, model_class: Any) -> set[str]:
+    """Name the head's tensors; refuse far more weights than are stored before they are made."""
     with _built(folder, model_class), torch.device("meta"):
-        model = model_class(folder.config)
-    wanted = sum(parameter.numel() for parameter in model.parameters())
+        bare = model_class(folder.config)
+    wanted = sum(parameter.numel() for parameter in bare.parameters())
     stored = sum(tensor.numel() for tensor in folder.tensors.values())
-    if wanted > 3 * stored + _SLACK:
+    if wanted > 3 * stored + 10**8:  # a new head is allowed for
         raise CheckpointError(
             f"{folder.folder / 'config.json'} means a model of {wanted:,} weights; the folder "
             f"holds {stored:,}: configuration and weights are of different models"
         )
-    return model
+    return {n for n in bare.state_dict() if not n.startswith(f"{bare.base_model_prefix}.")}
 
 
 @contextmanager
@@ -181,19 +157,20 @@ def _built(folder: PretrainedFolder, model_class: Any) -> Iterator[None]:
         ) from error
 
 
-def _generation_config(folder: Path) -> Any:
-    """Read the folder's generation settings, without entries that would replace a method."""
+def _set_generation_config_(model: Any, folder: Path) -> None:
+    """Take the folder's generation settings, without entries that would replace a method."""
+    if not (model.can_generate() and (folder / _GENERATION).exists()):
+        return
     settings = require_library("transformers").GenerationConfig
-    found = {
-        key: value
-        for key, value in read_json_object(folder / _GENERATION).items()
-        if not key.startswith("__") and not callable(getattr(settings, key, None))
-    }
+    found = read_json_object(folder / _GENERATION)
     with quiet():
-        try:
-            return settings.from_dict(found)
-        except Exception as error:  # transformers raises many kinds
-            raise CheckpointError(f"{folder / _GENERATION}: {first_line(error)}") from error
+        model.generation_config = settings.from_dict(
+            {
+                key: value
+                for key, value in found.items()
+                if not key.startswith("__") and not callable(getattr(settings, key, None))
+            }
+        )
 
 
 def set_dropout(config: Any, dropout: float) -> None:
