@@ -14,7 +14,6 @@ from tests.trainer import classifiers
 from tests.trainer.classifiers import (
     SPELLED,
     checkpoint_of,
-    checkpoint_steps,
     classify_config,
     column,
     metrics,
@@ -288,17 +287,3 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
         "checkpoints", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip
-
-
-def test_patience_stops_all_ranks(pool2, files, tmp_path):
-    path = tmp_path / "r"
-    more = ["--learning-rate", "1e-12", "--eval-every", 1, "--patience", 2, "--max-steps", 50]
-    words = words_of(files, path, *more, "--quiet")
-    (code, out, err), other = on_ranks(pool2, "finetune", "classify", *words)
-    assert (code, other) == (0, (0, "", ""))
-    # Without a font that has the labels, one line says so, and nothing else is said.
-    assert [line for line in err.splitlines() if "no installed font has" not in line] == []
-    assert len(err.splitlines()) <= 1
-    assert f"{path}: step 3; " in out
-    assert "; stopped by patience" in out
-    assert checkpoint_steps(path) == [1, 2, 3]

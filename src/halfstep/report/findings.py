@@ -177,14 +177,6 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
         yield RunFinding("warning", "many_skips", {"share": f"{skipped / counted:.1%}"})
 
 
-def _schedule_over_skips(run: RunRecord) -> Iterator[RunFinding]:
-    """A learning rate that moved on over steps that updated nothing."""
-    schedule = run.config.get("schedule")
-    moved_on = isinstance(schedule, dict) and schedule.get("on_skip") == "advance"
-    if moved_on and run.skipped:
-        yield RunFinding("note", "schedule_over_skips", {"count": f"{len(run.skipped):,}"})
-
-
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
     """Steps without a finite loss that the run was told to survive."""
     steps = [
@@ -329,7 +321,6 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _one_class,
     _stood_still,
     _back,
-    _schedule_over_skips,
     _underflow,
     _headroom,
     _spikes,

@@ -55,8 +55,8 @@ class Tick:
         evaluation: The validation result, if the step ended with one.
         checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
-        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``,
-            ``"patience"``, or ``"stop"`` of a callback's.
+        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
+            or ``"stop"`` of a callback's.
         verdicts: The first cause of a step that was not finite, and the lost-update meter's
             warnings, once per parameter group and process.
     """
@@ -96,7 +96,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         _watched(session, path),
         CauseSearch(session, path) as causes,
     ):
-        while session.step < settings.max_steps and not _patience_is_over(session):
+        while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
             stopped_by = _agreed_stop(session, interrupt, started)
             finished = session.step == settings.max_steps
@@ -106,8 +106,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             due |= finished or stopped_by in ("stop", "max_seconds")
             if due and session.task.evaluates:
                 evaluation, better = _evaluate(session, pace)
-                if _patience_is_over(session) and not last:
-                    stopped_by, last = "patience", True
             lost = losses.measured() if taken.result.applied else ()
             record = _record(session, taken, pace, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
@@ -150,7 +148,7 @@ def attempt(session: Session, begun: Callable[..., None] | None = None) -> StepR
 
 def _rate(session: Session) -> Callable[[float], float]:
     """The function from a group's peak rate to its rate at the next step."""
-    return partial(session.task.learning_rate, taken=session.step, applied=session.applied)
+    return partial(session.task.learning_rate, applied=session.applied)
 
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
@@ -195,7 +193,6 @@ class _Books:
             self._folder,
             settings.keep,
             Team(world.rank, world.size, world.share(secrets.token_hex(8)), SAVING_SECONDS / 2),
-            background=settings.background_save,
             meet=world.wait_for_save,
         )
         self._metrics: MetricsFile | None = None
@@ -245,9 +242,8 @@ class _Books:
         run, world = session.config.run, session.world
         saving = _due(session.step, run.save_every) or last
         saving |= evaluated and session.task.keeps_best
-        if saving or _due(session.step, run.agree_every):  # never save ranks that disagree
-            session.check_agreement()
         if saving:
+            session.check_agreement()  # never save ranks that disagree
             state, spared = session.checkpoint(), _spared(session)
             self._saver.save(session.step, state, spared=spared, still=last)
         checkpoint = self._saver.wait() if last else self._saver.finished()
@@ -347,12 +343,6 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _patience_is_over(session: Session) -> bool:
-    """Whether enough evaluations in a row were no better than the best one."""
-    patience = session.config.run.patience
-    return bool(patience and session.best and session.best.evaluations_since >= patience)
 
 
 def _spared(session: Session) -> int | None:

@@ -58,8 +58,6 @@ class Best:
     step: int
     score: float
     evaluation: Evaluation
-    evaluations_since: int = 0
-    """Number of evaluations since then, none of them better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +85,20 @@ def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
         CheckpointError: If a value is missing or of another kind.
     """
     try:
-        best = dict(state["best"]) if "best" in state else None
-        if best is not None:
-            found = dict(best["evaluation"])
+        best = None
+        if "best" in state:
+            found = dict(state["best"]["evaluation"])
             rows = tuple(tuple(map(operator.index, row)) for row in found.get("confusion", ()))
-            best["evaluation"] = Evaluation(**{**found, "confusion": rows})
-            best["step"], best["score"] = operator.index(best["step"]), float(best["score"])
+            best = Best(
+                operator.index(state["best"]["step"]),
+                float(state["best"]["score"]),
+                Evaluation(**{**found, "confusion": rows}),
+            )
         return SavedProgress(
             operator.index(state["step"]),
             operator.index(state["tokens"]),
             dict(state["precision"]),
-            None if best is None else Best(**best),
+            best,
             dict(state["made_with"]),
             operator.index(state.get("ema_updates", 0)),
         )
@@ -179,14 +180,11 @@ class Session:
 
     def note(self, evaluation: Evaluation) -> bool:
         """Remember an evaluation of this step; return whether it is the best so far."""
-        best = self.best
         score = -math.inf if math.isnan(evaluation.score) else evaluation.score
-        if best is None or score > best.score:
-            self.best = Best(self.step, score, evaluation)
-            return True
-        since = best.evaluations_since + 1
-        self.best = dataclasses.replace(best, evaluations_since=since)
-        return False
+        if self.best is not None and score <= self.best.score:
+            return False
+        self.best = Best(self.step, score, evaluation)
+        return True
 
     def checkpoint(self) -> Checkpoint:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""

@@ -59,7 +59,7 @@ class TrainResult:
         evaluation: The last evaluation; None without validation data.
         best: The best evaluation; ``model/`` holds the weights that it measured.
         stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``,
-            ``"max_seconds"``, ``"patience"`` or ``"stop"``; empty if it did not.
+            ``"max_seconds"`` or ``"stop"``; empty if it did not.
     """
 
     folder: Path
@@ -133,13 +133,13 @@ class Trainer:
                 suits the device, and says why.
             optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
                 to an optimizer, or an optimizer.
-            schedule: ``cosine``, ``linear``, ``wsd`` or ``constant``, each after a warm-up, or a
-                function from the number of steps taken to a factor of the peak rate.
+            schedule: ``cosine``, ``linear`` or ``constant``, each after a warm-up, or a function
+                from the number of applied steps to a factor of the peak rate.
             best_by: A name that ``evaluate`` returns. The highest value is the best; for ``loss``,
                 and with a ``-`` before the name, the lowest.
             callbacks: Each is called with a :class:`Tick` after each step, on every rank.
-            loggers: ``csv``, ``tensorboard``, ``wandb`` or ``mlflow``, or objects with
-                ``write(record)`` and ``close()``.
+            loggers: ``tensorboard`` or ``wandb``, or objects with ``write(record)`` and
+                ``close()``.
             plan: What to shard and split, where ``parallel`` does either; None: the plan that the
                 model itself provides (:func:`halfstep.distributed.plan_of`).
             name: Goes into the name of the default run folder.

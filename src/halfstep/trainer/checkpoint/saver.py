@@ -30,8 +30,6 @@ class Saver:
         keep: How many checkpoints to keep, at least 1.
         team: The ranks that save. Its token, without a number, is the same on all ranks but
             different at every start of the run. A single rank may leave it empty.
-        background: Whether training goes on meanwhile; otherwise :meth:`save` waits, and nothing is
-            copied.
         meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
             calls it once, after the other ranks have written their parts and before rank 0 waits
             for their receipts, which a dead rank would never send. One process needs none.
@@ -45,14 +43,12 @@ class Saver:
         folder: Path,
         keep: int,
         team: Team = Team(),  # noqa: B008  (frozen)
-        background: bool = True,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
         self._team = team
-        self._background = background
         self._meet = meet
         self._saves = 0
         self._thread: threading.Thread | None = None
@@ -68,9 +64,7 @@ class Saver:
         The checkpoint of the step ``spared`` is not removed, whatever its age. A caller who says
         ``still`` changes nothing before :meth:`wait` returns, and saves the memory of a copy.
 
-        This first waits for the save before it, whose error it raises instead of beginning. In the
-        background, it then only copies memory; otherwise the checkpoint is complete on return, on
-        rank 0.
+        This first waits for the save before it, whose error it raises instead of beginning.
 
         Raises:
             NonFiniteError: If this save or the one before it has a NaN or inf.
@@ -78,13 +72,12 @@ class Saver:
         """
         begin = time.perf_counter()
         try:
-            if self._background:
-                self._settle()
+            self._settle()
             self._saves += 1
             token = self._team.token
             team = replace(self._team, token=token and f"{token}.{self._saves}")
             part = checkpoint.part(team.rank, step)
-            held = [part.copied() if self._background and not still else part]
+            held = [part if still else part.copied()]
             self._thread = threading.Thread(
                 target=self._work,
                 args=(step, held, team, spared),
@@ -92,8 +85,6 @@ class Saver:
                 daemon=False,
             )
             self._thread.start()
-            if not self._background:
-                self._settle()
         finally:
             self.blocked_seconds = time.perf_counter() - begin
 

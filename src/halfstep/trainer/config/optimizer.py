@@ -30,8 +30,6 @@ class OptimizerConfig:
     """Added to the root of the second moment; must not be 0 in the optimizer's format."""
     momentum: Share = 0.95
     """Muon's decay of the average of gradients; beta1 and beta2 are those of its AdamW."""
-    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Muon's learning rate of a matrix: with match_rms_adamw one rate suits matrices and AdamW."""
     weight_decay: Amount = 0.1
     """Weight decay of matrices and embeddings; norms and biases do not decay."""
     max_norm: Amount = 1.0
@@ -47,15 +45,8 @@ class ScheduleConfig:
 
     warmup_steps: Count = 50
     """Optimizer steps of linear warm-up; at most the length of the run."""
-    decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """What follows the warm-up: a cosine, a straight line, warm-up-stable-decay (the peak, then a
-    straight line at the end), or the peak throughout."""
-    decay_steps: Count = 0
-    """The step at which the decay ends; 0: the run's max_steps."""
-    decay_ratio: Fraction = 0.2
-    """For wsd: the fraction of the steps, at the end, over which the rate falls."""
-    on_skip: Literal["hold", "advance"] = "hold"
-    """Whether a skipped step holds the schedule where it is or advances it all the same."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """What follows the warm-up until the run's end: a cosine, a straight line, or the peak."""
     min_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak."""
 

@@ -60,22 +60,15 @@ class RunConfig:
     """Checkpoints to keep; older ones are removed after a newer one is safely written."""
     output_dir: str = ""
     """Run folder; empty: runs/NAME-PRECISION-TIME."""
-    patience: Count = 0
-    """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = ()
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl."""
     parallel: Parallel = ""
     """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
     "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
     sequence_parallel: bool = False
     """With tensor ranks: split norms and residual streams between them along the sequence."""
-    agree_every: Count = 100
-    """Compare loss scale, counts and replicated weights between ranks every this many steps; 0:
-    at the start only."""
     rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = 300.0
     """Seconds after which a rank that does not answer ends the run."""
-    background_save: bool = True
-    """Write checkpoints while training goes on; a step then waits for a copy only."""
     device: str = "auto"
     """"auto" (CUDA where there is one, a Mac's GPU where a probe finds it right, else CPU), "cpu",
     "mps", "cuda" or "cuda:N"."""

@@ -19,9 +19,9 @@ Config = TypeVar("Config", bound=BaseConfig)
 # where prepared data is kept, and how ranks, micro-batches and threads share the same batches.
 RESUMABLE = frozenset(
     {"data.cache_dir", "on_nonfinite", "on_spike", "capture", "parallel", "sequence_parallel",
-     "grad_accum", "agree_every", "rank_timeout", "background_save", "threads", "max_steps",
-     "max_seconds", "epochs", "eval_every", "eval_batches", "lost_update_every", "watch",
-     "save_every", "keep", "patience", "output_dir", "report_to"}
+     "grad_accum", "rank_timeout", "threads", "max_steps", "max_seconds", "epochs", "eval_every",
+     "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir",
+     "report_to"}
 )  # fmt: skip
 
 

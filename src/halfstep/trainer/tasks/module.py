@@ -144,12 +144,11 @@ class ModuleTask(EpochTask):
             )
         return optimizer
 
-    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
-        """Follow the user's schedule, step number (from 0) to factor, or the configuration's."""
+    def learning_rate(self, peak: float, applied: int) -> float:
+        """Follow the user's schedule, applied steps (from 0) to factor, or the configuration's."""
         if self._parts.schedule is None:
-            return super().learning_rate(peak, taken, applied)
-        done = taken if self.config.schedule.on_skip == "advance" else applied
-        return peak * float(self._parts.schedule(done))
+            return super().learning_rate(peak, applied)
+        return peak * float(self._parts.schedule(applied))
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return the batch that ``collate`` makes from the rows' items."""

@@ -87,10 +87,9 @@ class Task(Protocol):
         config = self.config
         return make_optimizer(self.model, config.optimizer, policy, seed=config.run.seed)
 
-    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
+    def learning_rate(self, peak: float, applied: int) -> float:
         """Compute a parameter group's rate at the next step; see :func:`learning_rate`."""
-        config = self.config
-        return learning_rate(peak, config.schedule, taken, applied, config.run.max_steps)
+        return learning_rate(peak, self.config.schedule, applied, self.config.run.max_steps)
 
     def summary(self) -> str:
         """Describe the model and the data to the user in a few words."""
