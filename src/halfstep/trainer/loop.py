@@ -15,14 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.capture import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.excluded import Excluded
-from halfstep.diagnostics.recording.metrics import METRICS, MetricsFile, Record
-from halfstep.diagnostics.statistics.numerics import NUMERICS
-from halfstep.diagnostics.statistics.watch import watch
+from halfstep.diagnostics.recording.metrics import CAPTURES, METRICS, NUMERICS, MetricsFile, Record
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -33,11 +30,11 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.memory import PeakMemory
-from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
+from halfstep.trainer.tasks.by_name import part
 from halfstep.words import Told, message, said
 
 _told = Told("halfstep.trainer")
@@ -207,6 +204,7 @@ class _Books:
             )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
+            recorder = part("trainer.run.capture:recorder")
             session.precision.on_incurable = recorder(session, path, config.run.capture)
 
     def __enter__(self) -> _Books:
@@ -337,8 +335,11 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     every = session.config.run.watch
     if not every:
         return nullcontext()
-    file, start = path / NUMERICS, session.step
-    return watch(session.task.model, session.precision, every=every, to=file, start=start)
+    watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
+    watched: AbstractContextManager[Any] = watch(
+        session.task.model, session.precision, every=every, to=file, start=session.step
+    )
+    return watched
 
 
 def _due(step: int, every: int) -> bool:

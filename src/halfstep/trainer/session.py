@@ -43,12 +43,15 @@ from halfstep.trainer.estimate import require_memory
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import count_peak_from_here
 from halfstep.trainer.step import Batch, LossSum
-from halfstep.trainer.tasks.classify import ClassifyTask
-from halfstep.trainer.tasks.lm import LMTask
+from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Exported, Progress, Task, dropout_seed, facts, micro_batches
-from halfstep.trainer.tasks.text import TextTask
 
-Opens = Callable[[Any, torch.device, Layout, World, Progress, bool], Task]
+Opens = Callable[[Any, World, Progress, Layout, bool], Task]
+_TASKS: Mapping[type[BaseConfig], str] = {
+    TrainConfig: "trainer.tasks.text:TextTask",
+    ClassifyConfig: "trainer.tasks.classify:ClassifyTask",
+    LMConfig: "trainer.tasks.lm:LMTask",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +325,7 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = (opens or _open_task)(config, device, layout, world, progress, resuming)
+    task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout, resuming)
     count_peak_from_here()
     config = task.config
     _require_rows(task.smallest_batch, config, layout)
@@ -365,26 +368,6 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
             f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
             f"each; allowed: {least} or more"
         )
-
-
-def _open_task(
-    config: BaseConfig,
-    device: torch.device,
-    layout: Layout,
-    world: World,
-    progress: Progress,
-    resuming: bool,
-) -> Task:
-    """Prepare the data and build the model of a configuration's task; all ranks call it."""
-    match config:
-        case TrainConfig():
-            return TextTask(config, layout, world, progress, resuming)
-        case ClassifyConfig():
-            return ClassifyTask(config, world, progress)
-        case LMConfig():
-            return LMTask(config, world, progress)
-        case _:
-            raise AssertionError(type(config))
 
 
 # Optimizer state to named tensors and back, converted to the dtypes of another policy if needed.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
@@ -262,7 +263,7 @@ class Trainer:
                 last.stopped_by if last else "",
             )
 
-    def _open(self, config: Any, device: Any, layout: Any, world: World, *_: Any) -> ModuleTask:
+    def _open(self, config: Any, world: World, _: Any, layout: Layout, __: bool) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
         return ModuleTask(self._parts, config, layout, world)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.policy.devices import choose, name_of
-from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint.store import passed_over
@@ -27,6 +26,7 @@ from halfstep.trainer.run.folder import (
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
+from halfstep.trainer.tasks.by_name import part
 from halfstep.words import Told, message, spoken
 
 _told = Told("halfstep.trainer")
@@ -101,9 +101,9 @@ def execute(
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
-        judged = world.main_only(lambda: _conclude(path, say)) or ""
+        judged = world.main_only(lambda: _conclude(session, path, say)) or ""
     except (NonFiniteError, SpikeError) as error:
-        world.main_only(lambda: _conclude(path, say))
+        world.main_only(lambda: _conclude(session, path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
@@ -122,12 +122,12 @@ def execute(
     return RunOutcome(last, written, judged)
 
 
-def _conclude(path: Path, say: Say) -> str:
+def _conclude(session: Session, path: Path, say: Say) -> str:
     """Draw the run's curves, and return its verdict; on rank 0, however the run ended."""
-    record = read_run(path)
+    record = read_run(path, session.precision.policy)
     try:
         if len(record.steps) >= _LEAST_STEPS:
-            draw_curves(record, path / CURVES)
+            part("report.figures:draw_curves")(record, path / CURVES)
     except OSError as error:
         say(_told("note", text=_told("not_written", path=path / CURVES, error=error)))
     return verdict(record, spoken())

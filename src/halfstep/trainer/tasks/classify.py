@@ -48,6 +48,7 @@ from halfstep.trainer.run.model_folder import (
     replace_folder,
 )
 from halfstep.trainer.step import Batch
+from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,
@@ -55,16 +56,7 @@ from halfstep.trainer.tasks.scores import (
     report_values,
     write_report,
 )
-from halfstep.trainer.tasks.task import (
-    EpochTask,
-    Exported,
-    Loaded,
-    Measured,
-    Progress,
-    Trained,
-    pinned,
-    within,
-)
+from halfstep.trainer.tasks.task import Exported, Loaded, Measured, Progress, Trained
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")
@@ -78,7 +70,9 @@ class ClassifyTask(EpochTask):
     config: ClassifyConfig
     keeps_best = True
 
-    def __init__(self, config: ClassifyConfig, world: World, progress: Progress) -> None:
+    def __init__(
+        self, config: ClassifyConfig, world: World, progress: Progress, *_: object
+    ) -> None:
         """Read the data, make or load tokenizer and model; for arguments see ``open_session``.
 
         Raises:

@@ -41,16 +41,8 @@ from halfstep.trainer.run.model_folder import (
     replace_folder,
 )
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.task import (
-    EpochTask,
-    Exported,
-    Loaded,
-    Measured,
-    Progress,
-    Trained,
-    pinned,
-    within,
-)
+from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
+from halfstep.trainer.tasks.task import Exported, Loaded, Measured, Progress, Trained
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")
@@ -65,7 +57,7 @@ class LMTask(EpochTask):
     config: LMConfig
     keeps_best = True
 
-    def __init__(self, config: LMConfig, world: World, progress: Progress) -> None:
+    def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``.
 
         Raises:

@@ -28,10 +28,10 @@ from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import require_host_room
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
 from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
 from halfstep.trainer.step import Batch
+from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 from halfstep.words import Told
 
@@ -56,7 +56,16 @@ class Family:
     """Writes a Hugging Face folder, given the network, the path and ``dtype``."""
 
 
-FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, load_gpt2, save_gpt2)}
+def _load_gpt2(*args: Any, **options: Any) -> GPT:
+    made: GPT = part("trainer.models.gpt.hf:load_gpt2")(*args, **options)
+    return made
+
+
+def _save_gpt2(*args: Any, **options: Any) -> None:
+    part("trainer.models.gpt.hf:save_gpt2")(*args, **options)
+
+
+FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, _load_gpt2, _save_gpt2)}
 
 
 class TextTask(Task):
@@ -67,9 +76,9 @@ class TextTask(Task):
     def __init__(
         self,
         config: TrainConfig,
-        layout: Layout,
         world: World,
         progress: Progress,
+        layout: Layout,
         resuming: bool,
     ) -> None:
         """Prepare the data and build the model; for arguments see ``open_session``.
