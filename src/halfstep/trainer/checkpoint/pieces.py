@@ -86,11 +86,7 @@ def local_piece(
 ) -> Piece:
     """Find the piece that the rank at a coordinate of a mesh holds.
 
-    Args:
-        shape: Shape of the whole tensor.
-        placements: One placement for each mesh axis.
-        sizes: Sizes of the mesh axes.
-        coordinate: The rank's coordinate on each mesh axis.
+    ``placements``, ``sizes`` and ``coordinate`` have one entry for each mesh axis.
 
     Raises:
         CheckpointError: If the part is not a box, or a placement is neither Shard nor Replicate.

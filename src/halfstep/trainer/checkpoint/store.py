@@ -195,16 +195,12 @@ def save_part(
         spared: A step whose checkpoint is kept, whatever its age.
 
     Returns:
-        The checkpoint's folder; if the same checkpoint exists already, it stays as it is. On rank 0
-        it is complete; on the others it will be, unless rank 0 raises.
+        The checkpoint's folder, complete on rank 0. If the same checkpoint exists, it stays.
 
     Raises:
-        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0;
-            nothing stays written and nothing is removed, so the last finite checkpoint stays.
-        CheckpointError: If this rank's files cannot be written (full disk, no permission); on rank
-            0, also if any rank's cannot, a receipt is missing, the pieces do not make up a tensor,
-            or something else has the checkpoint's name. No incomplete checkpoint stays, and nothing
-            is removed.
+        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0.
+        CheckpointError: If this rank's files cannot be written; on rank 0, also if any rank's
+            cannot. No incomplete checkpoint stays, and no other is removed.
     """
     final = checkpoint_path(folder, step)
     temporary = folder / f"{_TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"

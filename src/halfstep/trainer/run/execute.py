@@ -107,12 +107,7 @@ def execute(
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
-        text = _told("best_before", error=message(error), best=best)
-        if isinstance(error, SpikeError):
-            raise SpikeError(text, cause=error.cause) from error
-        told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
-        told.first_cause = error.first_cause
-        raise told from error
+        raise _with_best(error, best) from error
     finally:
         session.task.close()
         for sink in every:
@@ -120,6 +115,16 @@ def execute(
         if folder is not None:
             folder.close()
     return RunOutcome(last, written, judged)
+
+
+def _with_best(error: NonFiniteError | SpikeError, best: str | None) -> NonFiniteError | SpikeError:
+    """Add what was written of the best state to the error that stopped the run."""
+    text = _told("best_before", error=message(error), best=best)
+    if isinstance(error, SpikeError):
+        return SpikeError(text, cause=error.cause)
+    told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
+    told.first_cause = error.first_cause
+    return told
 
 
 def _conclude(session: Session, path: Path, say: Say) -> str:

@@ -32,11 +32,11 @@ from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import write_whole
 from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.tensors import EXPORTED, Exported, exported
 from halfstep.trainer.config.config import config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment, policy_on
-from halfstep.trainer.session import EXPORTED, Session, exported
-from halfstep.trainer.tasks.task import Exported
+from halfstep.trainer.session import Session
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")

@@ -20,6 +20,7 @@ from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import in_fp64
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
@@ -56,7 +57,7 @@ from halfstep.trainer.tasks.scores import (
     report_values,
     write_report,
 )
-from halfstep.trainer.tasks.task import Exported, Loaded, Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")

@@ -19,6 +19,7 @@ from halfstep.precision.casting.cast import add_regions_, cast_to_policy_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
@@ -42,7 +43,7 @@ from halfstep.trainer.run.model_folder import (
 )
 from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
-from halfstep.trainer.tasks.task import Exported, Loaded, Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")

@@ -26,12 +26,13 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.step import Batch, tensors_of, to_device
 from halfstep.trainer.tasks.epochs import EpochTask
-from halfstep.trainer.tasks.task import Exported, dropout_seed, micro_batches, share_of
+from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 from halfstep.words import Told
 
 _told = Told("halfstep.trainer")

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from halfstep.distributed.plan import ParallelPlan, plan_of
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
@@ -28,13 +29,6 @@ from halfstep.trainer.step import Batch
 
 Progress = Callable[[str, int, int], None]
 """Called while data is prepared, with what is being done, the amount done and the total."""
-
-
-class Exported(NamedTuple):
-    """The exportable part of a checkpoint, by name: fp32 weights and the modules' buffers."""
-
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 class Task(Protocol):
