@@ -306,7 +306,7 @@ def open_session(
     Args:
         config: That of a new run, or the resolved one of a run to resume.
         progress: Called while data is prepared.
-        resuming: Weights will be restored, so ``run.init_from`` is not read again.
+        resuming: Weights will be restored: ``run.init_from`` is not read.
         world: The process group of the ranks, or a world of one.
         opens: Makes the task; None: the one that the configuration names.
 
@@ -315,12 +315,11 @@ def open_session(
             used. No run folder exists yet.
     """
     require_torch(*(["gradients over several machines"] if world.size > 1 else []))
-    run = config.run
-    device = _device(config, world)
+    run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
-    policy = policy_on(config.precision, device)
     auto = choose(device).reason if isinstance(config.precision, Auto) else ""
+    policy = policy_on(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)

@@ -209,26 +209,32 @@ def save_part(
         if team.rank == 0:
             _remove_leftovers(folder, team)
         temporary.mkdir(exist_ok=team.size > 1)
-        report = _written(part, temporary, team)
-        if team.rank:
-            _hand_in(temporary, team.rank, report)
-            _require_good([report], final)
-            return final
-        try:
-            reports = [report, *_receipts(temporary, final, team)]
-        except CheckpointError:
-            _require_good([report], final)  # this rank's own error says more than a missing receipt
-            raise
-        _require_good(reports, final)
-        _commit(temporary, final, reports)
+        _write_together(part, temporary, final, team)
     except (OSError, SafetensorError, HalfstepError) as error:
         if team.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, HalfstepError):
             raise
         raise _unwritten(final, str(error)) from error
-    _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
+    if team.rank == 0:
+        _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
     return final
+
+
+def _write_together(part: Part, temporary: Path, final: Path, team: Team) -> None:
+    """Write this rank's files; on rank 0, also wait for the others' and commit."""
+    report = _written(part, temporary, team)
+    if team.rank:
+        _hand_in(temporary, team.rank, report)
+        _require_good([report], final)
+        return
+    try:
+        reports = [report, *_receipts(temporary, final, team)]
+    except CheckpointError:
+        _require_good([report], final)  # this rank's own error says more than a missing receipt
+        raise
+    _require_good(reports, final)
+    _commit(temporary, final, reports)
 
 
 def _written(part: Part, temporary: Path, team: Team) -> dict[str, Any]:

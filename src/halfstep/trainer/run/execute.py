@@ -75,7 +75,7 @@ def execute(
         say: Prints a line for the user.
         ticked: Called after each step, on every rank.
         resuming: Go on from the folder's newest checkpoint.
-        sinks: Loggers of rank 0's records besides those that the configuration names; closed here.
+        sinks: Loggers of rank 0's records besides those that the configuration names.
 
     Raises:
         HalfstepError: As :func:`halfstep.trainer.loop.train`. After a NonFiniteError the best state
@@ -85,23 +85,18 @@ def execute(
     _introduce(session, say)
     opened = reopen_run if resuming else partial(create_run, session=session)
     folder = world.main_only(lambda: opened(path))
-    every = [*sinks] if world.is_main else []
-    last, written, judged = None, "", ""
+    every = [*sinks] * world.is_main
+    written = ""
     try:
         if resuming:
             _go_on(session, path, say)
-        if world.is_main:
-            named = session.config.run.report_to
-            every += [SINKS[name](path, session.step + 1) for name in named]
-        for tick in train(session, path):
-            for sink in every:
-                sink.write(tick.record)
-            ticked(tick)
-            last = tick
-        outcome = RunOutcome(last, "")
-        if not outcome.interrupted:
+        named = session.config.run.report_to * world.is_main
+        every += [SINKS[name](path, session.step + 1) for name in named]
+        last = _follow(session, path, every, ticked)
+        if not RunOutcome(last, "").interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
         judged = world.main_only(lambda: _conclude(session, path, say)) or ""
+        return RunOutcome(last, written, judged)
     except (NonFiniteError, SpikeError) as error:
         world.main_only(lambda: _conclude(session, path, say))
         if session.best is None or not session.task.keeps_best:
@@ -114,7 +109,18 @@ def execute(
             sink.close()
         if folder is not None:
             folder.close()
-    return RunOutcome(last, written, judged)
+
+
+def _follow(
+    session: Session, path: Path, sinks: Sequence[MetricsSink], ticked: Callable[[Tick], None]
+) -> Tick | None:
+    """Train to the end, tell everybody of each step, and return the last one's tick."""
+    last = None
+    for last in train(session, path):
+        for sink in sinks:
+            sink.write(last.record)
+        ticked(last)
+    return last
 
 
 def _with_best(error: NonFiniteError | SpikeError, best: str | None) -> NonFiniteError | SpikeError:
