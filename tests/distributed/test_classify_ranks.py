@@ -26,8 +26,7 @@ from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run
-from halfstep.trainer.run.resume import with_run_folder
+from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks import classify as classify_task
 

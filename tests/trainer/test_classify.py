@@ -33,8 +33,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.evaluate import Judge
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import finish_run, reopen_run
-from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.classify import LoadedClassifier, balanced
 

@@ -29,8 +29,7 @@ from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
 from halfstep.trainer.models.pretrained.lora import add_lora
-from halfstep.trainer.run.folder import finish_run, reopen_run
-from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_, load_tuned_lm, validation_rows
 

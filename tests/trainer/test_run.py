@@ -29,8 +29,15 @@ from halfstep.trainer.data.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.gpt.hf import save_gpt2
-from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh, run_config
-from halfstep.trainer.run.resume import require_resumable, resume, with_run_folder
+from halfstep.trainer.run.folder import (
+    create_run,
+    reopen_run,
+    require_fresh,
+    require_resumable,
+    resume,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text_model import load_trained
 

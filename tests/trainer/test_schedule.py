@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from halfstep.trainer.config.optimizer import ScheduleConfig
+from halfstep.trainer.config.run import ScheduleConfig
 from halfstep.trainer.optimizer import learning_rate
 
 

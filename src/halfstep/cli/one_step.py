@@ -12,8 +12,7 @@ from halfstep.cli.console import RunDisplay
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.run.folder import CHECKPOINTS, run_config
-from halfstep.trainer.run.resume import resume
+from halfstep.trainer.run.folder import CHECKPOINTS, resume, run_config
 from halfstep.trainer.session import Session, open_session
 
 

@@ -19,7 +19,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
 from halfstep.trainer.models.gpt.gpt import GPT

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import halfstep.optim as optim
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
-from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 
 OWN: Mapping[str, Callable[..., Optimizer]] = {
     kind.algorithm.name: kind

@@ -34,7 +34,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.torch_compat import require_torch
-from halfstep.trainer.checkpoint.pieces import Piece, piece_of
+from halfstep.trainer.checkpoint.index import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
 from halfstep.trainer.checkpoint.tensors import (
     AVERAGE,

@@ -22,17 +22,23 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
-from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
+from halfstep.trainer.run.folder import (
+    default_run_folder,
+    keeping_policy,
+    require_fresh,
+    require_resumable,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.run.metrics import MetricsSink, require_sinks
-from halfstep.trainer.run.resume import keeping_policy, require_resumable, with_run_folder
 from halfstep.trainer.session import Session, open_session
 from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
 

@@ -53,9 +53,9 @@ from halfstep.trainer.checkpoint.index import (
     WEIGHTS,
     Entry,
     Index,
+    Piece,
     check_index,
 )
-from halfstep.trainer.checkpoint.pieces import Piece
 from halfstep.trainer.checkpoint.shards import Own, Part, Reader
 
 TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk

@@ -19,12 +19,12 @@ from halfstep.trainer.run.folder import (
     finish_run,
     made_by_auto,
     reopen_run,
+    resume,
     run_config,
     write_config,
     write_memory,
 )
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
-from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
 from halfstep.trainer.tasks.by_name import part
 from halfstep.words import Told, message, spoken
