@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 from halfstep.trainer.config.read import (
     Amount,
     AtLeast1,
@@ -29,22 +30,24 @@ OptimizerName = Literal[
 class OptimizerConfig:
     """The optimizer, its hyperparameters, and gradient clipping."""
 
-    name: OptimizerName = "adamw"
-    """An optimizer of torch.optim in small letters, or lion."""
-    learning_rate: Positive = 1e-3
-    """Peak learning rate, reached at the end of the warm-up."""
-    beta1: Share = 0.9
-    """Decay of the first moment per step; for SGD and RMSprop, the momentum."""
-    beta2: Share = 0.95
-    """Decay of the second moment per step."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment; must not be 0 in the optimizer's format."""
-    momentum: Share = 0.95
-    """Muon's decay of the average of gradients; beta1 and beta2 are those of its AdamW."""
-    weight_decay: Amount = 0.1
-    """Weight decay of matrices and embeddings; norms and biases do not decay."""
-    max_norm: Amount = 1.0
-    """Gradients are clipped to this global 2-norm; 0 switches clipping off."""
+    name: OptimizerName = option("adamw", "An optimizer of torch.optim in small letters, or lion.")
+    learning_rate: Positive = option(1e-3, "Peak learning rate, reached at the end of the warm-up.")
+    beta1: Share = option(
+        0.9, "Decay of the first moment per step; for SGD and RMSprop, the momentum."
+    )
+    beta2: Share = option(0.95, "Decay of the second moment per step.")
+    eps: Positive = option(
+        1e-8, "Added to the root of the second moment; must not be 0 in the optimizer's format."
+    )
+    momentum: Share = option(
+        0.95, "Muon's decay of the average of gradients; beta1 and beta2 are those of its AdamW."
+    )
+    weight_decay: Amount = option(
+        0.1, "Weight decay of matrices and embeddings; norms and biases do not decay."
+    )
+    max_norm: Amount = option(
+        1.0, "Gradients are clipped to this global 2-norm; 0 switches clipping off."
+    )
 
     def __post_init__(self) -> None:
         require_ranges("optimizer", self)
@@ -54,12 +57,16 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Linear warm-up, then a decay to a fraction of the peak, or none."""
 
-    warmup_steps: Count = 50
-    """Optimizer steps of linear warm-up; at most the length of the run."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """What follows the warm-up until the run's end: a cosine, a straight line, or the peak."""
-    min_ratio: Fraction = 0.1
-    """Learning rate at the end of the decay, as a fraction of the peak."""
+    warmup_steps: Count = option(
+        50, "Optimizer steps of linear warm-up; at most the length of the run."
+    )
+    decay: Literal["cosine", "linear", "constant"] = option(
+        "cosine",
+        "What follows the warm-up until the run's end: a cosine, a straight line, or the peak.",
+    )
+    min_ratio: Fraction = option(
+        0.1, "Learning rate at the end of the decay, as a fraction of the peak."
+    )
 
     def __post_init__(self) -> None:
         require_ranges("schedule", self)
@@ -81,59 +88,85 @@ else:  # as a user writes them: load_config replaces the text by the object, whi
 class RunConfig:
     """Length of the run, batch size, checkpoints, run folder, devices and layout."""
 
-    max_steps: AtLeast1 = 300
-    """Optimizer steps, skipped ones included."""
-    max_seconds: Amount = 0.0
-    """Stop, evaluate and save after this many seconds; 0: no limit."""
-    batch_size: AtLeast1 = 8
-    """Sequences in one optimizer step, over all ranks and micro-batches."""
-    grad_accum: AtLeast1 = 1
-    """Micro-batches that one step's batch is split into; divides batch_size."""
-    seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = 1337
-    """Seed of the initial weights, the batches and dropout."""
-    eval_every: Count = 100
-    """Evaluate every this many steps and at the end; 0: at the end only."""
-    eval_batches: Count = 16
-    """Validation batches per evaluation, spread over the file; 0: all of it."""
-    ema_decay: Share = 0.0
-    """Decay of a moving average of the weights, such as 0.999; that average is then evaluated and
-    exported. 0: none."""
-    on_nonfinite: OnNonFinite = "stop"  # type: ignore[assignment]
-    """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
-    or "rollback:N" (go back up to N steps to a copy in memory, once)."""
-    on_spike: OnSpike = "off"  # type: ignore[assignment]
-    """What to do about a finite loss or gradient norm far above the steps before: "off", "stop",
-    "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md)."""
-    lost_update_every: Count = 50
-    """Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."""
-    watch: Count = field(default=0, metadata={"bare": "100"})
-    """Count the exponents of weights, activations, gradients and updates on the first step and on
-    every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never."""
-    save_every: Count = 100
-    """Save a checkpoint every this many steps and at the end; 0: at the end only."""
-    keep: AtLeast1 = 2
-    """Checkpoints to keep; older ones are removed after a newer one is safely written."""
-    output_dir: str = ""
-    """Run folder; empty: runs/NAME-PRECISION-TIME."""
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl."""
-    parallel: Parallel = ""
-    """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
-    "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
-    sequence_parallel: bool = False
-    """With tensor ranks: split norms and residual streams between them along the sequence."""
-    rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = 300.0
-    """Seconds after which a rank that does not answer ends the run."""
-    device: str = "auto"
-    """"auto" (CUDA where there is one, a Mac's GPU where a probe finds it right, else CPU), "cpu",
-    "mps", "cuda" or "cuda:N"."""
-    compile: bool = False
-    """Run the model through torch.compile."""
-    simulate: bool = False
-    """Simulate formats below 16 bits where the device has no products for them."""
-    threads: Count = 0
-    """Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as torch
-    chooses, which goes by the cores and by OMP_NUM_THREADS."""
+    max_steps: AtLeast1 = option(300, "Optimizer steps, skipped ones included.")
+    max_seconds: Amount = option(
+        0.0, "Stop, evaluate and save after this many seconds; 0: no limit."
+    )
+    batch_size: AtLeast1 = option(
+        8, "Sequences in one optimizer step, over all ranks and micro-batches."
+    )
+    grad_accum: AtLeast1 = option(
+        1, "Micro-batches that one step's batch is split into; divides batch_size."
+    )
+    seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = option(
+        1337, "Seed of the initial weights, the batches and dropout."
+    )
+    eval_every: Count = option(
+        100, "Evaluate every this many steps and at the end; 0: at the end only."
+    )
+    eval_batches: Count = option(
+        16, "Validation batches per evaluation, spread over the file; 0: all of it."
+    )
+    ema_decay: Share = option(
+        0.0,
+        "Decay of a moving average of the weights, such as 0.999; that average is then evaluated "
+        "and exported. 0: none.",
+    )
+    on_nonfinite: OnNonFinite = option(  # type: ignore[assignment]
+        "stop",
+        'What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a '
+        'row) or "rollback:N" (go back up to N steps to a copy in memory, once).',
+    )
+    on_spike: OnSpike = option(  # type: ignore[assignment]
+        "off",
+        'What to do about a finite loss or gradient norm far above the steps before: "off", '
+        '"stop", "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md).',
+    )
+    lost_update_every: Count = option(
+        50, "Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."
+    )
+    watch: Count = option(
+        0,
+        "Count the exponents of weights, activations, gradients and updates on the first step and "
+        "on every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never.",
+        bare="100",
+    )
+    save_every: Count = option(
+        100, "Save a checkpoint every this many steps and at the end; 0: at the end only."
+    )
+    keep: AtLeast1 = option(
+        2, "Checkpoints to keep; older ones are removed after a newer one is safely written."
+    )
+    output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = option(
+        (), "Where metrics go besides metrics.jsonl."
+    )
+    parallel: Parallel = option(
+        "",
+        'Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or '
+        '"data=2,tensor=2" (docs/distributed.md); empty: data over all ranks.',
+    )
+    sequence_parallel: bool = option(
+        False,
+        "With tensor ranks: split norms and residual streams between them along the sequence.",
+    )
+    rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = option(
+        300.0, "Seconds after which a rank that does not answer ends the run."
+    )
+    device: str = option(
+        "auto",
+        '"auto" (CUDA where there is one, a Mac\'s GPU where a probe finds it right, else CPU), '
+        '"cpu", "mps", "cuda" or "cuda:N".',
+    )
+    compile: bool = option(False, "Run the model through torch.compile.")
+    simulate: bool = option(
+        False, "Simulate formats below 16 bits where the device has no products for them."
+    )
+    threads: Count = option(
+        0,
+        "Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as "
+        "torch chooses, which goes by the cores and by OMP_NUM_THREADS.",
+    )
 
     def __post_init__(self) -> None:
         require_ranges("run", self)
@@ -166,11 +199,12 @@ class BaseConfig:
     SHORT: ClassVar[Mapping[str, str]] = {}
     """Short option name to dotted key, besides the last part of each key."""
 
-    name: str = "custom"
-    """A name for the run folder."""
-    precision: Policy = "auto"  # type: ignore[assignment]
-    """A precision policy by name (halfstep explain lists them), fields such as
-    bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor)."""
+    name: str = option("custom", "A name for the run folder.")
+    precision: Policy = option(  # type: ignore[assignment]
+        "auto",
+        "A precision policy by name (halfstep explain lists them), fields such as "
+        "bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor).",
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
