@@ -27,7 +27,7 @@ def opened(arguments: OneStep, precision: str, name: str) -> Iterator[Session]:
     """
     config = _config(arguments, precision)
     with RunDisplay(name) as display:
-        session = open_session(config, display.prepared, resuming=bool(arguments.run))
+        session = open_session(config, display.prepared)
     try:
         if arguments.run:
             resume(session, Path(arguments.run) / CHECKPOINTS)

@@ -61,7 +61,7 @@ def _train(
     device = choose_device(config.run.device, world.local_rank)
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
-        session = open_session(config, display.prepared, resuming=resuming, world=world)
+        session = open_session(config, display.prepared, world=world)
         session.task.notes.extend(_warmup_note(request, config, resuming))
         outcome = execute(
             session,

@@ -100,7 +100,7 @@ def described_model(spec: str, instead: str) -> tuple[TrainConfig, GPT]:
         ConfigError: For a model that is loaded from a folder.
     """
     config = load_config(spec)
-    if not isinstance(config, TrainConfig) or config.run.init_from:
+    if not isinstance(config, TrainConfig):
         raise ConfigError(f"--config {spec} loads its model from a folder; {instead}")
     shape = config.model
     vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)

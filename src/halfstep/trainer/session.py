@@ -55,7 +55,7 @@ from halfstep.trainer.step import Batch, LossSum
 from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
 
-Opens = Callable[[Any, World, Progress, Layout, bool], Task]
+Opens = Callable[[Any, World, Progress, Layout], Task]
 _TASKS: Mapping[type[BaseConfig], str] = {
     TrainConfig: "trainer.tasks.text:TextTask",
     ClassifyConfig: "trainer.tasks.classify:ClassifyTask",
@@ -297,7 +297,6 @@ def open_session(
     config: BaseConfig,
     progress: Progress,
     *,
-    resuming: bool = False,
     world: World = World.alone(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
@@ -306,7 +305,6 @@ def open_session(
     Args:
         config: That of a new run, or the resolved one of a run to resume.
         progress: Called while data is prepared.
-        resuming: Weights will be restored: ``run.init_from`` is not read.
         world: The process group of the ranks, or a world of one.
         opens: Makes the task; None: the one that the configuration names.
 
@@ -328,7 +326,7 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout, resuming)
+    task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
     _require_rows(task.smallest_batch, task.config, layout)
     memory = require_memory(task, device, layout)

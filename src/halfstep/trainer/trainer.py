@@ -223,7 +223,7 @@ class Trainer:
             config, path = self._placed(world, resume)
             keep_freed_memory()
             self._session = session = open_session(
-                config, no_progress, resuming=resume, world=world, opens=self._open
+                config, no_progress, world=world, opens=self._open
             )
             try:
                 outcome = execute(
@@ -258,7 +258,7 @@ class Trainer:
             world.main_only(lambda: require_fresh(path))
         return config, path
 
-    def _open(self, config: Any, world: World, _: Any, layout: Layout, __: bool) -> ModuleTask:
+    def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
         return ModuleTask(self._parts, config, layout, world)
 
