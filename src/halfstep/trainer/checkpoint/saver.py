@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +32,6 @@ class Saver:
         meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
             calls it once, after the other ranks have written their parts and before rank 0 waits
             for their receipts, which a dead rank would never send. One process needs none.
-
-    Attributes:
-        blocked_seconds: Seconds for which the last :meth:`save` blocked its caller.
     """
 
     def __init__(
@@ -45,7 +41,6 @@ class Saver:
         team: Team = Team(),  # noqa: B008  (frozen)
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
         self._team = team
@@ -70,23 +65,19 @@ class Saver:
             NonFiniteError: If this save or the one before it has a NaN or inf.
             CheckpointError: If this save or the one before it cannot be written.
         """
-        begin = time.perf_counter()
-        try:
-            self._settle()
-            self._saves += 1
-            token = self._team.token
-            team = replace(self._team, token=token and f"{token}.{self._saves}")
-            part = checkpoint.part(team.rank, step)
-            held = [part if still else part.copied()]
-            self._thread = threading.Thread(
-                target=self._work,
-                args=(step, held, team, spared),
-                name=f"save-step-{step}",
-                daemon=False,
-            )
-            self._thread.start()
-        finally:
-            self.blocked_seconds = time.perf_counter() - begin
+        self._settle()
+        self._saves += 1
+        token = self._team.token
+        team = replace(self._team, token=token and f"{token}.{self._saves}")
+        part = checkpoint.part(team.rank, step)
+        held = [part if still else part.copied()]
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(step, held, team, spared),
+            name=f"save-step-{step}",
+            daemon=False,  # else it is what the thread that trains is
+        )
+        self._thread.start()
 
     def finished(self) -> Path | None:
         """Return the checkpoint completed since the last call, if any, without waiting.
