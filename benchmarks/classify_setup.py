@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from halfstep.trainer.config.optimizer import ScheduleConfig
+from halfstep.trainer.config.run import ScheduleConfig
 from halfstep.trainer.data.config import LabelledConfig, LabelledTexts
 from halfstep.trainer.data.labelled import read_labelled
 from halfstep.trainer.optimizer import learning_rate

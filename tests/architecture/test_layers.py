@@ -44,7 +44,6 @@ ALLOWED = {
 OPTIONAL = {
     ("trainer/run/metrics.py", "torch.utils.tensorboard"),
     ("trainer/run/metrics.py", "wandb"),
-    ("trainer/run/metrics.py", "mlflow"),
     ("trainer/data/records.py", "datasets"),
     ("integrations/hf_trainer.py", "transformers"),
     ("integrations/lightning.py", "lightning.pytorch"),

@@ -100,7 +100,6 @@ def test_a_mistake_is_one_line(refused, words, message):
         (["--precision", "bf16" * 1000], "unknown precision policy"),
         (["--data", LONG], LONG[:100]),
         (["--tokenizer", LONG], "tokenizer"),
-        (["--init-from", LONG], "name"),
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_be(refused, corpus, options, words):

@@ -14,7 +14,6 @@ from tests.cli.ranks import assert_one_line, assert_refused
 from tests.trainer.classifiers import (
     TELLING,
     checkpoint_of,
-    checkpoint_steps,
     metrics,
     rows,
     write_bert,
@@ -132,21 +131,6 @@ def test_skips_and_scale_are_shown(files, tmp_path, halfstep):
     assert err.count("(a few are normal") == 1
     assert f"{6 - len(skipped)} steps applied, {len(skipped)} skipped" in out
     assert re.search(r"step 1/6  loss \d\.\d+  scale 2\^\d+  skipped 1  ", err)
-
-
-def test_patience_says_so(files, tmp_path, halfstep):
-    path = tmp_path / "r"
-    more = ["--learning-rate", "1e-12", "--eval-every", 2, "--patience", 2, "--best-by", "loss"]
-    words = words_of(files, path, *more, "--best-by", "accuracy", steps=40)
-    code, out, err = classify(halfstep, *words)
-    assert code == 0, err
-    summary, judged, left = out.splitlines()
-    assert judged.startswith("too short to judge: 0 of ")
-    assert summary.startswith(f"{path}: step 6; ")  # 2 is the best, 4 and 6 are no better
-    assert summary.endswith("; stopped by patience")
-    assert "best at step 2" in summary
-    assert left.startswith("model in ")
-    assert checkpoint_steps(path) == [2, 4, 6]
 
 
 # --- resume ---

@@ -13,7 +13,7 @@ from halfstep.distributed.select import choose_strategy
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
 from halfstep.trainer.optimizer import make_optimizer
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from halfstep.trainer.checkpoint.pieces import piece_of
+from halfstep.trainer.checkpoint.index import piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint, Team, load_checkpoint
 from trainer.checkpoint.sharded import assert_same, save_checkpoint
 

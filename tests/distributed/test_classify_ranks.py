@@ -12,7 +12,6 @@ from tests.reference.adam import EPS, assert_near
 from tests.trainer.classifiers import (
     SPELLED,
     checkpoint_of,
-    checkpoint_steps,
     classify_config,
     column,
     metrics,
@@ -27,8 +26,7 @@ from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run
-from halfstep.trainer.run.resume import with_run_folder
+from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks import classify as classify_task
 
@@ -226,17 +224,3 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
         "checkpoints", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip
-
-
-def test_patience_stops_all_ranks(pool2, files, tmp_path):
-    path = tmp_path / "r"
-    more = ["--learning-rate", "1e-12", "--eval-every", 1, "--patience", 2, "--max-steps", 50]
-    words = words_of(files, path, *more, "--quiet")
-    (code, out, err), other = on_ranks(pool2, "finetune", "classify", *words)
-    assert (code, other) == (0, (0, "", ""))
-    # Without a font that has the labels, one line says so, and nothing else is said.
-    assert [line for line in err.splitlines() if "no installed font has" not in line] == []
-    assert len(err.splitlines()) <= 1
-    assert f"{path}: step 3; " in out
-    assert "; stopped by patience" in out
-    assert checkpoint_steps(path) == [1, 2, 3]

@@ -15,7 +15,7 @@ from halfstep.optim.storage import fallback
 from halfstep.optim.storage.moments import decode, encode
 from halfstep.optim.storage.state import FELL_BACK, StepTask, stored_moment
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.trainer.session import (
+from halfstep.trainer.checkpoint.tensors import (
     convert_optimizer_tensors,
     optimizer_tensors,
     set_optimizer_state,

@@ -96,16 +96,6 @@ def test_skips_beyond_what_a_growing_scale_explains(folder):
     assert names(folder([*lines, line(201)])) == ["many_skips"]
 
 
-def test_a_schedule_that_moved_on_over_skips(folder):
-    lines = [line(s, applied=s != 7) for s in range(1, 41)]
-    path = folder(lines)
-    assert names(path) == []
-    with (path / "config.toml").open("a") as file:
-        file.write('[schedule]\non_skip = "advance"\n')
-    assert names(path) == ["schedule_over_skips"]
-    assert "1 skipped steps" in findings(read_run(path))[0].text("en")
-
-
 def test_a_scale_that_fell(folder):
     lines = [line(s, loss_scale=65536.0 if s < 100 else 64.0) for s in range(1, 201)]
     path = folder(lines, precision="fp16-mixed")

@@ -12,8 +12,7 @@ from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run
-from halfstep.trainer.run.resume import with_run_folder
+from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 
 TELLING = {

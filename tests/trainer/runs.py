@@ -12,8 +12,7 @@ from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, reopen_run
-from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.run.folder import create_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 
 ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only

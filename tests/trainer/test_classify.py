@@ -33,8 +33,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.evaluate import Judge
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import finish_run, reopen_run
-from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.classify import LoadedClassifier, balanced
 
@@ -342,9 +341,8 @@ def run_graded(config, path, scores, monkeypatch):
         ((math.nan,) * 6, 0, 1, 2, [2, 12]),
     ],
 )
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_best_checkpoint_survives(
-    files, tmp_path, monkeypatch, scores, save_every, keep, best, left, background
+    files, tmp_path, monkeypatch, scores, save_every, keep, best, left
 ):
     config = classify_config(
         files,
@@ -352,14 +350,12 @@ def test_the_best_checkpoint_survives(
         run__eval_every=2,
         run__save_every=save_every,
         run__keep=keep,
-        run__background_save=background,
     )
     session, _ = run_graded(config, tmp_path / "r", scores, monkeypatch)
     assert session.best.step == best
     assert checkpoint_steps(tmp_path / "r") == left
     state = checkpoint_of(tmp_path / "r").state["best"]
     assert state["step"] == best
-    assert state["evaluations_since"] == 6 - best // 2
     held = checkpoint_of(tmp_path / "r", best).weights
     assert_same_tensors(
         model_of(tmp_path / "r"), {n.removeprefix("model."): w for n, w in held.items()}
@@ -386,28 +382,6 @@ def test_the_model_is_made_of_masters(files, bert, tmp_path, monkeypatch, policy
         assert torch.equal(saved[name], held[name].float()), name
     half = torch.float16 if policy == "fp16-master" else torch.bfloat16
     assert any(not torch.equal(w, w.to(half).float()) for w in saved.values())
-
-
-@pytest.mark.parametrize(
-    ("scores", "patience", "last"),
-    [
-        ((0.5, 0.4, 0.4, 0.9, 0.1, 0.1), 2, 6),
-        ((0.5, 0.4, 0.6, 0.5, 0.5, 0.5), 2, 10),
-        ((0.5, 0.5, 0.5, 0.5, 0.5, 0.5), 1, 4),  # no better is not better
-        ((0.1, 0.2, 0.3, 0.4, 0.5, 0.6), 1, 12),
-        ((0.5, 0.4, 0.3, 0.3, 0.3, 0.3), 0, 12),
-    ],
-)
-def test_patience_ends_a_run(files, tmp_path, monkeypatch, scores, patience, last):
-    config = classify_config(
-        files, run__max_steps=12, run__eval_every=2, run__patience=patience, run__keep=9
-    )
-    _, ticks = run_graded(config, tmp_path / "r", scores, monkeypatch)
-    assert ticks[-1].record.step == last
-    assert ticks[-1].stopped_by == ("patience" if last < 12 else "")
-    assert [t.stopped_by for t in ticks[:-1]] == [""] * (last - 1)
-    assert checkpoint_steps(tmp_path / "r")[-1] == last  # what was done is saved
-    assert (tmp_path / "r" / "model").is_dir()
 
 
 # --- resume ---
@@ -468,7 +442,6 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     assert a.state["precision"] == b.state["precision"]
     assert a.state["best"] == b.state["best"]
     assert (a.state["best"]["step"], a.state["best"]["score"]) == (3, 0.3)
-    assert a.state["best"]["evaluations_since"] == 3
     assert_same_tensors(model_of(tmp_path / "cut"), model_of(tmp_path / "whole"))
     assert (tmp_path / "cut" / "report.txt").read_text() == (
         tmp_path / "whole" / "report.txt"

@@ -29,8 +29,7 @@ from halfstep.trainer.loop import train
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.models.pretrained.lm import open_causal_lm
 from halfstep.trainer.models.pretrained.lora import add_lora
-from halfstep.trainer.run.folder import finish_run, reopen_run
-from halfstep.trainer.run.resume import resume, with_run_folder
+from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_, load_tuned_lm, validation_rows
 
@@ -410,7 +409,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
             break
     folder.close()
     del session
-    session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress, resuming=True)
+    session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress)
     folder = reopen_run(tmp_path / "cut")
     assert resume(session, folder.path / "checkpoints").name in ("step-00000004", "step-00000003")
     finish(session, folder)
@@ -598,7 +597,7 @@ def test_a_changed_base_is_noticed(data, tmp_path):
     save_base(base, seed=5)
     with pytest.raises(ConfigError, match=r"the base model .*base has changed since the run"):
         load_tuned_lm(tmp_path / "r", config, CPU)
-    session = open_session(with_run_folder(config, tmp_path / "r"), no_progress, resuming=True)
+    session = open_session(with_run_folder(config, tmp_path / "r"), no_progress)
     with pytest.raises(CheckpointError, match="made with another base model"):
         resume(session, tmp_path / "r" / "checkpoints")
 

@@ -18,7 +18,7 @@ from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.estimate import estimate_config, estimate_count, require_memory
 from halfstep.trainer.loop import attempt

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.trainer.runs import ON_CPU, overflowing, small_config, start
 
+from halfstep.diagnostics.recording.metrics import CAPTURES
 from halfstep.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +27,6 @@ from halfstep.errors import (
 )
 from halfstep.trainer.checkpoint.store import list_checkpoints
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.capture import CAPTURES
 from halfstep.trainer.run.replay import replay
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")

@@ -25,12 +25,16 @@ from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteEr
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config, shipped_configs
 from halfstep.trainer.data.token_file import no_progress
-from halfstep.trainer.data.tokenizer import ByteTokenizer
 from halfstep.trainer.loop import train
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import save_gpt2
-from halfstep.trainer.run.folder import create_run, reopen_run, require_fresh, run_config
-from halfstep.trainer.run.resume import require_resumable, resume, with_run_folder
+from halfstep.trainer.run.folder import (
+    create_run,
+    reopen_run,
+    require_fresh,
+    require_resumable,
+    resume,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text_model import load_trained
 
@@ -364,28 +368,6 @@ def test_resume_refuses_data_that_has_changed(corpus, tmp_path):
         run(config, tmp_path / "r")
 
 
-def test_a_run_from_a_model_folder_goes_on_without_it(corpus, tmp_path):
-    source = GPT(small_config(corpus, model__vocab_size=256).model, seed=5)
-    save_gpt2(source, tmp_path / "hf")
-    ByteTokenizer().save(tmp_path / "hf")
-    with pytest.raises(ConfigError, match="other ids than it was trained with"):
-        small_config(corpus, run__init_from=str(tmp_path / "hf"), data__tokenizer="bpe:300")
-    config = small_config(
-        corpus, run__init_from=str(tmp_path / "hf"), data__tokenizer=str(tmp_path / "hf"),
-        model__n_embd=64, run__max_steps=2,
-    )  # fmt: skip
-    session, folder = start(config, tmp_path / "r")
-    assert session.config.model.n_embd == 32  # the folder's
-    for ours, theirs in zip(session.task.model.parameters(), source.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    list(train(session, folder.path))
-    folder.close()
-    (tmp_path / "hf" / "model.safetensors").unlink()
-    again = open_session(session.config, no_progress, resuming=True)
-    again.restore(newest(tmp_path / "r"), tmp_path)
-    assert again.step == 2
-
-
 def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
@@ -441,7 +423,7 @@ def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_pat
     exact = {n: v.clone() for n, v in session.precision.masters.items()}
     for policy in ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-sr", "fp16-master"):
         later = small_config(corpus, policy, run__max_steps=12)
-        other = open_session(with_run_folder(later, tmp_path / "r"), no_progress, resuming=True)
+        other = open_session(with_run_folder(later, tmp_path / "r"), no_progress)
         other.restore(newest(tmp_path / "r"), tmp_path)
         assert other.step == 4
         if policy != "bf16-sr":

@@ -9,7 +9,7 @@ from halfstep.diagnostics.recording.excluded import EXCLUDE, Excluded
 from halfstep.errors import CheckpointError, SpikeError
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.resume import require_resumable
+from halfstep.trainer.run.folder import require_resumable
 from halfstep.trainer.session import open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")

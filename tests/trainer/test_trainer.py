@@ -20,7 +20,7 @@ from halfstep.cli.main import main
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.optimizer import OptimizerConfig, OptimizerName
+from halfstep.trainer.config.run import OptimizerConfig, OptimizerName
 from halfstep.trainer.optimizer import make_optimizer
 
 
@@ -266,13 +266,13 @@ def test_the_names_are_torchs_optimizers():
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and "weight_decay" in kind.__init__.__code__.co_varnames
     }
-    assert set(OptimizerName.__args__) - {"lion"} == taken - {"optimizer", "adafactor"}
+    assert set(OptimizerName.__args__) - {"lion"} == taken - {"adafactor", "optimizer"}
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-split,moments=8bit"])
 def test_muon_is_ours_in_every_policy_and_has_adamw_for_the_rest(policy):
     config = OptimizerConfig(
-        name="muon", learning_rate=0.02, weight_decay=0.3, momentum=0.8, adjust_lr="original",
+        name="muon", learning_rate=0.02, weight_decay=0.3, momentum=0.8,
         beta1=0.7, beta2=0.75, eps=1e-5,
     )  # fmt: skip
     made = make_optimizer(net(), config, halfstep.parse_policy(policy), seed=5)
@@ -285,7 +285,7 @@ def test_muon_is_ours_in_every_policy_and_has_adamw_for_the_rest(policy):
         ("matrices", True, 0.8, (0.7, 0.75), 1e-7, 0.3, 0.02),
         ("no matrices", False, 0.8, (0.7, 0.75), 1e-5, 0.0, 0.02),
     ]
-    assert {(g["adjust_lr_fn"], g["seed"]) for g in made.param_groups} == {("original", 5)}
+    assert {(g["adjust_lr_fn"], g["seed"]) for g in made.param_groups} == {("match_rms_adamw", 5)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
@@ -322,13 +322,8 @@ def test_loggers_get_every_step(tmp_path, monkeypatch):
         log=lambda values, step: told.append((step, values["loss"])),
         finish=lambda: told.append(about["name"]),
     )
-    mlflow = ModuleType("mlflow")
-    mlflow.start_run = lambda run_name: told.append(run_name)
-    mlflow.log_metrics = lambda values, step: told.append((step, values["loss"]))
-    mlflow.end_run = lambda: told.append("end")
-    for package in (wandb, mlflow):
-        package.__spec__ = SimpleNamespace()
-        monkeypatch.setitem(sys.modules, package.__name__, package)
+    wandb.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
 
     steps = []
 
@@ -340,11 +335,8 @@ def test_loggers_get_every_step(tmp_path, monkeypatch):
             steps.append("closed")
 
     path = tmp_path / "r"
-    trainer(path, loggers=["wandb", "mlflow", Own()], max_steps=2, save_every=1).train()
-    losses = [(r["step"], r["loss"]) for r in lines(path)]
-    assert told == ["r", losses[0], losses[0], losses[1], losses[1], "end", "r"] or told == [
-        "r", losses[0], losses[0], losses[1], losses[1], "r", "end",
-    ]  # fmt: skip
+    trainer(path, loggers=["wandb", Own()], max_steps=2, save_every=1).train()
+    assert told == [*((r["step"], r["loss"]) for r in lines(path)), "r"]
     assert steps == [1, 2, "closed"]
 
 
@@ -368,7 +360,7 @@ def refused(*words):
         ({"collate": 3}, ["collate", "a function"]),
         ({"num_workers": -1}, ["num_workers", ">= 0"]),
         ({"loggers": ["tensorbord"]}, ["report_to", "tensorboard"]),
-        ({"loggers": ["mlflow"]}, ["mlflow", "pip install mlflow"]),
+        ({"loggers": ["wandb"]}, ["wandb", "pip install wandb"]),
         ({"model": net}, ["a torch.nn.Module"]),
         ({"train_data": Stream()}, ["train_data", "Stream", "__len__"]),
         ({"loss": 7}, ["loss", "a function", "lambda model, batch"]),

@@ -19,8 +19,7 @@ from halfstep.shown import aligned
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.folder import CHECKPOINTS, run_config
-from halfstep.trainer.run.resume import resume
+from halfstep.trainer.run.folder import CHECKPOINTS, resume, run_config
 from halfstep.trainer.session import Session, open_session
 
 
@@ -79,7 +78,7 @@ def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
     """Open a session that is about to take the step, under a policy or, if empty, its own."""
     config = _config(arguments, precision)
     with RunDisplay("one step") as display:
-        session = open_session(config, display.prepared, resuming=bool(arguments.run))
+        session = open_session(config, display.prepared)
     try:
         if arguments.run:
             resume(session, Path(arguments.run) / CHECKPOINTS)

@@ -14,14 +14,20 @@ from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.trainer.config.config import load_config, read_table
-from halfstep.trainer.config.optimizer import ScheduleConfig
-from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
-from halfstep.trainer.run.folder import default_run_folder, is_run, require_fresh, run_config
+from halfstep.trainer.run.folder import (
+    default_run_folder,
+    is_run,
+    keeping_policy,
+    require_fresh,
+    require_resumable,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.run.metrics import require_sinks
-from halfstep.trainer.run.resume import keeping_policy, require_resumable, with_run_folder
 from halfstep.trainer.session import Session, open_session
 
 
@@ -55,7 +61,7 @@ def _train(
     device = choose_device(config.run.device, world.local_rank)
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
-        session = open_session(config, display.prepared, resuming=resuming, world=world)
+        session = open_session(config, display.prepared, world=world)
         session.task.notes.extend(_warmup_note(request, config, resuming))
         outcome = execute(
             session,

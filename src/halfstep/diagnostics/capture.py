@@ -36,6 +36,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.recording.metrics import CAPTURES
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.files import read_json, require_plain, require_sha256, sha256, sync_folder
 from halfstep.precision.masters.local_part import is_sharded
@@ -45,7 +46,6 @@ from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.step import Precision
 
-CAPTURES = "captures"
 TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
 _FORMAT = "halfstep-capture-1"
 _DEEPEST = 60

@@ -19,13 +19,7 @@ NOT_ARITHMETIC = frozenset(
     f"run.{key}"
     for key in (
         *("seed", "output_dir", "report_to", "save_every", "keep", "watch", "lost_update_every"),
-        *(
-            "capture",
-            "background_save",
-            "agree_every",
-            "rank_timeout",
-            "max_seconds",
-        ),
+        *("capture", "rank_timeout", "max_seconds"),
     )
 ) | {"name"}
 """Keys that may differ between repetitions of one configuration."""

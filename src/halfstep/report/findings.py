@@ -284,23 +284,6 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-def _schedule_over_skips(run: RunRecord) -> Iterator[RunFinding]:
-    """A learning rate that moved on over steps that updated nothing."""
-    schedule = run.config.get("schedule")
-    moved_on = isinstance(schedule, dict) and schedule.get("on_skip") == "advance"
-    if moved_on and run.skipped:
-        yield RunFinding(
-            "note",
-            "schedule_over_skips",
-            N_(
-                "The learning rate's schedule moved on over {count} skipped steps "
-                "(schedule.on_skip = advance)"
-            ),
-            N_("The learning rate is ahead of the updates: leave schedule.on_skip at hold."),
-            {"count": f"{len(run.skipped):,}"},
-        )
-
-
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
     """Steps without a finite loss that the run was told to survive."""
     steps = [
@@ -529,7 +512,6 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _one_class,
     _stood_still,
     _back,
-    _schedule_over_skips,
     _underflow,
     _headroom,
     _spikes,

@@ -18,8 +18,8 @@ from typing import Any
 
 from halfstep.diagnostics.memory.table import Memory, memory_from_json
 from halfstep.diagnostics.recording.excluded import EXCLUDE
-from halfstep.diagnostics.recording.metrics import CAUSES, METRICS
-from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
+from halfstep.diagnostics.recording.metrics import CAUSES, METRICS, NUMERICS
+from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
@@ -52,6 +52,7 @@ class RunRecord:
         scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have, of those that any run's may hold.
+        known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
 
     name: str
@@ -66,6 +67,7 @@ class RunRecord:
     scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
+    known_policy: PrecisionPolicy | None = None
 
     @property
     def policy(self) -> str:
@@ -76,7 +78,7 @@ class RunRecord:
     @property
     def parsed(self) -> PrecisionPolicy:
         """The policy as a value; fp32's where it cannot be read."""
-        return parsed(self.policy)
+        return self.known_policy or parsed(self.policy)
 
     @property
     def planned_steps(self) -> int | None:
@@ -140,8 +142,8 @@ def scale_text(scale: float) -> str:
     return f"2^{math.frexp(scale)[1] - 1}" if whole else f"{scale:g}"
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read a run's folder.
+def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
+    """Read a run's folder; ``policy`` is the run's as a value, where the caller has it.
 
     Raises:
         ConfigError: If it holds neither a configuration nor metrics, so is no run's.
@@ -170,6 +172,7 @@ def read_run(folder: Path) -> RunRecord:
         scores=_json(folder / SCORES, damaged),
         damaged=damaged,
         missing=[name for name in _FILES if not (folder / name).is_file()],
+        known_policy=policy,
     )
 
 

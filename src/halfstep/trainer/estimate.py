@@ -19,7 +19,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.optimizer import OptimizerConfig
+from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
 from halfstep.trainer.models.gpt.gpt import GPT
@@ -100,7 +100,7 @@ def described_model(spec: str, instead: str) -> tuple[TrainConfig, GPT]:
         ConfigError: For a model that is loaded from a folder.
     """
     config = load_config(spec)
-    if not isinstance(config, TrainConfig) or config.run.init_from:
+    if not isinstance(config, TrainConfig):
         raise ConfigError(f"--config {spec} loads its model from a folder; {instead}")
     shape = config.model
     vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)

@@ -15,14 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.capture import CAPTURES
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.excluded import Excluded
-from halfstep.diagnostics.recording.metrics import METRICS, MetricsFile, Record
-from halfstep.diagnostics.statistics.numerics import NUMERICS
-from halfstep.diagnostics.statistics.watch import watch
+from halfstep.diagnostics.recording.metrics import CAPTURES, METRICS, NUMERICS, MetricsFile, Record
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -33,11 +30,11 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.memory import PeakMemory
-from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
+from halfstep.trainer.tasks.by_name import part
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
@@ -52,8 +49,8 @@ class Tick:
         evaluation: The validation result, if the step ended with one.
         checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
-        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``,
-            ``"patience"``, or ``"stop"`` of a callback's.
+        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
+            or ``"stop"`` of a callback's.
         verdicts: The first cause of a step that was not finite, and the lost-update meter's
             warnings, once per parameter group and process.
     """
@@ -93,7 +90,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         _watched(session, path),
         CauseSearch(session, path) as causes,
     ):
-        while session.step < settings.max_steps and not _patience_is_over(session):
+        while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
             stopped_by = _agreed_stop(session, interrupt, started)
             finished = session.step == settings.max_steps
@@ -103,8 +100,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             due |= finished or stopped_by in ("stop", "max_seconds")
             if due and session.task.evaluates:
                 evaluation, better = _evaluate(session, pace)
-                if _patience_is_over(session) and not last:
-                    stopped_by, last = "patience", True
             lost = losses.measured() if taken.result.applied else ()
             record = _record(session, taken, pace, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
@@ -147,7 +142,7 @@ def attempt(session: Session, begun: Callable[..., None] | None = None) -> StepR
 
 def _rate(session: Session) -> Callable[[float], float]:
     """The function from a group's peak rate to its rate at the next step."""
-    return partial(session.task.learning_rate, taken=session.step, applied=session.applied)
+    return partial(session.task.learning_rate, applied=session.applied)
 
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
@@ -192,7 +187,6 @@ class _Books:
             self._folder,
             settings.keep,
             Team(world.rank, world.size, world.share(secrets.token_hex(8)), SAVING_SECONDS / 2),
-            background=settings.background_save,
             meet=world.wait_for_save,
         )
         self._metrics: MetricsFile | None = None
@@ -207,6 +201,7 @@ class _Books:
             )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
+            recorder = part("trainer.run.capture:recorder")
             session.precision.on_incurable = recorder(session, path, config.run.capture)
 
     def __enter__(self) -> _Books:
@@ -242,9 +237,8 @@ class _Books:
         run, world = session.config.run, session.world
         saving = _due(session.step, run.save_every) or last
         saving |= evaluated and session.task.keeps_best
-        if saving or _due(session.step, run.agree_every):  # never save ranks that disagree
-            session.check_agreement()
         if saving:
+            session.check_agreement()  # never save ranks that disagree
             state, spared = session.checkpoint(), _spared(session)
             self._saver.save(session.step, state, spared=spared, still=last)
         checkpoint = self._saver.wait() if last else self._saver.finished()
@@ -337,18 +331,15 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     every = session.config.run.watch
     if not every:
         return nullcontext()
-    file, start = path / NUMERICS, session.step
-    return watch(session.task.model, session.precision, every=every, to=file, start=start)
+    watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
+    watched: AbstractContextManager[Any] = watch(
+        session.task.model, session.precision, every=every, to=file, start=session.step
+    )
+    return watched
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _patience_is_over(session: Session) -> bool:
-    """Whether enough evaluations in a row were no better than the best one."""
-    patience = session.config.run.patience
-    return bool(patience and session.best and session.best.evaluations_since >= patience)
 
 
 def _spared(session: Session) -> int | None:

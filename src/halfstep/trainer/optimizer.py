@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import halfstep.optim as optim
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
-from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 
 OWN: Mapping[str, Callable[..., Optimizer]] = {
     kind.algorithm.name: kind
@@ -100,41 +100,29 @@ def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Mu
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
-        adjust_lr_fn=config.adjust_lr,
+        adjust_lr_fn="match_rms_adamw",  # one rate suits matrices and AdamW
         betas=(config.beta1, config.beta2),
         seed=seed,
     )
 
 
-# The learning rate is a pure function of the number of steps taken and applied.
-
-
-def learning_rate(
-    peak: float, schedule: ScheduleConfig, taken: int, applied: int, max_steps: int
-) -> float:
+def learning_rate(peak: float, schedule: ScheduleConfig, applied: int, max_steps: int) -> float:
     """Compute the learning rate of the next step.
 
     Args:
         peak: Learning rate at the end of the warm-up.
         schedule: Warm-up and decay.
-        taken: Optimizer steps so far, skipped ones included.
-        applied: Those of them that updated the weights; the schedule follows these unless
-            ``on_skip`` is ``"advance"``.
+        applied: Steps so far that updated the weights; a skipped step holds the schedule.
         max_steps: Length of the run, in steps.
 
-    **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts; wsd:
-    Hu et al., "MiniCPM", COLM 2024, section 4, with a straight line for its last stage.
+    **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts.
     """
-    done = taken if schedule.on_skip == "advance" else applied
-    if done < schedule.warmup_steps:
-        return peak * (done + 1) / schedule.warmup_steps
+    if applied < schedule.warmup_steps:
+        return peak * (applied + 1) / schedule.warmup_steps
     if schedule.decay == "constant":
         return peak
-    end = schedule.decay_steps or max_steps
     start = schedule.warmup_steps
-    if schedule.decay == "wsd":
-        start = max(start, end - round(schedule.decay_ratio * end))
-    progress = min(max(done - start, 0) / max(end - start, 1), 1.0)
+    progress = min(max(applied - start, 0) / max(max_steps - start, 1), 1.0)
     floor = schedule.min_ratio
     left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
     return peak * (floor + (1 - floor) * left)

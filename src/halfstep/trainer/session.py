@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.consistency import check_agreement
@@ -25,16 +26,24 @@ from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.muon import Muon
-from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.policy.devices import choose
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.torch_compat import require_torch
-from halfstep.trainer.checkpoint.pieces import Piece, piece_of
+from halfstep.trainer.checkpoint.index import Piece, piece_of
 from halfstep.trainer.checkpoint.store import Checkpoint
+from halfstep.trainer.checkpoint.tensors import (
+    AVERAGE,
+    BUFFER,
+    by_kind,
+    convert_optimizer_tensors,
+    optimizer_tensors,
+    set_optimizer_state,
+)
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
@@ -43,12 +52,15 @@ from halfstep.trainer.estimate import require_memory
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import count_peak_from_here
 from halfstep.trainer.step import Batch, LossSum
-from halfstep.trainer.tasks.classify import ClassifyTask
-from halfstep.trainer.tasks.lm import LMTask
-from halfstep.trainer.tasks.task import Exported, Progress, Task, dropout_seed, facts, micro_batches
-from halfstep.trainer.tasks.text import TextTask
+from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
 
-Opens = Callable[[Any, torch.device, Layout, World, Progress, bool], Task]
+Opens = Callable[[Any, World, Progress, Layout], Task]
+_TASKS: Mapping[type[BaseConfig], str] = {
+    TrainConfig: "trainer.tasks.text:TextTask",
+    ClassifyConfig: "trainer.tasks.classify:ClassifyTask",
+    LMConfig: "trainer.tasks.lm:LMTask",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +70,6 @@ class Best:
     step: int
     score: float
     evaluation: Evaluation
-    evaluations_since: int = 0
-    """Number of evaluations since then, none of them better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +97,20 @@ def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
         CheckpointError: If a value is missing or of another kind.
     """
     try:
-        best = dict(state["best"]) if "best" in state else None
-        if best is not None:
-            found = dict(best["evaluation"])
+        best = None
+        if "best" in state:
+            found = dict(state["best"]["evaluation"])
             rows = tuple(tuple(map(operator.index, row)) for row in found.get("confusion", ()))
-            best["evaluation"] = Evaluation(**{**found, "confusion": rows})
-            best["step"], best["score"] = operator.index(best["step"]), float(best["score"])
+            best = Best(
+                operator.index(state["best"]["step"]),
+                float(state["best"]["score"]),
+                Evaluation(**{**found, "confusion": rows}),
+            )
         return SavedProgress(
             operator.index(state["step"]),
             operator.index(state["tokens"]),
             dict(state["precision"]),
-            None if best is None else Best(**best),
+            best,
             dict(state["made_with"]),
             operator.index(state.get("ema_updates", 0)),
         )
@@ -179,14 +192,11 @@ class Session:
 
     def note(self, evaluation: Evaluation) -> bool:
         """Remember an evaluation of this step; return whether it is the best so far."""
-        best = self.best
         score = -math.inf if math.isnan(evaluation.score) else evaluation.score
-        if best is None or score > best.score:
-            self.best = Best(self.step, score, evaluation)
-            return True
-        since = best.evaluations_since + 1
-        self.best = dataclasses.replace(best, evaluations_since=since)
-        return False
+        if self.best is not None and score <= self.best.score:
+            return False
+        self.best = Best(self.step, score, evaluation)
+        return True
 
     def checkpoint(self) -> Checkpoint:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
@@ -250,7 +260,7 @@ class Session:
                     "options for them"
                 )
         names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
-        moments, averages, buffers = _by_kind(checkpoint.optimizer)
+        moments, averages, buffers = by_kind(checkpoint.optimizer)
         self._require_averages(averages, where)
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
@@ -287,7 +297,6 @@ def open_session(
     config: BaseConfig,
     progress: Progress,
     *,
-    resuming: bool = False,
     world: World = World.alone(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
@@ -296,7 +305,6 @@ def open_session(
     Args:
         config: That of a new run, or the resolved one of a run to resume.
         progress: Called while data is prepared.
-        resuming: Weights will be restored, so ``run.init_from`` is not read again.
         world: The process group of the ranks, or a world of one.
         opens: Makes the task; None: the one that the configuration names.
 
@@ -305,17 +313,11 @@ def open_session(
             used. No run folder exists yet.
     """
     require_torch(*(["gradients over several machines"] if world.size > 1 else []))
-    run = config.run
-    device = choose_device(run.device, world.local_rank)
-    if world.size > 1 and run.device.startswith("cuda:"):
-        raise ConfigError(
-            f"run.device={run.device} would put all {world.size} ranks on one GPU; use --device "
-            "cuda, which gives each its own"
-        )
+    run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
-    policy = policy_on(config.precision, device)
     auto = choose(device).reason if isinstance(config.precision, Auto) else ""
+    policy = policy_on(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
@@ -324,23 +326,48 @@ def open_session(
         layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
     )
     _require_rows(run.batch_size, config, layout)
-    task = (opens or _open_task)(config, device, layout, world, progress, resuming)
+    task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
-    config = task.config
-    _require_rows(task.smallest_batch, config, layout)
+    _require_rows(task.smallest_batch, task.config, layout)
     memory = require_memory(task, device, layout)
     model = task.model.to(device)
     strategy.place_(model, task.plan(layout))
-    optimizer = task.optimizer(policy)
+    ema, precision = _precision(task, policy, strategy, world)
+    loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum
+    trained = precision.named_parameters()
+    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
+    model.train()
+    return Session(
+        config=task.config, world=world, device=device, task=task, strategy=strategy,
+        precision=precision, loss_sum=loss_sum, pieces=pieces, memory=memory, ema=ema, auto=auto,
+    )  # fmt: skip
+
+
+def _device(config: BaseConfig, world: World) -> torch.device:
+    named = config.run.device
+    if world.size > 1 and named.startswith("cuda:"):
+        raise ConfigError(
+            f"run.device={named} would put all {world.size} ranks on one GPU; use --device "
+            "cuda, which gives each its own"
+        )
+    return choose_device(named, world.local_rank)
+
+
+def _precision(
+    task: Task, policy: PrecisionPolicy, strategy: Strategy, world: World
+) -> tuple[EMA | None, Precision]:
+    """Make the optimizer, the moving average and the precision of a model that is in its place."""
+    run = task.config.run
+    optimizer: Optimizer = task.optimizer(policy)
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
         if isinstance(optimizer, Muon):
             optimizer.ranks = dist.group.WORLD
-    ema = EMA(model, run.ema_decay, seed=run.seed) if run.ema_decay else None
+    ema = EMA(task.model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
         policy,
-        model,
+        task.model,
         optimizer,
         on_nonfinite=run.on_nonfinite,
         on_spike=run.on_spike,
@@ -348,13 +375,7 @@ def open_session(
         ranks=strategy.ranks,
     )
     strategy.attach_(precision)
-    loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum
-    trained = precision.named_parameters()
-    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
-    model.train()
-    return Session(
-        config, world, device, task, strategy, precision, loss_sum, pieces, memory, ema, auto=auto
-    )
+    return ema, precision
 
 
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
@@ -367,104 +388,3 @@ def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
             f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
             f"each; allowed: {least} or more"
         )
-
-
-def _open_task(
-    config: BaseConfig,
-    device: torch.device,
-    layout: Layout,
-    world: World,
-    progress: Progress,
-    resuming: bool,
-) -> Task:
-    """Prepare the data and build the model of a configuration's task; all ranks call it."""
-    match config:
-        case TrainConfig():
-            return TextTask(config, layout, world, progress, resuming)
-        case ClassifyConfig():
-            return ClassifyTask(config, world, progress)
-        case LMConfig():
-            return LMTask(config, world, progress)
-        case _:
-            raise AssertionError(type(config))
-
-
-# Optimizer state to named tensors and back, converted to the dtypes of another policy if needed.
-
-
-AVERAGE, BUFFER = "ema", "buffer"
-"""The KEY in ``NAME/KEY`` of tensors saved beside the optimizer's: averaged weights, buffers."""
-EXPORTED = (AVERAGE, BUFFER)
-"""What :func:`exported` needs of a checkpoint, besides its weights."""
-
-
-def _by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
-    """Split a checkpoint's tensors into moments by path, and averages and buffers by name."""
-    moments: dict[str, Tensor] = {}
-    others: dict[str, dict[str, Tensor]] = {AVERAGE: {}, BUFFER: {}}
-    for path, tensor in tensors.items():
-        name, _, kind = path.rpartition("/")
-        if kind in others:
-            others[kind][name] = tensor
-        else:
-            moments[path] = tensor
-    return moments, others[AVERAGE], others[BUFFER]
-
-
-def exported(checkpoint: Checkpoint) -> Exported:
-    """Return a checkpoint's weights for export: their averages, where the run kept some."""
-    _, averages, buffers = _by_kind(checkpoint.optimizer)
-    weights = {name: averages.get(name, w).float() for name, w in checkpoint.weights.items()}
-    return Exported(weights, buffers)
-
-
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
-) -> dict[str, Tensor]:
-    """Return the optimizer's state as ``"NAME/KEY"`` to tensor, without the weights' remainders.
-
-    8-bit codes have the moment's own name: in a checkpoint's file their dtype tells them apart.
-    """
-    return {
-        f"{names[parameter]}/{key.removesuffix(CODES)}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if key != REMAINDER
-    }
-
-
-def convert_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
-) -> dict[Tensor, dict[str, Any]]:
-    """Convert the state that :func:`optimizer_tensors` saved to this optimizer's formats.
-
-    Each tensor moves to its parameter's device, and only moments in another format are converted;
-    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype and lose bits.
-
-    Raises:
-        PrecisionError: If a moment is missing or of another shape.
-    """
-    parameters = {name: parameter for parameter, name in names.items()}
-    saved: dict[nn.Parameter, dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        parameter = parameters[name]
-        # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
-        saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    if isinstance(optimizer, LowPrecisionOptimizer):
-        return {
-            parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
-        }
-    return {parameter: in_dtype(state, parameter.dtype) for parameter, state in saved.items()}
-
-
-def set_optimizer_state(
-    optimizer: torch.optim.Optimizer, states: Mapping[Tensor, dict[str, Any]]
-) -> None:
-    """Set converted states, but keep the current remainders, which belong to the weights."""
-    held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
-    optimizer.state.clear()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = state
-    for parameter, remainder in held.items():
-        optimizer.state[parameter][REMAINDER] = remainder

@@ -15,23 +15,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import did_you_mean
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
-from halfstep.trainer.run.folder import default_run_folder, require_fresh, run_config
+from halfstep.trainer.run.folder import (
+    default_run_folder,
+    keeping_policy,
+    require_fresh,
+    require_resumable,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.run.metrics import MetricsSink, require_sinks
-from halfstep.trainer.run.resume import keeping_policy, require_resumable, with_run_folder
 from halfstep.trainer.session import Session, open_session
 from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
 
@@ -59,7 +66,7 @@ class TrainResult:
         evaluation: The last evaluation; None without validation data.
         best: The best evaluation; ``model/`` holds the weights that it measured.
         stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``,
-            ``"max_seconds"``, ``"patience"`` or ``"stop"``; empty if it did not.
+            ``"max_seconds"`` or ``"stop"``; empty if it did not.
     """
 
     folder: Path
@@ -89,6 +96,44 @@ class Trainer:
     one count, a step that overflowed is skipped, told and counted, a checkpoint resumes bit for bit
     and in another precision, and a signal ends the run with a checkpoint. The same program runs on
     several ranks: ``torchrun --nproc-per-node 2 train.py``.
+
+    Args:
+        model: Trained in place and moved to the device; all ranks start from rank 0's weights.
+        train_data: A map-style dataset: items by index, and a length, as in
+            ``torch.utils.data.Dataset``. Each epoch has every item once, in a seeded order.
+        loss: Called as ``loss(model, batch)`` under the policy's autocast. Returns a 0-dim
+            tensor, the mean over what ``targets`` counts, or a pair of the sum and its count.
+        val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
+            is kept.
+        evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; returns means over
+            the batch's rows by name, among them ``loss``. None: the training loss.
+        targets: Returns the number of elements that the loss of a batch is the mean of, such
+            as its tokens. None: the batch's rows, which is dim 0 of its first tensor.
+        collate: Makes a batch from a list of items.
+        num_workers: Processes that prepare batches ahead; 0: none.
+        precision: A policy, its name, field string or ``.toml`` file; ``auto`` takes what
+            suits the device, and says why.
+        optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
+            to an optimizer, or an optimizer.
+        schedule: ``cosine``, ``linear`` or ``constant``, each after a warm-up, or a function
+            from the number of applied steps to a factor of the peak rate.
+        best_by: A name that ``evaluate`` returns. The highest value is the best; for ``loss``,
+            and with a ``-`` before the name, the lowest.
+        callbacks: Each is called with a :class:`Tick` after each step, on every rank.
+        loggers: ``tensorboard`` or ``wandb``, or objects with ``write(record)`` and
+            ``close()``.
+        plan: What to shard and split, where ``parallel`` does either; None: the plan that the
+            model itself provides (:func:`halfstep.distributed.plan_of`).
+        name: Goes into the name of the default run folder.
+        quiet: Print nothing on stderr.
+        **settings: Any key of the sections optimizer, schedule and run by its bare name, such
+            as ``epochs``, ``max_steps``, ``batch_size``, ``grad_accum``, ``learning_rate``,
+            ``warmup_steps``, ``max_norm``, ``ema_decay``, ``seed``, ``save_every``,
+            ``parallel``, ``compile``, ``output_dir``, ``device``.
+
+    Raises:
+        ConfigError: For a setting that does not exist or is out of range.
+        PrecisionError: For a policy or a model that is neither.
     """
 
     def __init__(
@@ -113,64 +158,11 @@ class Trainer:
         quiet: bool = False,
         **settings: Any,
     ) -> None:
-        """Store what is to be trained, and check all that can be checked before training.
-
-        Args:
-            model: Trained in place and moved to the device; all ranks start from rank 0's weights.
-            train_data: A map-style dataset: items by index, and a length, as in
-                ``torch.utils.data.Dataset``. Each epoch has every item once, in a seeded order.
-            loss: Called as ``loss(model, batch)`` under the policy's autocast. Returns a 0-dim
-                tensor, the mean over what ``targets`` counts, or a pair of the sum and its count.
-            val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
-                is kept.
-            evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; returns means over
-                the batch's rows by name, among them ``loss``. None: the training loss.
-            targets: Returns the number of elements that the loss of a batch is the mean of, such
-                as its tokens. None: the batch's rows, which is dim 0 of its first tensor.
-            collate: Makes a batch from a list of items.
-            num_workers: Processes that prepare batches ahead; 0: none.
-            precision: A policy, its name, field string or ``.toml`` file; ``auto`` takes what
-                suits the device, and says why.
-            optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
-                to an optimizer, or an optimizer.
-            schedule: ``cosine``, ``linear``, ``wsd`` or ``constant``, each after a warm-up, or a
-                function from the number of steps taken to a factor of the peak rate.
-            best_by: A name that ``evaluate`` returns. The highest value is the best; for ``loss``,
-                and with a ``-`` before the name, the lowest.
-            callbacks: Each is called with a :class:`Tick` after each step, on every rank.
-            loggers: ``csv``, ``tensorboard``, ``wandb`` or ``mlflow``, or objects with
-                ``write(record)`` and ``close()``.
-            plan: What to shard and split, where ``parallel`` does either; None: the plan that the
-                model itself provides (:func:`halfstep.distributed.plan_of`).
-            name: Goes into the name of the default run folder.
-            quiet: Print nothing on stderr.
-            **settings: Any key of the sections optimizer, schedule and run by its bare name, such
-                as ``epochs``, ``max_steps``, ``batch_size``, ``grad_accum``, ``learning_rate``,
-                ``warmup_steps``, ``max_norm``, ``ema_decay``, ``seed``, ``save_every``,
-                ``parallel``, ``compile``, ``output_dir``, ``device``.
-
-        Raises:
-            ConfigError: For a setting that does not exist or is out of range.
-            PrecisionError: For a policy or a model that is neither.
-        """
+        """Store what is to be trained, and check all that can be checked before training."""
         require_model(model, "Trainer(model)")
-        table: dict[str, Any] = {"name": name, "precision": str(precision)}
-        # at 0 warm-up steps, run.warmup_ratio determines their number
-        table |= {"optimizer": {}, "schedule": {"warmup_steps": 0}, "run": {}}
-        for key, value in settings.items():
-            if key not in _KEYS:
-                raise ConfigError(
-                    f"Trainer({key}) is not a setting{did_you_mean(key, _KEYS)}; the settings are "
-                    f"{', '.join(_KEYS)}"
-                )
-            table[_KEYS[key]][key] = value
-        if isinstance(optimizer, str):
-            table["optimizer"]["name"] = optimizer
-        if isinstance(schedule, str):
-            table["schedule"]["decay"] = schedule
         named = [logger for logger in loggers if isinstance(logger, str)]
-        table["run"]["report_to"] = [*table["run"].get("report_to", ()), *named]
-        self._config: Any = config_from_table({"task": ModuleConfig.TASK, **table})
+        settings["report_to"] = [*settings.get("report_to", ()), *named]
+        self._config: Any = _config_of(name, precision, optimizer, schedule, settings)
         require_sinks(self._config.run.report_to)
         self._sinks = [logger for logger in loggers if not isinstance(logger, str)]
         self._parts = Parts(
@@ -228,19 +220,10 @@ class Trainer:
         own = not (dist.is_available() and dist.is_initialized())
         world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
         with world if own else nullcontext():
-            device = choose_device(run.device, world.local_rank)
-            folder = run.output_dir or str(default_run_folder(self._config, device))
-            path = Path(world.share(folder))
-            config = with_run_folder(self._config, path)
-            if resume:
-                saved = run_config(path)
-                config = keeping_policy(config, saved)
-                require_resumable(saved, config, other_precision=True)
-            else:
-                world.main_only(lambda: require_fresh(path))
+            config, path = self._placed(world, resume)
             keep_freed_memory()
             self._session = session = open_session(
-                config, no_progress, resuming=resume, world=world, opens=self._open
+                config, no_progress, world=world, opens=self._open
             )
             try:
                 outcome = execute(
@@ -249,10 +232,8 @@ class Trainer:
             finally:
                 session.precision.close()
                 self._session = None
-            if outcome.written:
-                self._say(outcome.written)
-            if outcome.verdict:
-                self._say(outcome.verdict)
+            for text in filter(None, (outcome.written, outcome.verdict)):
+                self._say(text)
             last, best = outcome.last, session.best
             return TrainResult(
                 path,
@@ -262,7 +243,22 @@ class Trainer:
                 last.stopped_by if last else "",
             )
 
-    def _open(self, config: Any, device: Any, layout: Any, world: World, *_: Any) -> ModuleTask:
+    def _placed(self, world: World, resume: bool) -> tuple[Any, Path]:
+        """Return the configuration with its run folder, and that folder, once it may be used."""
+        run = self._config.run
+        device = choose_device(run.device, world.local_rank)
+        folder = run.output_dir or str(default_run_folder(self._config, device))
+        path = Path(world.share(folder))
+        config = with_run_folder(self._config, path)
+        if resume:
+            saved = run_config(path)
+            config = keeping_policy(config, saved)
+            require_resumable(saved, config, other_precision=True)
+        else:
+            world.main_only(lambda: require_fresh(path))
+        return config, path
+
+    def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
         return ModuleTask(self._parts, config, layout, world)
 
@@ -281,3 +277,24 @@ class Trainer:
             self._say(f"step {record.step}: {tick.evaluation.text}")
         for callback in self._callbacks:
             callback(tick)
+
+
+def _config_of(
+    name: str, precision: object, optimizer: object, schedule: object, settings: dict[str, Any]
+) -> Any:
+    """Sort the settings into their sections, and build the configuration."""
+    table: dict[str, Any] = {"name": name, "precision": str(precision)}
+    # at 0 warm-up steps, run.warmup_ratio determines their number
+    table |= {"optimizer": {}, "schedule": {"warmup_steps": 0}, "run": {}}
+    for key, value in settings.items():
+        if key not in _KEYS:
+            raise ConfigError(
+                f"Trainer({key}) is not a setting{did_you_mean(key, _KEYS)}; the settings are "
+                f"{', '.join(_KEYS)}"
+            )
+        table[_KEYS[key]][key] = value
+    if isinstance(optimizer, str):
+        table["optimizer"]["name"] = optimizer
+    if isinstance(schedule, str):
+        table["schedule"]["decay"] = schedule
+    return config_from_table({"task": ModuleConfig.TASK, **table})

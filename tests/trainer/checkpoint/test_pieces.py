@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from halfstep.errors import CheckpointError
-from halfstep.trainer.checkpoint.pieces import Piece, fault, local_piece, overlap
+from halfstep.trainer.checkpoint.index import Piece, fault, local_piece, overlap
 from trainer.checkpoint.sharded import chunk
 
 

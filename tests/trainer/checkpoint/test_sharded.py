@@ -16,7 +16,7 @@ import torch
 
 from halfstep.errors import CheckpointError, NonFiniteError
 from halfstep.trainer.checkpoint import store
-from halfstep.trainer.checkpoint.pieces import Piece
+from halfstep.trainer.checkpoint.index import Piece
 from halfstep.trainer.checkpoint.store import Checkpoint, Team, list_checkpoints, load_checkpoint
 from trainer.checkpoint.sharded import (
     LAYOUTS,

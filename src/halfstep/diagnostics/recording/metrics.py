@@ -14,7 +14,8 @@ from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 
-METRICS, CAUSES = "metrics.jsonl", "causes.jsonl"
+METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
+CAPTURES = "captures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

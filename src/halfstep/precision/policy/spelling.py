@@ -93,6 +93,8 @@ def parse_policy(
         halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
 'fp16-mixed'? Allowed: fp32, tf32, ...
     """
+    if isinstance(spec, PrecisionPolicy):
+        return spec
 
     def chosen() -> PrecisionPolicy:
         if device is None:
@@ -102,7 +104,7 @@ def parse_policy(
             )
         return POLICIES[choose(as_device(device)).policy]
 
-    return _parse(spec, chosen)
+    return _parse_text(spec, chosen)
 
 
 def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
@@ -111,6 +113,8 @@ def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
     Raises:
         PrecisionError: As :func:`parse_policy`; also for fields that no choice of auto could take.
     """
+    if isinstance(spec, PrecisionPolicy):
+        return spec
     asked = False
 
     def bf16() -> PrecisionPolicy:
@@ -120,18 +124,16 @@ def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
 
     text = spec.text if isinstance(spec, Auto) else spec
     try:
-        found = _parse(text, bf16)
+        found = _parse_text(text, bf16)
     except PrecisionError:
         if not asked:
             raise
-        found = _parse(text, lambda: POLICIES["fp16-mixed"])  # whose fields others may lack
+        found = _parse_text(text, lambda: POLICIES["fp16-mixed"])  # whose fields others may lack
     return Auto(str(text).strip()) if asked else found
 
 
-def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
+def _parse_text(spec: str, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
     """Parse a policy; ``auto`` returns the one to take for that name."""
-    if isinstance(spec, PrecisionPolicy):
-        return spec
     if not isinstance(spec, str):
         raise PrecisionError(_no_policy(spec))
     name = spec.strip()
@@ -143,7 +145,7 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
         return _read_file(Path(name), auto)
     if "=" in name:
         first, _, rest = name.partition(",")
-        base = None if "=" in first else _parse(first, auto)
+        base = None if "=" in first else _parse_text(first, auto)
         pairs = [part.partition("=") for part in (name if base is None else rest).split(",")]
         keys = [key.strip() for key, _, _ in pairs]
         if len(set(keys)) < len(keys):
@@ -199,7 +201,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
         }
         found = [rule for key, globs in kept.items() for rule in _keep(key, globs)]
         more = {} if low is None else {"recipe": parse_recipe(low)}
-        start = None if base is None else _parse(base, auto)
+        start = None if base is None else _parse_text(base, auto)
         return _from_fields(values, start, [*found, *_rules(rules)], more)
     except PrecisionError as error:
         raise PrecisionError(f"policy file {path}: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,14 +29,9 @@ class Saver:
         keep: How many checkpoints to keep, at least 1.
         team: The ranks that save. Its token, without a number, is the same on all ranks but
             different at every start of the run. A single rank may leave it empty.
-        background: Whether training goes on meanwhile; otherwise :meth:`save` waits, and nothing is
-            copied.
         meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
             calls it once, after the other ranks have written their parts and before rank 0 waits
             for their receipts, which a dead rank would never send. One process needs none.
-
-    Attributes:
-        blocked_seconds: Seconds for which the last :meth:`save` blocked its caller.
     """
 
     def __init__(
@@ -45,14 +39,11 @@ class Saver:
         folder: Path,
         keep: int,
         team: Team = Team(),  # noqa: B008  (frozen)
-        background: bool = True,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        self.blocked_seconds = 0.0
         self._folder = folder
         self._keep = keep
         self._team = team
-        self._background = background
         self._meet = meet
         self._saves = 0
         self._thread: threading.Thread | None = None
@@ -68,34 +59,25 @@ class Saver:
         The checkpoint of the step ``spared`` is not removed, whatever its age. A caller who says
         ``still`` changes nothing before :meth:`wait` returns, and saves the memory of a copy.
 
-        This first waits for the save before it, whose error it raises instead of beginning. In the
-        background, it then only copies memory; otherwise the checkpoint is complete on return, on
-        rank 0.
+        This first waits for the save before it, whose error it raises instead of beginning.
 
         Raises:
             NonFiniteError: If this save or the one before it has a NaN or inf.
             CheckpointError: If this save or the one before it cannot be written.
         """
-        begin = time.perf_counter()
-        try:
-            if self._background:
-                self._settle()
-            self._saves += 1
-            token = self._team.token
-            team = replace(self._team, token=token and f"{token}.{self._saves}")
-            part = checkpoint.part(team.rank, step)
-            held = [part.copied() if self._background and not still else part]
-            self._thread = threading.Thread(
-                target=self._work,
-                args=(step, held, team, spared),
-                name=f"save-step-{step}",
-                daemon=False,
-            )
-            self._thread.start()
-            if not self._background:
-                self._settle()
-        finally:
-            self.blocked_seconds = time.perf_counter() - begin
+        self._settle()
+        self._saves += 1
+        token = self._team.token
+        team = replace(self._team, token=token and f"{token}.{self._saves}")
+        part = checkpoint.part(team.rank, step)
+        held = [part if still else part.copied()]
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(step, held, team, spared),
+            name=f"save-step-{step}",
+            daemon=False,  # else it is what the thread that trains is
+        )
+        self._thread.start()
 
     def finished(self) -> Path | None:
         """Return the checkpoint completed since the last call, if any, without waiting.

@@ -24,10 +24,11 @@ from halfstep.trainer.checkpoint.index import (
     STATE,
     Entry,
     Index,
+    Piece,
     Stored,
+    overlap,
     shard_name,
 )
-from halfstep.trainer.checkpoint.pieces import Piece, overlap
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_008  # bytes; **Source:** safetensors' header limit plus its 8-byte length

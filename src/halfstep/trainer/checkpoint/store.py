@@ -53,9 +53,9 @@ from halfstep.trainer.checkpoint.index import (
     WEIGHTS,
     Entry,
     Index,
+    Piece,
     check_index,
 )
-from halfstep.trainer.checkpoint.pieces import Piece
 from halfstep.trainer.checkpoint.shards import Own, Part, Reader
 
 TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk
@@ -195,16 +195,12 @@ def save_part(
         spared: A step whose checkpoint is kept, whatever its age.
 
     Returns:
-        The checkpoint's folder; if the same checkpoint exists already, it stays as it is. On rank 0
-        it is complete; on the others it will be, unless rank 0 raises.
+        The checkpoint's folder, complete on rank 0. If the same checkpoint exists, it stays.
 
     Raises:
-        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0;
-            nothing stays written and nothing is removed, so the last finite checkpoint stays.
-        CheckpointError: If this rank's files cannot be written (full disk, no permission); on rank
-            0, also if any rank's cannot, a receipt is missing, the pieces do not make up a tensor,
-            or something else has the checkpoint's name. No incomplete checkpoint stays, and nothing
-            is removed.
+        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0.
+        CheckpointError: If this rank's files cannot be written; on rank 0, also if any rank's
+            cannot. No incomplete checkpoint stays, and no other is removed.
     """
     final = checkpoint_path(folder, step)
     temporary = folder / f"{_TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"
@@ -213,26 +209,32 @@ def save_part(
         if team.rank == 0:
             _remove_leftovers(folder, team)
         temporary.mkdir(exist_ok=team.size > 1)
-        report = _written(part, temporary, team)
-        if team.rank:
-            _hand_in(temporary, team.rank, report)
-            _require_good([report], final)
-            return final
-        try:
-            reports = [report, *_receipts(temporary, final, team)]
-        except CheckpointError:
-            _require_good([report], final)  # this rank's own error says more than a missing receipt
-            raise
-        _require_good(reports, final)
-        _commit(temporary, final, reports)
+        _write_together(part, temporary, final, team)
     except (OSError, SafetensorError, HalfstepError) as error:
         if team.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, HalfstepError):
             raise
         raise _unwritten(final, str(error)) from error
-    _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
+    if team.rank == 0:
+        _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
     return final
+
+
+def _write_together(part: Part, temporary: Path, final: Path, team: Team) -> None:
+    """Write this rank's files; on rank 0, also wait for the others' and commit."""
+    report = _written(part, temporary, team)
+    if team.rank:
+        _hand_in(temporary, team.rank, report)
+        _require_good([report], final)
+        return
+    try:
+        reports = [report, *_receipts(temporary, final, team)]
+    except CheckpointError:
+        _require_good([report], final)  # this rank's own error says more than a missing receipt
+        raise
+    _require_good(reports, final)
+    _commit(temporary, final, reports)
 
 
 def _written(part: Part, temporary: Path, team: Team) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
-from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
-from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
 

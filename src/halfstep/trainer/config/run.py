@@ -8,8 +8,69 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeA
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
-from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.config.read import Amount, AtLeast1, Count, Range, Share, require_ranges
+from halfstep.trainer.config.read import (
+    Amount,
+    AtLeast1,
+    Count,
+    Fraction,
+    Positive,
+    Range,
+    Share,
+    require_ranges,
+)
+
+OptimizerName = Literal[
+    "adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "lion", "muon", "nadam",
+    "radam", "rmsprop", "sgd",
+]  # fmt: skip
+"""The torch.optim optimizers with weight decay, and Lion; Muon has AdamW for all but matrices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, its hyperparameters, and gradient clipping."""
+
+    name: OptimizerName = option("adamw", "An optimizer of torch.optim in small letters, or lion.")
+    learning_rate: Positive = option(1e-3, "Peak learning rate, reached at the end of the warm-up.")
+    beta1: Share = option(
+        0.9, "Decay of the first moment per step; for SGD and RMSprop, the momentum."
+    )
+    beta2: Share = option(0.95, "Decay of the second moment per step.")
+    eps: Positive = option(
+        1e-8, "Added to the root of the second moment; must not be 0 in the optimizer's format."
+    )
+    momentum: Share = option(
+        0.95, "Muon's decay of the average of gradients; beta1 and beta2 are those of its AdamW."
+    )
+    weight_decay: Amount = option(
+        0.1, "Weight decay of matrices and embeddings; norms and biases do not decay."
+    )
+    max_norm: Amount = option(
+        1.0, "Gradients are clipped to this global 2-norm; 0 switches clipping off."
+    )
+
+    def __post_init__(self) -> None:
+        require_ranges("optimizer", self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, then a decay to a fraction of the peak, or none."""
+
+    warmup_steps: Count = option(
+        50, "Optimizer steps of linear warm-up; at most the length of the run."
+    )
+    decay: Literal["cosine", "linear", "constant"] = option(
+        "cosine",
+        "What follows the warm-up until the run's end: a cosine, a straight line, or the peak.",
+    )
+    min_ratio: Fraction = option(
+        0.1, "Learning rate at the end of the decay, as a fraction of the peak."
+    )
+
+    def __post_init__(self) -> None:
+        require_ranges("schedule", self)
+
 
 if TYPE_CHECKING:
     from halfstep.distributed.layout import Layout
@@ -77,10 +138,7 @@ class RunConfig:
         2, "Checkpoints to keep; older ones are removed after a newer one is safely written."
     )
     output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
-    patience: Count = option(
-        0, "Stop after this many evaluations in a row that are no better than the best; 0: never."
-    )
-    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = option(
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = option(
         (), "Where metrics go besides metrics.jsonl."
     )
     parallel: Parallel = option(
@@ -92,16 +150,8 @@ class RunConfig:
         False,
         "With tensor ranks: split norms and residual streams between them along the sequence.",
     )
-    agree_every: Count = option(
-        100,
-        "Compare loss scale, counts and replicated weights between ranks every this many steps; "
-        "0: at the start only.",
-    )
     rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = option(
         300.0, "Seconds after which a rank that does not answer ends the run."
-    )
-    background_save: bool = option(
-        True, "Write checkpoints while training goes on; a step then waits for a copy only."
     )
     device: str = option(
         "auto",

@@ -13,7 +13,7 @@ from halfstep.option import option
 from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
-from halfstep.trainer.models.shapes import Shape, of_the_run
+from halfstep.trainer.models.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,6 @@ class TextRunConfig(RunConfig):
     """How a GPT is trained on text."""
 
     block_size: Count = option(0, "Tokens of one training sequence; 0: the model's block_size.")
-    init_from: str = option(
-        "",
-        "A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape "
-        "takes the place of model's, whose dropout and activation_checkpointing stay.",
-    )
     capture: Count = option(
         0,
         "How many captures to keep of steps that were not finite, where no loss scale can help, "
@@ -47,13 +42,7 @@ class TrainConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         BaseConfig.__post_init__(self)
-        if self.run.init_from and self.data.tokenizer.startswith("bpe:"):
-            raise ConfigError(
-                f"data.tokenizer={self.data.tokenizer} would give the words of run.init_from="
-                f"{self.run.init_from} other ids than it was trained with; give --tokenizer its "
-                "tokenizer.json or folder"
-            )
-        if not self.run.init_from and self.block_size > self.model.block_size:
+        if self.block_size > self.model.block_size:
             raise ConfigError(
                 f"run.block_size={self.run.block_size} is over model.block_size="
                 f"{self.model.block_size}; shorten the sequences or raise --model.block_size"
@@ -65,13 +54,9 @@ class TrainConfig(BaseConfig):
         return "gpt-small-cpu"
 
     def filled(self, saved: Self) -> Self:
-        """Take over the saved vocabulary size, or the shape of the run's ``init_from`` model."""
-        shape = self.model
-        if self.run.init_from and self.run.init_from == saved.run.init_from:
-            shape = dataclasses.replace(saved.model, **of_the_run(shape))
-        elif not shape.vocab_size:
-            shape = dataclasses.replace(shape, vocab_size=saved.model.vocab_size)
-        return dataclasses.replace(self, model=shape)
+        """Take over the saved vocabulary size."""
+        size = self.model.vocab_size or saved.model.vocab_size
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=size))
 
     @property
     def block_size(self) -> int:

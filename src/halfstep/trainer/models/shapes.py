@@ -7,7 +7,7 @@ so that --help is quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
@@ -87,9 +87,3 @@ class GPTConfig:
 Shape: TypeAlias = GPTConfig
 """The union of all families' shapes. The first is the default where a file does not set
 ``model.family``."""
-
-
-def of_the_run(shape: Shape) -> dict[str, Any]:
-    """Return the fields that a run may set for a model that it loads; others are the model's."""
-    names = ("dropout", "activation_checkpointing")
-    return {name: getattr(shape, name) for name in names if hasattr(shape, name)}

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from halfstep.diagnostics.capture import CAPTURES, Finding, finding, read_finding
+from halfstep.diagnostics.capture import Finding, finding, read_finding
+from halfstep.diagnostics.recording.metrics import CAPTURES
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.scaling.gradients import Judged

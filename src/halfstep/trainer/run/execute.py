@@ -9,7 +9,6 @@ from pathlib import Path
 
 from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.policy.devices import choose, name_of
-from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint.store import passed_over
@@ -20,13 +19,14 @@ from halfstep.trainer.run.folder import (
     finish_run,
     made_by_auto,
     reopen_run,
+    resume,
     run_config,
     write_config,
     write_memory,
 )
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
-from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
+from halfstep.trainer.tasks.by_name import part
 
 Say = Callable[[str], None]
 CURVES = "curves.png"
@@ -72,7 +72,7 @@ def execute(
         say: Prints a line for the user.
         ticked: Called after each step, on every rank.
         resuming: Go on from the folder's newest checkpoint.
-        sinks: Loggers of rank 0's records besides those that the configuration names; closed here.
+        sinks: Loggers of rank 0's records besides those that the configuration names.
 
     Raises:
         HalfstepError: As :func:`halfstep.trainer.loop.train`. After a NonFiniteError the best state
@@ -82,49 +82,60 @@ def execute(
     _introduce(session, say)
     opened = reopen_run if resuming else partial(create_run, session=session)
     folder = world.main_only(lambda: opened(path))
-    every = [*sinks] if world.is_main else []
-    last, written, judged = None, "", ""
+    every = [*sinks] * world.is_main
+    written = ""
     try:
         if resuming:
             _go_on(session, path, say)
-        if world.is_main:
-            named = session.config.run.report_to
-            every += [SINKS[name](path, session.step + 1) for name in named]
-        for tick in train(session, path):
-            for sink in every:
-                sink.write(tick.record)
-            ticked(tick)
-            last = tick
-        outcome = RunOutcome(last, "")
-        if not outcome.interrupted:
+        named = session.config.run.report_to * world.is_main
+        every += [SINKS[name](path, session.step + 1) for name in named]
+        last = _follow(session, path, every, ticked)
+        if not RunOutcome(last, "").interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
-        judged = world.main_only(lambda: _conclude(path, say)) or ""
+        judged = world.main_only(lambda: _conclude(session, path, say)) or ""
+        return RunOutcome(last, written, judged)
     except (NonFiniteError, SpikeError) as error:
-        world.main_only(lambda: _conclude(path, say))
+        world.main_only(lambda: _conclude(session, path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
-        text = f"{error}; the best state before it: {best}"
-        if isinstance(error, SpikeError):
-            raise SpikeError(text, cause=error.cause) from error
-        told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
-        told.first_cause = error.first_cause
-        raise told from error
+        raise _with_best(error, best) from error
     finally:
         session.task.close()
         for sink in every:
             sink.close()
         if folder is not None:
             folder.close()
-    return RunOutcome(last, written, judged)
 
 
-def _conclude(path: Path, say: Say) -> str:
+def _follow(
+    session: Session, path: Path, sinks: Sequence[MetricsSink], ticked: Callable[[Tick], None]
+) -> Tick | None:
+    """Train to the end, tell everybody of each step, and return the last one's tick."""
+    last = None
+    for last in train(session, path):
+        for sink in sinks:
+            sink.write(last.record)
+        ticked(last)
+    return last
+
+
+def _with_best(error: NonFiniteError | SpikeError, best: str | None) -> NonFiniteError | SpikeError:
+    """Add what was written of the best state to the error that stopped the run."""
+    text = f"{error}; the best state before it: {best}"
+    if isinstance(error, SpikeError):
+        return SpikeError(text, cause=error.cause)
+    told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
+    told.first_cause = error.first_cause
+    return told
+
+
+def _conclude(session: Session, path: Path, say: Say) -> str:
     """Draw the run's curves, and return its verdict; on rank 0, however the run ended."""
-    record = read_run(path)
+    record = read_run(path, session.precision.policy)
     try:
         if len(record.steps) >= _LEAST_STEPS:
-            draw_curves(record, path / CURVES)
+            part("report.figures:draw_curves")(record, path / CURVES)
     except OSError as error:
         say(f"note: {path / CURVES} cannot be written: {error}")
     return verdict(record)

@@ -18,7 +18,6 @@ from pathlib import Path
 from shlex import quote
 
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.nonfinite.first_cause import search
 from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
@@ -26,6 +25,7 @@ from halfstep.trainer.config.config import load_config, shipped_configs
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
+from halfstep.trainer.tasks.by_name import part
 
 _SKIPS = 3
 """Skips in a row after which a search begins: a scale that has found its level halves once in a
@@ -118,7 +118,9 @@ class CauseSearch:
                 run_micro_batch(session.loss_sum, precision, batch, n, seed)
 
         precision.discard()
-        return search(session.task.model, run, batches, clear=precision.discard)
+        search = part("diagnostics.nonfinite.first_cause:search")
+        found: Cause | None = search(session.task.model, run, batches, clear=precision.discard)
+        return found
 
     def _write(self, cause: Cause) -> None:
         """Append the cause to ``causes.jsonl``."""

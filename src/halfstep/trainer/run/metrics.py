@@ -78,16 +78,7 @@ def _wandb(folder: Path, first_step: int) -> Tracker:
     return Tracker(lambda numbers, step: run.log(numbers, step=step), run.finish)
 
 
-def _mlflow(folder: Path, first_step: int) -> Tracker:
-    """Start an MLflow run at the server that MLflow's own ``MLFLOW_TRACKING_URI`` names."""
-    import mlflow
-
-    mlflow.start_run(run_name=folder.name)
-    return Tracker(lambda numbers, step: mlflow.log_metrics(numbers, step=step), mlflow.end_run)
-
-
 SINKS: Mapping[str, Callable[[Path, int], MetricsSink]] = {
-    "mlflow": _mlflow,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }

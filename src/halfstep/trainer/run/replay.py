@@ -61,7 +61,7 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
     config = replace(config, precision=policy, run=run, data=data)
     threads = torch.get_num_threads()
     try:
-        session = open_session(config, no_progress, resuming=True, world=world)
+        session = open_session(config, no_progress, world=world)
         try:
             session.restore(load_checkpoint(path, session.pieces), path)
             return _take(session, before, str(own))

@@ -20,6 +20,7 @@ from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import in_fp64
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
@@ -48,6 +49,7 @@ from halfstep.trainer.run.model_folder import (
     replace_folder,
 )
 from halfstep.trainer.step import Batch
+from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,
@@ -55,16 +57,7 @@ from halfstep.trainer.tasks.scores import (
     report_values,
     write_report,
 )
-from halfstep.trainer.tasks.task import (
-    EpochTask,
-    Exported,
-    Loaded,
-    Measured,
-    Progress,
-    Trained,
-    pinned,
-    within,
-)
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
@@ -75,7 +68,9 @@ class ClassifyTask(EpochTask):
     config: ClassifyConfig
     keeps_best = True
 
-    def __init__(self, config: ClassifyConfig, world: World, progress: Progress) -> None:
+    def __init__(
+        self, config: ClassifyConfig, world: World, progress: Progress, *_: object
+    ) -> None:
         """Read the data, make or load tokenizer and model; for arguments see ``open_session``.
 
         Raises:

@@ -19,6 +19,7 @@ from halfstep.precision.casting.cast import add_regions_, cast_to_policy_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
@@ -41,16 +42,8 @@ from halfstep.trainer.run.model_folder import (
     replace_folder,
 )
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.task import (
-    EpochTask,
-    Exported,
-    Loaded,
-    Measured,
-    Progress,
-    Trained,
-    pinned,
-    within,
-)
+from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
+from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
@@ -62,7 +55,7 @@ class LMTask(EpochTask):
     config: LMConfig
     keeps_best = True
 
-    def __init__(self, config: LMConfig, world: World, progress: Progress) -> None:
+    def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``.
 
         Raises:

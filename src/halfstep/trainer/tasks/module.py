@@ -26,11 +26,13 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.step import Batch, tensors_of, to_device
-from halfstep.trainer.tasks.task import EpochTask, Exported, dropout_seed, micro_batches, share_of
+from halfstep.trainer.tasks.epochs import EpochTask
+from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
@@ -141,12 +143,11 @@ class ModuleTask(EpochTask):
             )
         return optimizer
 
-    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
-        """Follow the user's schedule, step number (from 0) to factor, or the configuration's."""
+    def learning_rate(self, peak: float, applied: int) -> float:
+        """Follow the user's schedule, applied steps (from 0) to factor, or the configuration's."""
         if self._parts.schedule is None:
-            return super().learning_rate(peak, taken, applied)
-        done = taken if self.config.schedule.on_skip == "advance" else applied
-        return peak * float(self._parts.schedule(done))
+            return super().learning_rate(peak, applied)
+        return peak * float(self._parts.schedule(applied))
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return the batch that ``collate`` makes from the rows' items."""

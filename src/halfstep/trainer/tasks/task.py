@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import ParallelPlan, plan_of
-from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import (
-    ClassifierConfig,
-    ClassifyConfig,
-    FinetuneConfig,
-    LMConfig,
-)
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
-from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.pretrained.hub import pin
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
 from halfstep.trainer.step import Batch
 
 Progress = Callable[[str, int, int], None]
 """Called while data is prepared, with what is being done, the amount done and the total."""
-
-
-class Exported(NamedTuple):
-    """The exportable part of a checkpoint, by name: fp32 weights and the modules' buffers."""
-
-    weights: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 class Task(Protocol):
@@ -87,10 +68,9 @@ class Task(Protocol):
         config = self.config
         return make_optimizer(self.model, config.optimizer, policy, seed=config.run.seed)
 
-    def learning_rate(self, peak: float, taken: int, applied: int) -> float:
+    def learning_rate(self, peak: float, applied: int) -> float:
         """Compute a parameter group's rate at the next step; see :func:`learning_rate`."""
-        config = self.config
-        return learning_rate(peak, config.schedule, taken, applied, config.run.max_steps)
+        return learning_rate(peak, self.config.schedule, applied, self.config.run.max_steps)
 
     def summary(self) -> str:
         """Describe the model and the data to the user in a few words."""
@@ -150,36 +130,6 @@ class Task(Protocol):
     def close(self) -> None:
         """Release what the data needed, such as worker processes."""
         return
-
-
-class EpochTask(Task):
-    """A task with epochs, each of which has every example once."""
-
-    config: FinetuneConfig
-
-    def deal(self, config: FinetuneConfig, lengths: npt.ArrayLike) -> None:
-        """Deal the examples out to steps by their lengths, and resolve epochs into steps."""
-        run = config.run
-        self._lengths = np.asarray(lengths)
-        self._batches = EpochBatches(lengths, run.batch_size, run.seed)
-        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
-        self.config = config.resolved(self._batches.steps_per_epoch)
-
-    def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """Return the indices of a step's examples."""
-        return self._batches.indices(step)
-
-    def batch_size(self, step: int) -> int:
-        """Return the number of a step's examples; steps of an epoch differ by one at most."""
-        return len(self.indices(step))
-
-    def rows(self, step: int) -> Mapping[str, list[int]]:
-        """Return the positions of a step's examples among the training examples."""
-        return {"examples": self.indices(step).tolist()}
-
-    def tokens(self, step: int) -> int:
-        """Return the tokens of the step's examples, special tokens included."""
-        return int(self._lengths[self.indices(step)].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,46 +232,3 @@ def dropout_seed(seed: int, step: int, first_row: int) -> int:
     """
     text = f"dropout {seed} {step} {first_row}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
-
-
-# A run uses one commit of a hub model throughout: all ranks, model and tokenizer, all resumes.
-
-
-Config = TypeVar("Config", ClassifyConfig, LMConfig)
-
-
-def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
-    """Pin the configuration to the model's current commit on the hub; all ranks call it.
-
-    Returns:
-        The configuration, and keyword arguments for opening model and tokenizer.
-
-    Raises:
-        ConfigError: If there is no such model.
-    """
-    choice = config.model
-    trust = choice.trust_remote_code
-    own = world.main_only(lambda: pin(choice.source, choice.revision, trust_remote_code=trust))
-    revision = world.share(own or "")
-    model: Any = dataclasses.replace(choice, revision=revision)
-    options = {"revision": revision, "trust_remote_code": trust}
-    return dataclasses.replace(config, model=model), options
-
-
-Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
-
-
-def within(part: Part, section: str, limit: int | None, source: str) -> Part:
-    """Limit a section's default ``max_length`` to the number of a model's positions.
-
-    Raises:
-        ConfigError: If the user set a ``max_length`` beyond it.
-    """
-    if limit is None or part.max_length <= limit:
-        return part
-    if part.max_length != type(part)().max_length:
-        raise ConfigError(
-            f"{section}.max_length={part.max_length} is over the {limit} positions of "
-            f"model.source={source}; lower --max-length"
-        )
-    return dataclasses.replace(part, max_length=limit)

@@ -28,32 +28,32 @@ from halfstep.trainer.data.tokenizer import Tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.memory import require_host_room
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.gpt.hf import load_gpt2, save_gpt2
 from halfstep.trainer.models.language_model import LanguageModel
-from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
+from halfstep.trainer.models.shapes import GPTConfig, Shape
 from halfstep.trainer.step import Batch
+from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 
 def _no_folders(*_: Any, **__: Any) -> Any:
-    raise ConfigError(
-        "this family of models has no Hugging Face folders; run.init_from and export are for gpt"
-    )
+    raise ConfigError("this family of models has no Hugging Face folders; export is for gpt")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The functions that make, load and save the networks of one kind of shape."""
+    """The functions that make and save the networks of one kind of shape."""
 
     make: Callable[..., LanguageModel]
     """Makes the network from a shape and ``seed``."""
-    load: Callable[..., LanguageModel] = _no_folders
-    """Loads the network of a Hugging Face folder, given its path and the fields a run may set."""
     save: Callable[..., None] = _no_folders
     """Writes a Hugging Face folder, given the network, the path and ``dtype``."""
 
 
-FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, load_gpt2, save_gpt2)}
+def _save_gpt2(*args: Any, **options: Any) -> None:
+    part("trainer.models.gpt.hf:save_gpt2")(*args, **options)
+
+
+FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, _save_gpt2)}
 
 
 class TextTask(Task):
@@ -64,10 +64,9 @@ class TextTask(Task):
     def __init__(
         self,
         config: TrainConfig,
-        layout: Layout,
         world: World,
         progress: Progress,
-        resuming: bool,
+        layout: Layout,
     ) -> None:
         """Prepare the data and build the model; for arguments see ``open_session``.
 
@@ -87,35 +86,27 @@ class TextTask(Task):
         world.require_same(self.identity)
         named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
         self._require_room(config, layout, named)
-        self.model = _make_model(config, data.tokenizer, resuming)
-        shape = self.model.config
-        self.config: TrainConfig = dataclasses.replace(config, model=shape)
-        run = config.run
-        if run.block_size > shape.block_size:
-            raise ConfigError(
-                f"run.block_size={run.block_size} is over the {shape.block_size} positions of "
-                f"run.init_from={run.init_from}"
-            )
+        self.model = _make_model(config, data.tokenizer)
+        self.config: TrainConfig = dataclasses.replace(config, model=self.model.config)
         self.model.require_shares(layout.tensor)
-        self.smallest_batch = run.batch_size
+        self.smallest_batch = config.run.batch_size
         self.notes: list[str] = _table_notes(config.data.train)
-        part = "training"
+        which = "training"
         try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
-            part = "validation"
+            which = "validation"
             next(iter(self._validation(0, 1)))
         except DataError as error:
-            given = config.data.validation if part == "validation" else ()
+            given = config.data.validation if which == "validation" else ()
             files = ", ".join(given or config.data.train) or "the standard library"
-            raise DataError(f"the {part} data ({files:.200}) is too short: {error}") from error
+            raise DataError(f"the {which} data ({files:.200}) is too short: {error}") from error
 
     @staticmethod
     def _require_room(config: TrainConfig, layout: Layout, shape: Shape) -> None:
         """Refuse a model or a batch that this machine cannot hold."""
         run = config.run
-        loaded = bool(run.init_from)  # then the folder determines the shape, which is unknown yet
         require_host_room(
-            0 if loaded else shape.parameters,
+            shape.parameters,
             run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
             "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
             "--grad-accum",
@@ -209,25 +200,13 @@ def _table_notes(paths: Iterable[str]) -> list[str]:
     ]
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
-    """Make a model with the tokenizer's vocabulary, or load one whose vocabulary must hold it."""
-    size, source = tokenizer.vocab_size, config.run.init_from
-    family = FAMILIES[type(config.model)]
-    if source and resuming:
-        return family.make(config.model, seed=config.run.seed)
-    if source:
-        model = family.load(Path(source), **of_the_run(config.model))
-        if model.config.vocab_size < size:
-            raise ConfigError(
-                f"run.init_from={source} has a vocabulary of "
-                f"{model.config.vocab_size}, data.tokenizer={config.data.tokenizer} has {size}; "
-                "use the model's own tokenizer folder"
-            )
-        return model
+def _make_model(config: TrainConfig, tokenizer: Tokenizer) -> LanguageModel:
+    """Make a model with the tokenizer's vocabulary."""
+    size = tokenizer.vocab_size
     if config.model.vocab_size not in (0, size):
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size}, but data.tokenizer="
             f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
         )
     shape = dataclasses.replace(config.model, vocab_size=size)
-    return family.make(shape, seed=config.run.seed)
+    return FAMILIES[type(shape)].make(shape, seed=config.run.seed)

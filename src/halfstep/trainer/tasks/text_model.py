@@ -14,6 +14,7 @@ from halfstep.precision.casting.cast import cast_to_policy_
 from halfstep.precision.policy.policy import DTYPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.tensors import EXPORTED, exported
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
@@ -25,7 +26,6 @@ from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
-from halfstep.trainer.session import EXPORTED, exported
 from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.trainer.tasks.text import FAMILIES
 
@@ -157,7 +157,7 @@ def load_trained(path: Path) -> tuple[LanguageModel, Tokenizer, TrainConfig]:
 def _config_of(table: Any, where: Path) -> TrainConfig:
     """Read the configuration from a checkpoint's state; raise CheckpointError if it has none."""
     try:
-        config = config_from_table(table) if isinstance(table, dict) else None
+        config = config_from_table(table, strict=False) if isinstance(table, dict) else None
     except ConfigError as error:
         raise CheckpointError(f"{where}: the configuration in its state: {error}") from error
     if not isinstance(config, TrainConfig):

@@ -8,18 +8,16 @@ from pathlib import Path
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Exporting, Use
 from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.classify import TrainedClassifier
-from halfstep.trainer.tasks.lm import TrainedLM
+from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Trained
-from halfstep.trainer.tasks.text_model import TrainedText
 
-TRAINED: Mapping[str, type[Trained]] = {
-    TrainConfig.TASK: TrainedText,
-    ClassifyConfig.TASK: TrainedClassifier,
-    LMConfig.TASK: TrainedLM,
-    ModuleConfig.TASK: Trained,
+TRAINED: Mapping[str, str] = {
+    TrainConfig.TASK: "trainer.tasks.text_model:TrainedText",
+    ClassifyConfig.TASK: "trainer.tasks.classify:TrainedClassifier",
+    LMConfig.TASK: "trainer.tasks.lm:TrainedLM",
+    ModuleConfig.TASK: "trainer.tasks.task:Trained",
 }
-"""Name of a task to the class of the models that its runs leave."""
+"""Name of a task to the place of the class of the models that its runs leave."""
 
 
 def open_trained(use: Use | Exporting, folder_task: str = "") -> Trained:
@@ -33,7 +31,10 @@ def open_trained(use: Use | Exporting, folder_task: str = "") -> Trained:
         ConfigError: If the named folder holds no run.
     """
     if not use.run and isinstance(use, Use):
-        return TRAINED[folder_task](Path(use.model))
-    path = Path(use.run)
-    config = run_config(path)
-    return TRAINED[config.TASK](path, config)
+        path, config, task = Path(use.model), None, folder_task
+    else:
+        path = Path(use.run)
+        config = run_config(path)
+        task = config.TASK
+    found: Trained = part(TRAINED[task])(path, config)
+    return found
