@@ -1,7 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, optim as optim
-from .diagnostics.capture import Replayed as Replayed, replay as replay
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory.estimate import estimate as estimate
 from .diagnostics.memory.saved import MemoryMeter as MemoryMeter

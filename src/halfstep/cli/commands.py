@@ -242,11 +242,9 @@ class Replay:
     """Take a captured step again, bit for bit, or in another precision."""
 
     capture: str = field(metadata=POSITIONAL)
-    """A folder in captures/ of a run with run.capture, or of halfstep.Recorder."""
+    """A folder in captures/ of a run with run.capture."""
     precision: str = ""
     """The policy to take it in, such as fp32; default: the run's own."""
-    model: str = ""
-    """For a loop of one's own: PACKAGE.MODULE:FUNCTION that returns (model, optimizer, loss)."""
     json: bool = False
     """Print one JSON object on stdout."""
 
