@@ -23,20 +23,6 @@ def test_policies_beside_each_other(settings, capsys):
     assert "*-mixed" not in out
 
 
-def test_a_figure(settings, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "new" / "memory.svg"
-    words = [*settings, "--precision", "fp32", "bf16-split", "--out", str(out)]
-    assert main(["memory", *words]) == 0
-    said = capsys.readouterr().out
-    assert f"Written: {out}" in said
-    drawn = out.read_text()
-    assert drawn.count("<svg") == 1
-    assert [*out.parent.iterdir()] == [out]
-    assert main(["memory", *settings, "--out", "memory.pdf"]) == 2
-    assert "ends in .svg or .png" in capsys.readouterr().err
-
-
 def test_the_state_is_what_the_policy_says(settings, capsys):
     """16 bytes a parameter in fp32: weight, gradient and two moments."""
     assert main(["memory", *settings, "--precision", "fp32", "bf16-mixed", "--json"]) == 0

@@ -112,8 +112,6 @@ class Memory(OneStep):
 
     precision: tuple[str, ...] = ()
     """Policies; default: fp32 and that of the run or configuration."""
-    out: str = ""
-    """Draw the policies beside each other, stacked by part and module, into this .svg or .png."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +179,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train the same model in several precisions, one after the other, and draw them together."""
+    """Train the same model in several precisions, one after the other, and compare them."""
 
     config: str = "gpt-small-cpu"
     """A shipped configuration or a TOML file."""
@@ -190,7 +188,7 @@ class Demo:
     max_steps: int = 80
     """Optimizer steps in each precision."""
     output_dir: str = ""
-    """Folder of the runs and of the figure; default runs/demo-TIME."""
+    """Folder of the runs; default runs/demo-TIME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +231,7 @@ class Report:
     runs: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
     """Folders of runs."""
     out: str = ""
-    """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
+    """The file to write; its name ends in .html or .md. Default: report.html in the run's
     folder, for several runs in the current one."""
 
 

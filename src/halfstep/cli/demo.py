@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import join
 from statistics import quantiles
@@ -23,7 +24,7 @@ from halfstep.precision.policy.devices import kind_of, name_of, status_text
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.report.record import read_run
-from halfstep.report.side_by_side import Side, Trial, draw, verdict
+from halfstep.report.words import phrase
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
@@ -32,8 +33,84 @@ from halfstep.words import said, spoken
 _WARMUP = 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One precision's training.
+
+    Attributes:
+        precision: The policy.
+        simulated: Whether the device has no instructions for its products.
+        steps: The numbers of the steps.
+        losses: The training loss of each, in nats per target.
+        val_loss: The validation loss after the last one.
+        rate: Median of the steps' tokens per second.
+        quartiles: The lower and the upper quartile of them.
+        peak_bytes: Peak memory, counted from after the preparation of data.
+        skipped: Steps that did not update the weights.
+        seconds: From the start of its process to the end.
+    """
+
+    precision: str
+    simulated: bool
+    steps: Sequence[int]
+    losses: Sequence[float]
+    val_loss: float
+    rate: float
+    quartiles: tuple[float, float]
+    peak_bytes: int
+    skipped: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What all sides have in common.
+
+    Attributes:
+        model: The configuration's name.
+        parameters: Of the model.
+        steps: That each side took.
+        device: Its name and kind.
+    """
+
+    model: str
+    parameters: int
+    steps: int
+    device: str
+
+    def text(self, language: str = "en") -> str:
+        """What was trained, and where."""
+        values = {**asdict(self), "parameters": f"{self.parameters:,}"}
+        return phrase("beside_trial", language, values)
+
+
+def verdict(sides: Sequence[Side], language: str = "en") -> str:
+    """Say what the fastest of the others does beside the first, in one sentence.
+
+    The speed of a simulated format says nothing of hardware that has it, so a native one is chosen
+    where there is one.
+
+    Args:
+        sides: Two or more; the first is what the others are compared with.
+        language: Of the sentence.
+    """
+    first, others = sides[0], sides[1:]
+    native = [side for side in others if not side.simulated]
+    other = max(native or others, key=lambda side: side.rate)
+    less = 1 - other.peak_bytes / first.peak_bytes
+    values = {
+        "first": first.precision,
+        "other": other.precision,
+        "times": f"{other.rate / first.rate:.2f}",
+        "share": f"{abs(less):.0%}",
+        "loss": f"{other.val_loss / first.val_loss - 1:+.2%}",
+    }
+    name = "beside_less" if less >= 0 else "beside_more"
+    return phrase(name if native else "beside_no_speed", language, values)
+
+
 def run(arguments: Demo) -> int:
-    """Train in each precision in a process of its own, then print and draw what came of it."""
+    """Train in each precision in a process of its own, then print what came of it."""
     steps, language = arguments.max_steps, spoken()
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
@@ -64,7 +141,6 @@ def run(arguments: Demo) -> int:
         sides.append(_side(folder, policy, support(policy, device), time.perf_counter() - begin))
     values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
     write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
-    figures = draw(sides, trial, root, language)
     titles = (
         told("precision"), told("products"), told("val_loss"), told("rate tokens"), told("peak"),
         told("skipped"), told("seconds"),
@@ -72,8 +148,6 @@ def run(arguments: Demo) -> int:
     print(table([titles, *map(_cells, sides)], right=set(range(2, len(titles)))))
     if len(sides) > 1:
         print(f"\n{verdict(sides, language)}")
-    if figures:
-        print("\n" + told("figure", path=figures[0]))
     report = join(["halfstep", "report", *(str(root / str(policy)) for policy in policies)])
     print("\n" + told("next_command", report=report))
     return 0

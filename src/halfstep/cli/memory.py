@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from pathlib import Path
 
 from halfstep.cli.commands import Memory
 from halfstep.cli.formats import table
@@ -12,23 +11,14 @@ from halfstep.cli.one_step import opened
 from halfstep.cli.words import told
 from halfstep.diagnostics.memory import table as memory
 from halfstep.diagnostics.memory.saved import MemoryMeter
-from halfstep.errors import ConfigError
-from halfstep.report.memory import require_figure_name, write_memory_figure
-from halfstep.report.words import phrase
 from halfstep.trainer.loop import attempt
-from halfstep.words import said, spoken
+from halfstep.words import said
 
 
 def run(arguments: Memory) -> int:
     """Take one step under each policy, and print a table and why 16 bits did not halve it all."""
-    out = Path(arguments.out) if arguments.out else None
-    if out is not None:
-        require_figure_name(out)  # before the steps
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
-    bars = [(m.policy, m, None) for m in found]
-    if out is not None and not write_memory_figure(bars, out, spoken()):
-        raise ConfigError(f"--out {out}: {phrase('no_figures', 'en')}")
     if arguments.json:
         plain = [each.to_json() for each in found]
         print(json.dumps({"policies": plain}, indent=1))
@@ -51,7 +41,6 @@ def run(arguments: Memory) -> int:
         for each in found[1:]
         if each.part("gradients")
     ]
-    lines += [f"\n{told('written', path=out)}"] if out is not None else []
     print("\n".join(lines))
     return 0
 

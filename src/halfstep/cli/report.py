@@ -10,7 +10,6 @@ from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from halfstep.trainer.run.execute import CURVES
 from halfstep.words import spoken
 
 
@@ -30,8 +29,5 @@ def run(arguments: Report) -> int:
         print("", table([(label, *shown) for label, shown in unlike.items()], numbers), sep="\n")
         alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
         print(told("the_same", what=alike), "", *report.comparison.verdict, "", sep="\n")
-    for curves in (folder / CURVES for folder in folders):
-        if curves.is_file():
-            print(told("figure", path=curves))
     print(told("written", path=path))
     return 0

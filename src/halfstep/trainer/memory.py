@@ -23,7 +23,6 @@ from halfstep.errors import ConfigError
 _TOKEN_BYTES = 16
 """Bytes of a token and its target, both int64."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
 def require_host_room(parameters: int, tokens: int, advice: str) -> None:
@@ -76,27 +75,6 @@ def memory_bytes(device: torch.device) -> int:
             continue
         if limit.isdecimal():
             found = min(found, int(limit))
-    return found
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that nobody uses now; without a count of it, all of it."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "mps":
-        return memory_bytes(device) - int(torch.mps.driver_allocated_memory())
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        found *= 1024
-    except (OSError, ValueError, StopIteration):
-        return memory_bytes(device)
-    for limit, used in zip(_LIMITS, _USED, strict=True):
-        try:
-            texts = [Path(path).read_text(encoding="ascii").strip() for path in (limit, used)]
-            found = min(found, int(texts[0]) - int(texts[1]))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
     return found
 
 

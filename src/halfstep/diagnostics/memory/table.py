@@ -68,15 +68,6 @@ class Memory:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
 
-    def peak(self, micro_batches: int = 1) -> int:
-        """Bytes at the fullest moment: the end of a forward, or that of a backward.
-
-        Gradients take the place of what was saved, but for those of earlier micro-batches.
-        """
-        saved, gradients = self.saved, self.part("gradients")
-        both = saved + gradients if micro_batches > 1 else max(saved, gradients)
-        return self.total - saved - gradients + both
-
     def parts_text(self) -> str:
         """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
         return ", ".join(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from halfstep.errors import NonFiniteError, SpikeError
 from halfstep.precision.policy.devices import choose, name_of
-from halfstep.report.figures import draw_curves
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint.store import passed_over
@@ -32,9 +31,6 @@ from halfstep.words import Told, message, spoken
 _told = Told("halfstep.trainer")
 
 Say = Callable[[str], None]
-CURVES = "curves.png"
-_LEAST_STEPS = 20
-"""Steps of a run of which curves are drawn; fewer show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +97,8 @@ def execute(
         outcome = RunOutcome(last, "")
         if not outcome.interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
-        judged = world.main_only(lambda: _conclude(path, say)) or ""
+        judged = world.main_only(lambda: verdict(read_run(path), spoken())) or ""
     except (NonFiniteError, SpikeError) as error:
-        world.main_only(lambda: _conclude(path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
@@ -120,17 +115,6 @@ def execute(
         if folder is not None:
             folder.close()
     return RunOutcome(last, written, judged)
-
-
-def _conclude(path: Path, say: Say) -> str:
-    """Draw the run's curves, and return its verdict; on rank 0, however the run ended."""
-    record = read_run(path)
-    try:
-        if len(record.steps) >= _LEAST_STEPS:
-            draw_curves(record, path / CURVES)
-    except OSError as error:
-        say(_told("note", text=_told("not_written", path=path / CURVES, error=error)))
-    return verdict(record, spoken())
 
 
 def _introduce(session: Session, say: Say) -> None:
