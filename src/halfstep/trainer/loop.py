@@ -338,7 +338,7 @@ class _Losses:
 def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     """Count the exponents of the run's numbers, if it asks for that."""
     every = session.config.run.watch
-    if not every:
+    if not every or not session.world.is_main:  # rank 0 counts its own numbers
         return nullcontext()
     file, start = path / NUMERICS, session.step
     return watch(session.task.model, session.precision, every=every, to=file, start=start)

@@ -523,7 +523,7 @@ def test_what_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for broken in ({"every": 0}, {"start": -1}, {"source": "adam"}, {"source": [model]},
-                   {"scaler": object()}, {"ranks": 3}):  # fmt: skip
+                   {"scaler": object()}):  # fmt: skip
         with pytest.raises(PrecisionError, match="allowed"):
             watch(model, **{"source": optimizer} | broken)
     with pytest.raises(PrecisionError, match=r"allowed: a torch\.nn\.Module"):
