@@ -85,6 +85,7 @@ class Reading(nn.Module):
 # D: an fp16 residual sum that overflows
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
@@ -380,6 +381,7 @@ def test_autocast_and_what_runs_in_it():
     assert (cause.op, cause.dtype) == ("aten.addmm.default", torch.float16)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("grad", ["grad", "no_grad", "inference"])
 def test_simulated_products_are_named_whichever_mode_is_outside(grad, low):

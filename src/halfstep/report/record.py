@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.diagnostics.memory.table import Memory, memory_from_json
-from halfstep.diagnostics.recording.excluded import EXCLUDE
-from halfstep.diagnostics.recording.metrics import CAUSES, METRICS
+from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS
 from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy

@@ -18,8 +18,7 @@ from typing import Any
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.excluded import Excluded
-from halfstep.diagnostics.recording.metrics import METRICS, MetricsFile, Record
+from halfstep.diagnostics.recording.metrics import METRICS, Excluded, MetricsFile, Record
 from halfstep.diagnostics.statistics.numerics import NUMERICS
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS

@@ -20,10 +20,10 @@ from typing import Any, Self, get_args
 import torch.distributed as dist
 
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.excluded import Excluded
 from halfstep.diagnostics.recording.metrics import (
     CAUSES,
     METRICS,
+    Excluded,
     MetricsFile,
     Record,
     append_line,
