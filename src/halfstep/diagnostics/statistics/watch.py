@@ -180,6 +180,8 @@ class Watch:
 
     def _begin_file(self) -> None:
         """Start the file, or go on with it after the steps that a resumed run had taken."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            self._to = None  # rank 0 writes
         if self._to is None:
             return
         try:
@@ -202,23 +204,19 @@ def watch(
 ) -> Watch:
     """Count the exponents of a model's weights, activations, gradients and updates in a loop.
 
-    Use it as a context around the loop, which stays as it is. The first step and every
-    ``every``-th are watched; all others run as ever. With several ranks each counts its own
-    numbers, and rank 0 writes the file.
+    Use it as a context around the loop. The first step and every ``every``-th are watched. With
+    several ranks each counts its own numbers, and rank 0 writes the file.
 
     Args:
         model: The model that is trained; modules that ``torch.compile`` runs show no activations.
         source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that step
-            in turn. None: any optimizer that holds one of the model's parameters, for loops that
-            make it themselves; each step of each is a step then.
+            in turn. None: any optimizer that holds one of the model's parameters.
         scaler: The loop's gradient scaler (torch's or halfstep's), where it has one: gradients are
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
-        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. It is begun
-            anew, unless ``start`` is above 0. Where it can no longer be written, as on a full disk,
-            the loop goes on with one warning.
-        start: Steps before this context's first, in a resumed run, which watches those that the
-            whole run would; later lines of the file are dropped.
+        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. Where it
+            can no longer be written, as on a full disk, the loop goes on with one warning.
+        start: Steps before this context's first, in a resumed run: the file goes on after them.
 
     Returns:
         The context. Its ``report()`` gives the newest watched step as values, and ``print`` shows
@@ -237,19 +235,19 @@ def watch(
         [('gradient', 'weight', 8.0), ('gradient', 'bias', 8.0)]
     """
     require(model, nn.Module, "watch(model)", "a torch.nn.Module")
-    for name, number, least in (("every", every, 1), ("start", start, 0)):
-        require(number, int, f"watch({name})", f"an integer >= {least}")
-        if number < least:
-            raise PrecisionError(f"watch({name}={number}); allowed: an integer >= {least}")
-    held = vars(source).get("scaler") if isinstance(source, Optimizer) else None  # Accelerate's
-    scaler = held if scaler is None else scaler
+    _require_at_least("every", every, 1)
+    _require_at_least("start", start, 0)
+    if scaler is None and isinstance(source, Optimizer):
+        scaler = vars(source).get("scaler")  # Accelerate's
     _require_scaler(source, scaler)
     if not isinstance(source, Precision):
         source = [bare_optimizer(one) for one in _optimizers(source)]
-    first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    return Watch(
-        model, source, scaler, every, Path(to) if to is not None and first else None, start
-    )
+    return Watch(model, source, scaler, every, None if to is None else Path(to), start)
+
+
+def _require_at_least(name: str, number: object, least: int) -> None:
+    if require(number, int, f"watch({name})", f"an integer >= {least}") < least:
+        raise PrecisionError(f"watch({name}={number}); allowed: an integer >= {least}")
 
 
 def _require_scaler(source: object, scaler: Any) -> None:

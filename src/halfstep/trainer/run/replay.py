@@ -87,13 +87,7 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
     config = _config(saved.state.get("config"), path)
     own = config.precision
     policy = parse_policy(precision) if precision else own
-    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
-    run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
-        threads=before.threads,
-    )  # fmt: skip
-    data = replace(config.data, cache_dir="")  # nothing is written where a capture says
-    config = replace(config, precision=policy, run=run, data=data)
+    config = _stopping(replace(config, precision=policy), before.threads)
     threads = torch.get_num_threads()
     try:
         session = open_session(config, no_progress, resuming=True, world=world)
@@ -109,6 +103,17 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
         raise
     finally:
         torch.set_num_threads(threads)
+
+
+def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
+    """Configure a run that stops at what it finds, and writes nothing."""
+    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
+    run = replace(
+        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
+        threads=threads,
+    )  # fmt: skip
+    # a capture may come from a stranger: nothing is written where it says
+    return replace(config, run=run, data=replace(config.data, cache_dir=""))
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:
