@@ -41,7 +41,7 @@ def test_chinese_and_several_runs(trained, halfstep, tmp_path):
     done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.md")
     assert done.returncode == 0, done.stderr
     assert "正常" in done.stdout
-    assert "各次相同：" in done.stdout
+    assert "The same in all: " in done.stdout
     assert (tmp_path / "r.md").read_text().count("**run**") == 2
 
 

@@ -16,19 +16,16 @@ from halfstep.cli.bench import prepare, train_apart
 from halfstep.cli.commands import Demo
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.formats import table
-from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.precision.casting.autocast import Support, require_support, support
-from halfstep.precision.policy.devices import kind_of, name_of, status_text
+from halfstep.precision.policy.devices import kind_of, name_of
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.report.record import read_run
-from halfstep.report.words import phrase
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
-from halfstep.words import said, spoken
 
 _WARMUP = 20
 
@@ -78,40 +75,38 @@ class Trial:
     steps: int
     device: str
 
-    def text(self, language: str = "en") -> str:
+    def text(self) -> str:
         """What was trained, and where."""
-        values = {**asdict(self), "parameters": f"{self.parameters:,}"}
-        return phrase("beside_trial", language, values)
+        return f"{self.model}, {self.parameters:,} parameters, {self.steps} steps on {self.device}"
 
 
-def verdict(sides: Sequence[Side], language: str = "en") -> str:
+def verdict(sides: Sequence[Side]) -> str:
     """Say what the fastest of the others does beside the first, in one sentence.
 
     The speed of a simulated format says nothing of hardware that has it, so a native one is chosen
     where there is one.
-
-    Args:
-        sides: Two or more; the first is what the others are compared with.
-        language: Of the sentence.
     """
     first, others = sides[0], sides[1:]
     native = [side for side in others if not side.simulated]
     other = max(native or others, key=lambda side: side.rate)
     less = 1 - other.peak_bytes / first.peak_bytes
-    values = {
-        "first": first.precision,
-        "other": other.precision,
-        "times": f"{other.rate / first.rate:.2f}",
-        "share": f"{abs(less):.0%}",
-        "loss": f"{other.val_loss / first.val_loss - 1:+.2%}",
-    }
-    name = "beside_less" if less >= 0 else "beside_more"
-    return phrase(name if native else "beside_no_speed", language, values)
+    loss = f"{other.val_loss / first.val_loss - 1:+.2%}"
+    if not native:
+        return (
+            f"{other.precision} is simulated on this processor, so that its speed says nothing of "
+            "other devices; its validation loss differs from that of "
+            f"{first.precision} by {loss}."
+        )
+    return (
+        f"Beside {first.precision}, {other.precision} trains {other.rate / first.rate:.2f} times "
+        f"as many tokens per second in {abs(less):.0%} {'less' if less >= 0 else 'more'} memory, "
+        f"and its validation loss differs by {loss}."
+    )
 
 
 def run(arguments: Demo) -> int:
     """Train in each precision in a process of its own, then print what came of it."""
-    steps, language = arguments.max_steps, spoken()
+    steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
     keys = {"run.max_steps": steps, "run.eval_every": steps, "run.save_every": 0}
@@ -131,7 +126,7 @@ def run(arguments: Demo) -> int:
         count = prepare(config, display)
         trial = Trial(model=config.name, parameters=count, steps=steps, device=named)
         names = ", ".join(map(str, policies))
-        display.say(told("demo_begins", trial=trial.text(language), policies=names))
+        display.say(f"Training {trial.text()}, in {names}, one after the other")
     sides = []
     for policy in policies:
         folder, begin = root / str(policy), time.perf_counter()
@@ -142,14 +137,14 @@ def run(arguments: Demo) -> int:
     values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
     write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
     titles = (
-        told("precision"), told("products"), told("val_loss"), told("rate tokens"), told("peak"),
-        told("skipped"), told("seconds"),
+        "precision", "products", "val loss", "tokens/s", "peak memory",
+        "skipped", "seconds",
     )  # fmt: skip
     print(table([titles, *map(_cells, sides)], right=set(range(2, len(titles)))))
     if len(sides) > 1:
-        print(f"\n{verdict(sides, language)}")
+        print(f"\n{verdict(sides)}")
     report = join(["halfstep", "report", *(str(root / str(policy)) for policy in policies)])
-    print("\n" + told("next_command", report=report))
+    print(f"\nNext: {report}")
     return 0
 
 
@@ -184,6 +179,6 @@ def _side(folder: Path, policy: PrecisionPolicy, how: Support, seconds: float) -
 
 
 def _cells(side: Side) -> tuple[str, ...]:
-    how = said(status_text("simulated" if side.simulated else "native"))
+    how = "simulated" if side.simulated else "native"
     numbers = f"{side.val_loss:.4f}", f"{side.rate:,.0f}", megabytes(side.peak_bytes)
     return side.precision, how, *numbers, str(side.skipped), f"{side.seconds:.0f}"

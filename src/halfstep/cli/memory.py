@@ -8,11 +8,9 @@ import json
 from halfstep.cli.commands import Memory
 from halfstep.cli.formats import table
 from halfstep.cli.one_step import opened
-from halfstep.cli.words import told
 from halfstep.diagnostics.memory import table as memory
 from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.trainer.loop import attempt
-from halfstep.words import said
 
 
 def run(arguments: Memory) -> int:
@@ -24,8 +22,8 @@ def run(arguments: Memory) -> int:
         print(json.dumps({"policies": plain}, indent=1))
         return 0
     parts = [part for part in memory.PARTS if any(each.part(part) for each in found)]
-    names = [said(memory.part_text(part)) for part in [*parts, "total"]]
-    head = (told("policy"), *names, told("of_the_first"))
+    names = [*parts, "total"]
+    head = ("policy", *names, "of the first")
     rows = [
         (
             each.policy,
@@ -37,9 +35,7 @@ def run(arguments: Memory) -> int:
     ]
     lines = [table([head, *rows], set(range(1, len(head))))]
     lines += [
-        f"\n{told('why_of', policy=each.policy, why=each.why_not_half())}"
-        for each in found[1:]
-        if each.part("gradients")
+        f"\n{each.policy}: {each.why_not_half()}" for each in found[1:] if each.part("gradients")
     ]
     print("\n".join(lines))
     return 0

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from halfstep.cli.commands import Replay
-from halfstep.cli.words import told
 from halfstep.distributed.world import open_world
 from halfstep.trainer.run.capture import Finding
 from halfstep.trainer.run.replay import replay
 
 
 def run(arguments: Replay) -> int:
-    """Print what the replay of a captured step finds; 1 if it differs."""
+    """Print what a captured step finds in a replay; 1 if it differs."""
     with open_world("cuda" if torch.cuda.is_available() else "cpu") as world:
         found = replay(Path(arguments.capture), arguments.precision, world)
     if not world.is_main:
@@ -29,15 +28,14 @@ def run(arguments: Replay) -> int:
         print(json.dumps(_plain(values)))
     else:
         before, now = found.captured_precision, found.precision
-        known = {"step": found.step, "found": _found(found.captured)}
-        print(told("captured_in", policy=before, **known))
-        print(told("again_in", policy=now, found=_found(found.found)))
+        print(f"step {found.step} in {before}: {_found(found.captured)}")
+        print(f"again in {now}: {_found(found.found)}")
         print(found.verdict)
     return 0 if found.repeated or found.precision != found.captured_precision else 1
 
 
 def _found(found: Finding) -> str:
-    return told("found", reason=found.reason, loss=found.loss, norm=found.grad_norm)
+    return f"{found.reason}, loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}"
 
 
 def _plain(value: Any) -> Any:

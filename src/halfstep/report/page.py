@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import PARTS, part_text, size_text
+from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
@@ -24,17 +25,38 @@ from halfstep.errors import ConfigError
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
 from halfstep.report.events import (
     Event,
-    cause_summary,
-    cause_text,
     cause_words,
     events,
     told,
 )
 from halfstep.report.figures import figures, largest
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
-from halfstep.report.record import Line, RunRecord, scale_text
-from halfstep.report.words import phrase
-from halfstep.words import chosen_language, said
+from halfstep.report.record import RunRecord, scale_text
+from halfstep.report.translation import N_, gettext
+
+NAMES: Mapping[str, str] = {
+    "run": N_("Run"),
+    "precision": N_("Precision"),
+    "model": N_("Model"),
+    "machine": N_("Machine"),
+    "steps": N_("Steps"),
+    "skipped": N_("Skipped"),
+    "first_loss": N_("First loss"),
+    "last_loss": N_("Last loss"),
+    "val_loss": N_("Validation loss"),
+    "val_accuracy": N_("Validation accuracy"),
+    "speed": N_("Tokens/s (median)"),
+    "memory": N_("Peak memory"),
+    "nonfinite": N_("not finite"),
+    "spike": N_("spike"),
+    "overflow": N_("gradient overflow"),
+    "calibration": N_("calibration"),
+    "activation": N_("activations"),
+    "activation_gradient": N_("gradients of activations"),
+    "gradient": N_("gradients of weights"),
+    "update": N_("updates of weights"),
+}
+"""What a page calls a measure, or a kind of events or of tensors."""
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 
@@ -98,9 +120,7 @@ class Report:
         return self._written("page.md.j2", memory=memory)
 
     def _written(self, template: str, **more: Any) -> str:
-        def say(key: str, **values: Any) -> str:
-            return phrase(key, self.language, values)
-
+        said = partial(gettext, language=self.language)
         environment = Environment(
             loader=PackageLoader("halfstep.report", "templates"),
             autoescape=template.endswith(".html.j2"),
@@ -109,18 +129,11 @@ class Report:
             lstrip_blocks=True,
         )
         environment.filters |= {**_FILTERS, "cause": self._cause}
-        environment.filters |= {"cause_text": self._cause_text, "cause_of": self._cause_of}
         made = environment.get_template(template)
-        return made.render(report=self, say=say, language=self.language, **more)
+        return made.render(report=self, gettext=said, names=NAMES, language=self.language, **more)
 
     def _cause(self, name: Any) -> str:
         return cause_words(str(name), self.language)
-
-    def _cause_text(self, line: Line) -> str:
-        return cause_text(line, self.language)
-
-    def _cause_of(self, event: Event, record: RunRecord) -> str:
-        return cause_summary(record, event.step, event.cause, self.language)
 
     def write(self, path: Path) -> Path:
         """Write the report in the form that the path's suffix names; whole or not at all.
@@ -143,12 +156,7 @@ class Report:
 
 
 def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
-    """A report of runs that were read, in a language; "": that of the locale.
-
-    Raises:
-        ConfigError: For a language that there are no words in.
-    """
-    language = chosen_language(language)
+    """A report of runs that were read, in a language of the catalogue."""
     rows = [Row(run, verdict(run, language), findings(run), _card(run, language)) for run in runs]
     return Report(rows, language, compare(runs, language))
 
@@ -181,7 +189,7 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     peak = largest(run, "peak_memory_bytes")
     if peak is not None and math.isfinite(peak):
         card["memory"] = f"{peak / 1e6:,.0f} MB"
-    return {phrase(label, language): value for label, value in card.items() if value}
+    return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 
 def _model(run: RunRecord) -> str:
@@ -274,7 +282,7 @@ class MemoryView:
     rows: Sequence[Sequence[str]]
     """A run's name, its parts, their total, and the measured peak."""
     sentences: Sequence[tuple[str, str]]
-    """A run's name, and why 16 bits saved less than half of its memory."""
+    """A run's name to its :func:`sentence`."""
 
 
 def memory_view(runs: Sequence[RunRecord], language: str) -> MemoryView | None:
@@ -293,12 +301,22 @@ def memory_view(runs: Sequence[RunRecord], language: str) -> MemoryView | None:
         ]
         for name, memory, peak in bars
     ]
-    names = [said(part_text(part), language) for part in [*parts, "total"]]
+    names = [gettext(part, language) for part in [*parts, "total"]]
     return MemoryView(
-        [phrase("run", language), *names, phrase("memory", language)],
+        [gettext("Run", language), *names, gettext("Peak memory", language)],
         rows,
-        [(name, said(memory.why_not_half(), language)) for name, memory, _ in bars],
+        [(name, sentence(memory, language)) for name, memory, _ in bars],
     )
+
+
+def sentence(memory: Memory, language: str) -> str:
+    """What holds the memory, and why 16 bits saved less than half of it."""
+    reasons = [
+        gettext(REASONS[each.name], language).format(share=f"{each.share:.0%}")
+        for each in memory.reasons()
+    ]
+    total, several = size_text(memory.total), gettext("; ", language).join(reasons)
+    return gettext("Of {total}, {reasons}.", language).format(total=total, reasons=several)
 
 
 def _peak(run: RunRecord) -> float | None:
