@@ -17,8 +17,7 @@ from .diagnostics.statistics.numerics import (
 from .diagnostics.statistics.values import TensorStatistics as TensorStatistics
 from .diagnostics.statistics.watch import watch as watch
 from .diagnostics.statistics.what_if import what_if as what_if
-from .diagnostics.trace.ran import Ran as Ran
-from .diagnostics.trace.record import trace as trace
+from .diagnostics.trace import Ran as Ran, trace as trace
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

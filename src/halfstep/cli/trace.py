@@ -6,7 +6,7 @@ import json
 
 from halfstep.cli.commands import Trace
 from halfstep.cli.one_step import opened
-from halfstep.diagnostics.trace.record import trace
+from halfstep.diagnostics.trace import trace
 from halfstep.trainer.loop import attempt
 
 
