@@ -41,17 +41,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.shown import aligned, as_html, bars
 
-_KIND = {
-    "weights": "weights",
-    "frozen weights": "frozen weights",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "masters": "masters",
-    "optimizer": "optimizer {state}",
-}
-
 _LOW = ("bf16", "fp16")
-_KINDS = ("weights", "frozen weights", "buffers", "gradients", "masters")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _CODES = (torch.uint8, torch.int8, torch.int16)  # of 8-bit moments, and of remainders
 _SIMULATED = simulate.SimulatedProducts.run.__code__
@@ -144,7 +134,7 @@ class Ran:
             )
             for row in self.operations
         ]
-        stored = [(_kind(h), h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
+        stored = [(h.kind, h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
         kept = "stored", "dtype", "tensors", "bytes"
         return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
 
@@ -285,7 +275,7 @@ def _lines(table: dict[str, Any]) -> list[str]:
     return [
         f"policy {table['policy']}",
         *map(str, rows),
-        *(f"{_kind(h)} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
+        *(f"{h.kind} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
     ]
 
 
@@ -293,14 +283,6 @@ def _short(forms: Sequence[str]) -> str:
     """Dtypes in order, a run of equal ones once with its length."""
     runs = [(form, len([*run])) for form, run in groupby(forms)]
     return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
-
-
-def _kind(holding: Holding) -> str:
-    """What kind of tensors is stored, in words; a state of an optimizer keeps its name."""
-    kind = holding.kind
-    if kind.startswith("optimizer "):
-        return f"optimizer {kind.removeprefix('optimizer ')}"
-    return _KIND[kind] if kind in _KINDS else kind
 
 
 def trace(
