@@ -15,7 +15,6 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from halfstep import parse_policy
@@ -29,7 +28,6 @@ from halfstep.report.figures import (
     standalone_svg,
     styled,
 )
-from halfstep.report.side_by_side import Side, Trial, draw
 
 FOLDER = Path(__file__).parent
 RESULTS, FIGURES = FOLDER / "results", FOLDER.parent / "docs" / "figures"
@@ -219,8 +217,29 @@ def optimizer(figure: Any, say: Say) -> None:
     note(figure, say("optimizer_note"))
 
 
+def demo(figure: Any, say: Say) -> None:
+    """One model in three precisions: curves that lie on each other, speed and memory."""
+    found = result("demo")
+    sides = found["sides"]
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
+    curves = figure.add_subplot(grid[:, 0])
+    for side, colour, width in zip(sides, COLOURS, (6.0, 3.2, 1.2), strict=False):
+        label = f"{side['precision']}: {side['val_loss']:.4f}"
+        curves.plot(side["steps"], side["losses"], color=colour, label=label, linewidth=width)
+    styled(curves, say("step"))
+    curves.set_title(say("loss"), color=INK, fontsize=11)
+    curves.legend(title=say("final"), frameon=False, fontsize=10, labelcolor=INK)
+    names = [f"{side['precision']}{'*' * side['simulated']}" for side in sides]
+    for i, (title, key, scale) in enumerate((("rate", "rate", 1), ("peak", "peak_bytes", 1e6))):
+        values = [side[key] / scale for side in sides]
+        rows = list(zip(names, values, COLOURS, strict=False))
+        bars(figure.add_subplot(grid[i, 1]), say(title), rows)
+    note(figure, f"{say('trial').format(**found['trial'])}\n{say('simulated')}")
+
+
 CHARTS: Mapping[str, tuple[tuple[float, float], Callable[[Any, Say], None]]] = {
     "peers": ((9.4, 2.8), peers),
+    "demo": ((7.6, 3.5), demo),
     "measured-speed": ((7.0, 4.2), speed),
     "measured-quality": ((7.6, 3.9), quality),
     "measured-memory": ((7.6, 3.7), memory),
@@ -247,23 +266,14 @@ def chart(name: str, language: str) -> str:
         return standalone_svg(figure, salt=name)
 
 
-def demo(language: str) -> str:
-    """The figure with which `halfstep demo` ended, from the file that it wrote."""
-    content = result("demo")
-    sides = [Side(**side) for side in content["sides"]]
-    with TemporaryDirectory() as folder:
-        _, svg = draw(sides, Trial(**content["trial"]), Path(folder), language)
-        return svg.read_text(encoding="utf-8")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help=", ".join((*CHARTS, "demo")))
+    parser.add_argument("names", nargs="*", help=", ".join(CHARTS))
     parser.add_argument("--out", type=Path, default=FIGURES)
     arguments = parser.parse_args()
-    for name in arguments.names or (*CHARTS, "demo"):
+    for name in arguments.names or CHARTS:
         for language, end in (("en", ".svg"), ("zh", ".zh.svg")):
-            svg = demo(language) if name == "demo" else chart(name, language)
+            svg = chart(name, language)
             (arguments.out / f"{name}{end}").write_text(svg, encoding="utf-8")
     return 0
 

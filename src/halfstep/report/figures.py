@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from halfstep.files import write_whole
 from halfstep.report.compare import Group, grouped
 from halfstep.report.events import EventKind, events
 from halfstep.report.record import RunRecord, number
@@ -97,15 +96,6 @@ def save_png(figure: Any, path: Path) -> None:
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=130, format="png", facecolor="white")
     temporary.replace(path)
-
-
-def save_svg(figure: Any, path: Path) -> None:
-    """Write a figure as an SVG file that stands alone, on white; whole or not at all.
-
-    Its text stays text, in the fonts of whoever looks at it, so that no glyph is missing.
-    """
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of glyphs here
-        write_whole(path, standalone_svg(figure, salt=path.stem))
 
 
 def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:

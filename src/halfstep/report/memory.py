@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
-from halfstep.errors import ConfigError
 from halfstep.report.figures import (
     COLOURS,
     GRID,
@@ -21,7 +19,6 @@ from halfstep.report.figures import (
     largest,
     new_figure,
     plain,
-    save_png,
     styled,
 )
 from halfstep.report.record import RunRecord
@@ -111,42 +108,6 @@ def _legend(
         loc="outside lower center", ncols=3, frameon=False, fontsize=7.5, labelcolor=INK,
         handlelength=2.2, handleheight=1.1,
     )  # fmt: skip
-
-
-def require_figure_name(path: Path) -> None:
-    """Refuse a path whose suffix names no form of a figure.
-
-    Raises:
-        ConfigError: With the forms.
-    """
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"--out {path}; allowed: a name that ends in .svg or .png")
-
-
-def write_memory_figure(bars: Sequence[Bar], path: Path) -> bool:
-    """Write the figure as SVG or PNG, by the path's suffix; whether matplotlib is there to do it.
-
-    Raises:
-        ConfigError: For another suffix, or a path that cannot be written.
-    """
-    require_figure_name(path)
-    if new_figure((1.0, 1.0)) is None:
-        return False
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _save(memory_figure(bars), path)
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error}") from error
-    return True
-
-
-def _save(figure: Any, path: Path) -> None:
-    if path.suffix.lower() == ".png":
-        save_png(figure, path)
-    else:
-        temporary = path.with_name(f".{path.name}")
-        figure.savefig(temporary, format="svg", facecolor="white", metadata={"Date": None})
-        temporary.replace(path)
 
 
 def sentence(memory: Memory, language: str) -> str:

@@ -22,7 +22,6 @@ from markupsafe import Markup
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
-from halfstep.diagnostics.trace.ran import is_product
 from halfstep.errors import ConfigError
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
 from halfstep.report.events import (
@@ -36,7 +35,6 @@ from halfstep.report.findings import FEW, RunFinding, findings, verdict
 from halfstep.report.memory import memory_json, memory_view
 from halfstep.report.record import TRACE, RunRecord, scale_text
 from halfstep.report.translation import N_, gettext
-from halfstep.shown import bars
 
 NAMES: Mapping[str, str] = {
     "run": N_("Run"),
@@ -191,20 +189,11 @@ class Report:
             lstrip_blocks=True,
         )
         environment.filters |= {**_FILTERS, "cause": self._cause}
-        environment.filters["stored_bars"] = self._stored_bars
         made = environment.get_template(template)
         return made.render(report=self, gettext=said, names=NAMES, language=self.language, **more)
 
     def _cause(self, name: Any) -> str:
         return cause_words(str(name), self.language)
-
-    def _stored_bars(self, trace: Mapping[str, Any]) -> Markup:
-        products, stored = product_bars(trace), stored_bars(trace)
-        drawn = bars(
-            products,
-            gettext("Calls of matrix products by the dtype of their operands", self.language),
-        )
-        return Markup(drawn + bars(stored, gettext("MB stored, by dtype", self.language)))
 
     def write(self, path: Path) -> Path:
         """Write the report in the form that the path's suffix names; whole or not at all.
@@ -366,7 +355,7 @@ class RanRow:
     modules: int
 
 
-def what_ran(trace: Mapping[str, Any], most: int | None = MOST_OPERATIONS) -> list[RanRow]:
+def what_ran(trace: Mapping[str, Any]) -> list[RanRow]:
     """Operations of a saved trace by direction, name and formats; what is malformed is left out."""
     found: dict[tuple[str, str, str, str], tuple[int, set[str]]] = {}
     given = trace.get("operations")
@@ -380,7 +369,7 @@ def what_ran(trace: Mapping[str, Any], most: int | None = MOST_OPERATIONS) -> li
     rows = [RanRow(*key, calls, len(modules)) for key, (calls, modules) in found.items()]
     order = ("forward", "backward", "update")
     rows.sort(key=lambda r: order.index(r.direction) if r.direction in order else len(order))
-    return rows[:most]
+    return rows[:MOST_OPERATIONS]
 
 
 def what_is_stored(trace: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
@@ -393,25 +382,6 @@ def what_is_stored(trace: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
         and isinstance(row.get("tensors"), int)
         and isinstance(row.get("bytes"), int)
     ]
-
-
-def product_bars(trace: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Calls of products by pass and by the dtype of their first operand, for a figure."""
-    found: dict[str, dict[str, float]] = {}
-    for row in what_ran(trace, most=None):
-        if is_product(row.op):
-            form = row.inputs.split(", ")[0].split(" ")[-1]
-            calls = found.setdefault(row.direction, {})
-            calls[form] = calls.get(form, 0) + row.calls
-    return found
-
-
-def stored_bars(trace: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Megabytes stored by kind and dtype, for a figure."""
-    found: dict[str, dict[str, float]] = {}
-    for kind, dtype, _, size in what_is_stored(trace):
-        found.setdefault(kind, {})[dtype] = size / 1e6
-    return found
 
 
 def different(trace: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from halfstep.shown import as_html, bars
+from halfstep.shown import as_html
 
 REASONS = {
     "state": "{share} are weights, gradients and optimizer state",
@@ -131,8 +131,7 @@ class Memory:
         return [*found, *([Reason("halved", low / total)] if low else [])]
 
     def _repr_html_(self) -> str:
-        parts = {p: {d: b / 1e6 for d, b in forms.items()} for p, forms in self.bytes.items()}
-        return as_html(str(self), bars(parts, "MB by part and dtype"))
+        return as_html(str(self))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
