@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from halfstep.cli.commands import Doctor
@@ -64,30 +63,14 @@ def _text(found: Diagnosis) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
-def _machine(report: Mapping[str, Any]) -> str:
+def _machine(report: dict[str, Any]) -> str:
     """Format an :func:`environment`: software and hardware, and how each policy runs here."""
-    cpu = report["cpu"]
-    gpus = "; ".join(
-        f"{gpu['name']} ({gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB)"
-        for gpu in report["gpus"]
-    )
-    machine = [
-        ("python", f"{report['python']} on {report['platform']}"),
-        ("packages", ", ".join(f"{name} {found}" for name, found in report["packages"].items())),
-        (
-            "cpu",
-            f"{cpu['name']}, {cpu['cores']} cores, {cpu['torch_threads']} torch threads, "
-            f"{cpu['vector_instructions']}, bf16 instructions: "
-            f"{'yes' if cpu['bf16_instructions'] else 'no'}",
-        ),
-        ("memory", f"{report['memory_bytes'] / 2**30:.1f} GiB"),
-        ("gpus", gpus or "none seen by torch"),
-        ("device", report["device"]),
-        (
-            "kernels",
-            f"halfstep.optim runs by {report['optimizer_kernel']}; attention, norms and losses in "
-            f"bf16 by {report['forward_kernels']}",
-        ),
-    ]
     policies = [(name, row["status"], row["reason"]) for name, row in report["precisions"].items()]
+    machine = [(key, _plain(value)) for key, value in report.items() if key != "precisions"]
     return f"{aligned(machine)}\n\n{aligned([('precision', 'here', 'reason'), *policies])}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {part}" for key, part in value.items())
+    return "; ".join(map(_plain, value)) or "none" if isinstance(value, list) else str(value)

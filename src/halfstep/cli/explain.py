@@ -6,7 +6,7 @@ from halfstep.cli.commands import Explain
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain, explain_model
 from halfstep.precision.policy.devices import choose
-from halfstep.precision.policy.policy import ALIASES, POLICIES, RECIPES
+from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import aligned
 from halfstep.trainer.environment import choose_device
@@ -30,12 +30,11 @@ def run(arguments: Explain) -> int:
                 pages.append(str(explain_model(parse_policy(text, device), model)))
         print("\n\n".join(pages))
         return 0
-    rows = [("policy", "aliases", "bytes/param", "scale", f"on {device}")]
+    rows = [("policy", "bytes/param", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
-        aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         size = f"{sum(bytes_per_parameter(policy).values()):g}"
-        rows.append((name, aliases, size, policy.loss_scale.kind, support(policy, device).how))
+        rows.append((name, size, policy.loss_scale.kind, support(policy, device).how))
     taken = choose(device)
-    print(f"{aligned(rows, {2})}\n\nauto is {taken.policy} here: {taken.reason}.")
+    print(f"{aligned(rows, {1})}\n\nauto is {taken.policy} here: {taken.reason}.")
     print("halfstep explain POLICY shows one in full. Bytes are with AdamW.")
     return 0
