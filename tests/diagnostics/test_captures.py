@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import struct
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -26,6 +24,7 @@ from halfstep import (
     SpikeError,
     replay,
 )
+from halfstep.cli.main import main as command
 from halfstep.diagnostics.capture import read_sealed, write_sealed
 from halfstep.optim.optimizers import AdamW
 from halfstep.report.record import read_run
@@ -110,29 +109,9 @@ def test_fp32_is_asked_whether_it_would_have_survived(tmp_path):
     assert other.verdict == "fp32 would have survived"
 
 
-def test_a_new_process_repeats_it(capture, tmp_path):
-    def call(*words):
-        command = [sys.executable, "-m", "halfstep", "replay", str(capture), *words]
-        folder = os.path.dirname(own.__file__)
-        return subprocess.run(command, capture_output=True, text=True, cwd=folder)
-
-    done = call("--model", "loop_of_ones_own:make", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["step"], told["repeated"], told["survives"]) == (30, True, False)
-    done = call("--model", "loop_of_ones_own:make", "--precision", "fp32")
-    assert (done.returncode, "fp32 would" in done.stdout) == (0, True), done.stderr
-    for words, text in (
-        ((), "give --model PACKAGE.MODULE:FUNCTION"),
-        (("--model", "loop_of_ones_own"), "allowed: PACKAGE.MODULE:FUNCTION"),
-        (("--model", "nowhere:make"), "cannot be imported"),
-        (("--model", "loop_of_ones_own:ROWS"), "is a int"),
-        (("--model", "loop_of_ones_own:Net"), "returned Net"),
-    ):
-        done = call(*words)
-        assert (done.returncode, text in done.stderr) == (2, True), done.stderr
-    done = call("--model", "loop_of_ones_own:make_another")
-    assert "of another model" in done.stderr
+def test_the_command_is_for_captures_of_runs(capture, capsys):
+    assert command(["replay", str(capture)]) == 2
+    assert "call halfstep.replay(path, model, optimizer, loss)" in capsys.readouterr().err
 
 
 def test_the_folder_is_what_the_report_reads(tmp_path):
