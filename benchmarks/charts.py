@@ -19,7 +19,6 @@ from typing import Any
 
 from figures import fonts_of, standalone_svg
 from halfstep import parse_policy
-from halfstep.cli.demo import Side, Trial
 from halfstep.precision.explain import bytes_per_parameter
 from halfstep.report.figures import (
     COLOURS,
@@ -32,8 +31,6 @@ from halfstep.report.figures import (
 FOLDER = Path(__file__).parent
 RESULTS, FIGURES = FOLDER / "results", FOLDER.parent / "docs" / "figures"
 OURS, THEIRS = COLOURS[0], "#8c959f"
-WIDTHS = (6.0, 3.2, 1.2)
-"""Of the first curve to the last one, so that each is seen below the next."""
 
 Say = Callable[..., str]
 """A name of TEXTS and the values to put in, to the phrase in the language that is drawn."""
@@ -219,8 +216,29 @@ def optimizer(figure: Any, say: Say) -> None:
     note(figure, say("optimizer_note"))
 
 
+def demo(figure: Any, say: Say) -> None:
+    """One model in three precisions: curves that lie on each other, speed and memory."""
+    found = result("demo")
+    sides = found["sides"]
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
+    curves = figure.add_subplot(grid[:, 0])
+    for side, colour, width in zip(sides, COLOURS, (6.0, 3.2, 1.2), strict=False):
+        label = f"{side['precision']}: {side['val_loss']:.4f}"
+        curves.plot(side["steps"], side["losses"], color=colour, label=label, linewidth=width)
+    styled(curves, say("step"))
+    curves.set_title(say("loss"), color=INK, fontsize=11)
+    curves.legend(title=say("final"), frameon=False, fontsize=10, labelcolor=INK)
+    names = [f"{side['precision']}{'*' * side['simulated']}" for side in sides]
+    for i, (title, key, scale) in enumerate((("rate", "rate", 1), ("peak", "peak_bytes", 1e6))):
+        values = [side[key] / scale for side in sides]
+        rows = list(zip(names, values, COLOURS, strict=False))
+        bars(figure.add_subplot(grid[i, 1]), say(title), rows)
+    note(figure, f"{say('trial').format(**found['trial'])}\n{say('simulated')}")
+
+
 CHARTS: Mapping[str, tuple[tuple[float, float], Callable[[Any, Say], None]]] = {
     "peers": ((9.4, 2.8), peers),
+    "demo": ((7.6, 3.5), demo),
     "measured-speed": ((7.0, 4.2), speed),
     "measured-quality": ((7.6, 3.9), quality),
     "measured-memory": ((7.6, 3.7), memory),
@@ -247,70 +265,14 @@ def chart(name: str, language: str) -> str:
         return standalone_svg(figure, salt=name)
 
 
-def demo(language: str) -> str:
-    """The three runs of `halfstep demo`, from the file that it wrote."""
-    content = result("demo")
-    sides = [Side(**side) for side in content["sides"]]
-    with fonts_of(language) as spoken:
-        if spoken != language:
-            raise SystemExit("no installed font has Chinese characters: install fonts-noto-cjk")
-        figure = new_figure((7.6, 3.5))
-        fill_demo(figure, sides, Trial(**content["trial"]), language)
-        return standalone_svg(figure, salt="demo")
-
-
-def fill_demo(figure: Any, sides: Sequence[Side], trial: Trial, language: str) -> None:
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
-    curves = figure.add_subplot(grid[:, 0])
-    for i, side in enumerate(sides):
-        label = f"{side.precision}: {side.val_loss:.4f}"
-        how = {"linewidth": WIDTHS[min(i, len(WIDTHS) - 1)]}
-        curves.plot(side.steps, side.losses, color=colour_of(i), label=label, **how)
-    styled(curves, TEXTS["step"][language])
-    curves.set_title(TEXTS["beside_curves"][language], color=INK, fontsize=11)
-    told = TEXTS["beside_validation"][language]
-    curves.legend(title=told, frameon=False, fontsize=10, title_fontsize=10, labelcolor=INK)
-    curves.get_legend().get_title().set_color(INK)
-    speed, memory = (figure.add_subplot(grid[i, 1]) for i in range(2))
-    demo_bars(speed, sides, [f"{side.rate:,.0f}" for side in sides], [side.rate for side in sides])
-    speed.set_title(TEXTS["speed"][language], color=INK, fontsize=11)
-    peaks = [side.peak_bytes / 1e6 for side in sides]
-    demo_bars(memory, sides, [f"{peak:,.0f}" for peak in peaks], peaks)
-    memory.set_title(TEXTS["beside_memory"][language], color=INK, fontsize=11)
-    caption = trial.text(language)
-    if any(side.simulated for side in sides):
-        caption = f"{caption}\n{TEXTS['beside_simulated'][language]}"
-    figure.supxlabel(caption, color=INK, fontsize=8.5)
-
-
-def demo_bars(
-    axes: Any, sides: Sequence[Side], texts: Sequence[str], values: Sequence[float]
-) -> None:
-    """Bars from above to below in the colours of the curves, each with its number in it."""
-    names = [f"{side.precision}{'*' if side.simulated else ''}" for side in sides]
-    bars = axes.barh(names, values, color=[colour_of(i) for i in range(len(sides))], height=0.72)
-    axes.bar_label(bars, texts, padding=3, fontsize=10, color=INK)
-    axes.set_xlim(0, 1.22 * max(values))
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.set_facecolor("none")
-    axes.tick_params(colors=INK, labelsize=10, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def colour_of(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help=", ".join((*CHARTS, "demo")))
+    parser.add_argument("names", nargs="*", help=", ".join(CHARTS))
     parser.add_argument("--out", type=Path, default=FIGURES)
     arguments = parser.parse_args()
-    for name in arguments.names or (*CHARTS, "demo"):
+    for name in arguments.names or CHARTS:
         for language, end in (("en", ".svg"), ("zh", ".zh.svg")):
-            svg = demo(language) if name == "demo" else chart(name, language)
+            svg = chart(name, language)
             (arguments.out / f"{name}{end}").write_text(svg, encoding="utf-8")
     return 0
 

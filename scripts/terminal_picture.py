@@ -9,7 +9,6 @@ Long lines are wrapped between words, and paths in this repository are told from
 
 from __future__ import annotations
 
-import html
 import io
 import re
 import subprocess
@@ -21,8 +20,6 @@ from textwrap import fill, wrap
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
-
-from halfstep.shown import columns
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
@@ -44,16 +41,7 @@ def picture(words: list[str], printed: str, code: int) -> str:
     console.print(Text(f"$ echo $?\n{code}", "bold"))
     svg = console.export_svg(title=" ".join(words[:2]), theme=MONOKAI, unique_id="terminal")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'textLength="([\d.]+)"([^>]*)>([^<]*)<', _in_columns, svg)
     return svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
-
-
-def _in_columns(found: re.Match[str]) -> str:
-    """A run of text as wide as its columns; rich counts a wide character as one."""
-    length, rest, text = found.groups()
-    plain = html.unescape(text)
-    wide = float(length) * columns(plain) / max(1, len(plain))
-    return f'textLength="{wide:g}"{rest}>{text}<'
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_origin
 
-from halfstep.cli import grammar, help
+from halfstep.cli import grammar
 from halfstep.cli.commands import COMMANDS, Start
 from halfstep.report.translation import LANGUAGES as LANGUAGES
 from halfstep.trainer.config.run import BaseConfig
@@ -39,14 +39,14 @@ def commands(language: str) -> str:
     parts = [f"# {words['commands']}", words["commands_text"]]
     for name, kind in COMMANDS.items():
         parts.append(f"## halfstep {name} {{: #{name.replace(' ', '-')} }}")
-        parts.append(plain(help.purpose(kind)))
+        parts.append(plain(grammar.purpose(kind)))
         runs = issubclass(kind, BaseConfig)
         options = list(grammar.leaves(Start if runs else kind))
         rows = [_row(one, _spelling(one), language) for one in options]
         parts.append(table(("option", "values", "default", "meaning"), rows, words))
         if runs:
             parts.append(words["plus"])
-    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(help.EXIT_CODES)]
+    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(grammar.EXIT_CODES)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -125,7 +125,7 @@ def test_explain_and_env(halfstep):
     assert "refused a CPU has no mxfp8" in " ".join(
         halfstep("explain", "mxfp8", "--device", "cpu").stdout.split()
     )
-    low = halfstep("explain", "mxfp8", "--simulate", "--device", "cpu").stdout
+    low = halfstep("explain", "mxfp8,simulate=yes", "--device", "cpu").stdout
     assert "simulated operands are rounded to mxfp8 exactly" in " ".join(low.split())
     report = json.loads(halfstep("doctor", "--json", "--device", "cpu").stdout)
     forms = {row["form"]: row for row in report["forms"]}

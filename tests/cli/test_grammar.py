@@ -6,7 +6,7 @@ import pytest
 
 from halfstep.cli.commands import COMMANDS
 from halfstep.cli.grammar import leaves, option_name, read_words, short_options
-from halfstep.cli.main import extra_with, main
+from halfstep.cli.main import main, what_installs
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.tasks import TASKS
 
@@ -70,7 +70,6 @@ def test_only_what_is_given_is_known():
         (["train", "--leraning-rate", "1"], "did you mean '--learning-rate'?"),
         (["finetune", "lm", "--epoch", "1"], "did you mean '--epochs'?"),
         (["--verison"], "did you mean '--version'?"),
-        (["-v"], "did you mean '--version'?"),
         (["--max-steps", "3"], "the COMMAND comes first, as in halfstep train --max-steps"),
     ],
 )
@@ -108,9 +107,10 @@ def test_every_command_is_a_dataclass_with_a_docstring():
 
 
 def test_a_missing_package_is_answered_with_the_line_that_installs_it(monkeypatch, capsys):
-    assert extra_with("transformers") == "hf"
-    assert extra_with("transformers.models") == "hf"
-    assert extra_with("no_such_package") == ""
+    assert what_installs("transformers") == "'halfstep[hf]'"
+    assert what_installs("transformers.models") == "'halfstep[hf]'"
+    assert what_installs("torch") == "torch"
+    assert what_installs("no_such_package") == ""
 
     def missing(arguments):
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")

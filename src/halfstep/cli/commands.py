@@ -53,7 +53,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """Explain what a precision policy means, costs and needs."""
+    """Explain what a precision policy means, costs and needs.
+
+    mxfp8,simulate=yes is a policy, too: on a device without products of that format.
+    """
 
     policies: tuple[str, ...] = option(
         (), "Names, field strings or files; default: all.", positional=True
@@ -64,10 +67,6 @@ class Explain:
         "which layers are in 16 bits, and which stay in fp32.",
     )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
-    simulate: bool = option(
-        False,
-        "As if formats below 16 bits were simulated where the device has no products for them.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,6 @@ class OneStep:
     device: str = option(
         "", "auto, cpu, cuda or cuda:N; default: that of the run or configuration."
     )
-    json: bool = option(False, "Print one JSON object on stdout.")
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless exactly one thing to take a step of is given."""
@@ -116,6 +114,7 @@ class Memory(OneStep):
     precision: tuple[str, ...] = option(
         (), "Policies; default: fp32 and that of the run or configuration."
     )
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,6 @@ class Formats:
     block: str = option(
         "", "A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."
     )
-    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +151,6 @@ class Doctor:
     shapes: tuple[str, ...] = option(
         (), "Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."
     )
-    config: str = option("", "A configuration of halfstep train, whose own products are measured.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 
@@ -191,14 +188,19 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train the same model in several precisions, one after the other, and compare them."""
+    """Train the same model in several precisions, one after the other, and draw them together."""
 
     config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file.")
-    precisions: tuple[str, ...] = option(
+    precision: tuple[str, ...] = option(
         (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
     )
     max_steps: int = option(80, "Optimizer steps in each precision.")
-    output_dir: str = option("", "Folder of the runs; default runs/demo-TIME.")
+    output_dir: str = option("", "Folder of the runs and of the figure; default runs/demo-TIME.")
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range."""
+        if self.max_steps < 1:
+            raise ConfigError(f"--max-steps {self.max_steps}; allowed: integers >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +217,13 @@ class Bench:
     config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file, of any task.")
     precision: tuple[str, ...] = option(
         ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", "bf16-split,moments=8bit"),
-        "Policies, separated by spaces or commas.",
+        "Policies, separated by spaces.",
     )
     steps: int = option(30, "Optimizer steps under each policy.")
     out: str = option("", "Folder for the runs; default runs/bench-TIME.")
-    json: bool = option(False, "Print one JSON object on stdout instead of the table.")
-    quiet: bool = option(False, "Show no progress on stderr.")
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for numbers out of range."""
+        """Raise ConfigError for a number out of range."""
         if self.steps < 1:
             raise ConfigError(f"--steps {self.steps}; allowed: integers >= 1")
 
@@ -247,13 +247,12 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Take a captured step again, bit for bit, or in another precision."""
+    """Take a captured step of a run again, bit for bit, or in another precision."""
 
     capture: str = field(
         metadata={"help": "A folder in captures/ of a run with run.capture.", "positional": True}
     )
     precision: str = option("", "The policy to take it in, such as fp32; default: the run's own.")
-    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 COMMANDS: Mapping[str, type[Any]] = {
@@ -273,4 +272,12 @@ COMMANDS: Mapping[str, type[Any]] = {
     "report": Report,
     "replay": Replay,
 }
-"""Words of a command to its dataclass of arguments; ``cli/NAME.py`` of the first word runs it."""
+"""Words of a command to its dataclass of arguments."""
+
+MODULES: Mapping[str, str] = {
+    **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
+    **dict.fromkeys(("trace", "memory"), "one_step"),
+    "finetune": "train",
+}
+"""First word of a command to the module of ``halfstep.cli`` that runs it, where that has another
+name."""

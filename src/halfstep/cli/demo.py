@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from shlex import join
-from statistics import quantiles
 
-import torch
-
-from halfstep.cli.bench import prepare, train_apart
+from halfstep.cli.bench import prepare, table_of, train_apart
 from halfstep.cli.commands import Demo
-from halfstep.cli.console import RunDisplay, megabytes
-from halfstep.cli.formats import table
+from halfstep.cli.console import RunDisplay
 from halfstep.errors import ConfigError
-from halfstep.files import write_whole
-from halfstep.precision.casting.autocast import Support, require_support, support
-from halfstep.precision.policy.devices import kind_of, name_of
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.casting.autocast import require_support, support
 from halfstep.precision.policy.spelling import AUTO, parse_policy
+from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
@@ -30,85 +21,9 @@ from halfstep.trainer.environment import choose_device
 _WARMUP = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One precision's training.
-
-    Attributes:
-        precision: The policy.
-        simulated: Whether the device has no instructions for its products.
-        steps: The numbers of the steps.
-        losses: The training loss of each, in nats per target.
-        val_loss: The validation loss after the last one.
-        rate: Median of the steps' tokens per second.
-        quartiles: The lower and the upper quartile of them.
-        peak_bytes: Peak memory, counted from after the preparation of data.
-        skipped: Steps that did not update the weights.
-        seconds: From the start of its process to the end.
-    """
-
-    precision: str
-    simulated: bool
-    steps: Sequence[int]
-    losses: Sequence[float]
-    val_loss: float
-    rate: float
-    quartiles: tuple[float, float]
-    peak_bytes: int
-    skipped: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What all sides have in common.
-
-    Attributes:
-        model: The configuration's name.
-        parameters: Of the model.
-        steps: That each side took.
-        device: Its name and kind.
-    """
-
-    model: str
-    parameters: int
-    steps: int
-    device: str
-
-    def text(self) -> str:
-        """What was trained, and where."""
-        return f"{self.model}, {self.parameters:,} parameters, {self.steps} steps on {self.device}"
-
-
-def verdict(sides: Sequence[Side]) -> str:
-    """Say what the fastest of the others does beside the first, in one sentence.
-
-    The speed of a simulated format says nothing of hardware that has it, so a native one is chosen
-    where there is one.
-    """
-    first, others = sides[0], sides[1:]
-    native = [side for side in others if not side.simulated]
-    other = max(native or others, key=lambda side: side.rate)
-    less = 1 - other.peak_bytes / first.peak_bytes
-    loss = f"{other.val_loss / first.val_loss - 1:+.2%}"
-    if not native:
-        return (
-            f"{other.precision} is simulated on this processor, so that its speed says nothing of "
-            "other devices; its validation loss differs from that of "
-            f"{first.precision} by {loss}."
-        )
-    return (
-        f"Beside {first.precision}, {other.precision} trains {other.rate / first.rate:.2f} times "
-        f"as many tokens per second in {abs(less):.0%} {'less' if less >= 0 else 'more'} memory, "
-        f"and its validation loss differs by {loss}."
-    )
-
-
 def run(arguments: Demo) -> int:
-    """Train in each precision in a process of its own, then print what came of it."""
+    """Train in each precision in a process of its own, then print and draw what came of it."""
     steps = arguments.max_steps
-    if steps < 1:
-        raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
     keys = {"run.max_steps": steps, "run.eval_every": steps, "run.save_every": 0}
     keys["schedule.warmup_steps"] = min(_WARMUP, steps)
     config = load_config(arguments.config, [*keys.items()])
@@ -118,67 +33,25 @@ def run(arguments: Demo) -> int:
             "language models on text, as gpt-small-cpu and gpt-tiny do"
         )
     device = choose_device(config.run.device)
-    policies = _policies(arguments.precisions, device)
+    parsed = [parse_policy(text, device) for text in arguments.precision or ("fp32", AUTO)]
+    if not arguments.precision and support("fp16-mixed", device).status != "refused":
+        parsed.append(parse_policy("fp16-mixed", device))
+    policies = list(dict.fromkeys(parsed))
+    for policy in policies:  # before the first run
+        require_support(policy, device)
     root = Path(arguments.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    kind = kind_of(device)
-    named = f"{name_of(device)} ({kind.family})" if kind else name_of(device)
     with RunDisplay("demo") as display:
-        count = prepare(config, display)
-        trial = Trial(model=config.name, parameters=count, steps=steps, device=named)
+        prepare(config, display)
         names = ", ".join(map(str, policies))
-        display.say(f"Training {trial.text()}, in {names}, one after the other")
-    sides = []
+        display.say(f"Training {config.name} for {steps} steps in {names}, one after the other")
     for policy in policies:
-        folder, begin = root / str(policy), time.perf_counter()
-        done = train_apart(replace(config, precision=policy), folder, quiet=False)
+        done = train_apart(replace(config, precision=policy), root / str(policy), quiet=False)
         if done.returncode:
             return done.returncode
-        sides.append(_side(folder, policy, support(policy, device), time.perf_counter() - begin))
-    values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
-    write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
-    titles = (
-        "precision", "products", "val loss", "tokens/s", "peak memory",
-        "skipped", "seconds",
-    )  # fmt: skip
-    print(table([titles, *map(_cells, sides)], right=set(range(2, len(titles)))))
-    if len(sides) > 1:
-        print(f"\n{verdict(sides)}")
-    report = join(["halfstep", "report", *(str(root / str(policy)) for policy in policies)])
-    print(f"\nNext: {report}")
+    records = [read_run(root / str(policy)) for policy in policies]
+    print(table_of(records))
+    report = make_report(records)
+    if report.comparison:
+        print("", *report.comparison.verdict, sep="\n")
+    print(f"\nWritten: {report.write(root / 'report.html')}")
     return 0
-
-
-def _policies(asked: tuple[str, ...], device: torch.device) -> list[PrecisionPolicy]:
-    """The policies to train in, each once, refused where the device cannot honour one."""
-    parsed = [parse_policy(text, device) for text in asked or ("fp32", AUTO)]
-    if not asked and support("fp16-mixed", device).status != "refused":
-        parsed.append(parse_policy("fp16-mixed", device))
-    for policy in parsed:
-        require_support(policy, device)
-    return list(dict.fromkeys(parsed))
-
-
-def _side(folder: Path, policy: PrecisionPolicy, how: Support, seconds: float) -> Side:
-    """What a finished run's record says."""
-    record = read_run(folder)
-    steps, losses = record.series("loss")
-    rates = record.series("tokens_per_second")[1]
-    low, middle, high = quantiles([*rates, *rates], n=4, method="inclusive")  # one step is enough
-    return Side(
-        precision=str(policy),
-        simulated=how.status == "simulated",
-        steps=steps,
-        losses=losses,
-        val_loss=record.series("val_loss")[1][-1],
-        rate=middle,
-        quartiles=(low, high),
-        peak_bytes=int(record.series("peak_memory_bytes")[1][-1]),
-        skipped=len(record.skipped),
-        seconds=seconds,
-    )
-
-
-def _cells(side: Side) -> tuple[str, ...]:
-    how = "simulated" if side.simulated else "native"
-    numbers = f"{side.val_loss:.4f}", f"{side.rate:,.0f}", megabytes(side.peak_bytes)
-    return side.precision, how, *numbers, str(side.skipped), f"{side.seconds:.0f}"

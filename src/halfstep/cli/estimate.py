@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Estimate
-from halfstep.cli.formats import table
 from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import name_of
 from halfstep.precision.policy.spelling import parse_policy
+from halfstep.shown import aligned
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
@@ -72,7 +72,7 @@ def _text(found: list[Memory], have: int, fits: str, layout: Layout) -> str:
         notes.append("without activations, which depend on model and batch")
     if layout.size > 1:
         notes.append(f"on each of {layout.size} ranks ({layout})")
-    lines = [table([head, *rows], set(range(1, len(head)))), ""]
+    lines = [aligned([head, *rows], range(1, len(head))), ""]
     lines.append(f"{'; '.join(notes)}.")
     lines.append("Temporary tensors, the allocator's rounding and the process come on top.")
     return "\n".join(lines)

@@ -1,8 +1,7 @@
 """Derives the command line's grammar from dataclasses: ``commands.py`` and the configurations.
 
-Every field is an option, described by its type, default and help. argparse
-splits the words and prints help; words are converted to values by the code for TOML files, with
-the same errors.
+Every field is an option, described by its type, default and help. argparse splits the words and
+prints help; words are converted to values by the code for TOML files, with the same errors.
 docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 """
 
@@ -10,24 +9,27 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from importlib import resources
+from inspect import cleandoc
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.cli.commands import (
-    COMMANDS,
-    Request,
-    Start,
-)
-from halfstep.cli.help import EXIT_CODES, Formatter, overview, purpose
+from halfstep.cli.commands import COMMANDS, Request, Start
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
 
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a "
+    "numerics guard, 4 interrupted with a checkpoint written; with --nproc, that of the "
+    "rank that failed first"
+)
 _VALUES = {int: "N", float: "X"}
 
 
@@ -79,48 +81,73 @@ def command_of(words: Sequence[str]) -> str:
         name = " ".join(words[:size])
         if len(words) >= size and name in COMMANDS:
             return name
-    first = words[0] if words else ""
+    first, second = [*words[:2], "", ""][:2]
     group = [name for name in COMMANDS if name.startswith(f"{first} ")]
-    if first in ("-h", "--help") or (group and words[1:2] in (["-h"], ["--help"])):
-        print(overview(group or list(COMMANDS)))
+    if "-h" in (first, second if group else "") or "--help" in (first, second if group else ""):
+        print(_overview(group or list(COMMANDS)))
         raise SystemExit(0)
     if not first:
         raise ConfigError("a COMMAND is missing; halfstep --help lists them")
-    known = [name.split()[-1] for name in group] or [name.split()[0] for name in COMMANDS]
-    wrong = " ".join(words[1:2]) if group else first
-    allowed = ", ".join(dict.fromkeys(known))
+    known = list(dict.fromkeys(name.split()[-1 if group else 0] for name in COMMANDS
+                               if name in group or not group))  # fmt: skip
+    wrong = second if group else first
     if not wrong:
-        raise ConfigError(f"{first} what? One of: {allowed}")
-    hint = did_you_mean(wrong, known) if group else _meant(wrong)
-    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {allowed}")
-
-
-def _meant(word: str) -> str:
-    """Name the command that answers a word which is none: one spelt alike, or of another name."""
-    if word.startswith("-"):
-        known = ["--help", "--version"]
-        if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
-            return hint
-        return f", the COMMAND comes first, as in halfstep train {word:.40}"
-    return did_you_mean(word.lower(), [name.split()[0] for name in COMMANDS])
+        raise ConfigError(f"{first} what? One of: {', '.join(known)}")
+    hint = did_you_mean(wrong.lower(), ["--help", "--version"] if wrong[0] == "-" else known)
+    if wrong[0] == "-" and not hint:
+        hint = f", the COMMAND comes first, as in halfstep train {wrong:.40}"
+    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {', '.join(known)}")
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> Any:
-        wrong, unknown, words = message.partition("unrecognized arguments: ")
+        _, _, words = message.partition("unrecognized arguments: ")
         missing = message.partition("arguments are required: ")[2]
-        if unknown and not wrong:
-            message = f"unrecognized arguments: {words}"
-            if "--data" in self._option_string_actions:
-                message += f"; files of text are given by --data {words.split()[0]}"
-        elif missing:
-            message = f"the following arguments are required: {missing}"
-            for action in self._actions:
-                if {action.dest, action.metavar} & {*missing.split(", ")}:
-                    message += f": {str(action.help).rstrip('.')}"
+        if words and "--data" in self._option_string_actions:
+            message += f"; files of text are given by --data {words.split()[0]}"
+        for action in self._actions:
+            if {action.dest, action.metavar} & {*missing.split(", ")}:
+                message += f": {str(action.help).rstrip('.')}"
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """argparse's help with the paragraphs of docstrings, and without breaks in hyphened words."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join("\n".join(_wrapped(part, width)) for part in text.split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(text, width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    text = " ".join(text.split())
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def purpose(command: type[Any]) -> str:
+    """Return the docstring of a command's dataclass."""
+    return cleandoc(command.__doc__ or "")
+
+
+def _overview(names: Sequence[str]) -> str:
+    """Return the text that ``halfstep --help`` prints for these commands."""
+    width = shutil.get_terminal_size().columns - 2  # as argparse counts
+    indent = 4 + max(map(len, names))
+    rows = []
+    for name in names:
+        first, *more = _wrapped(purpose(COMMANDS[name]).split("\n")[0], width - indent)
+        rows += [f"  {name:<{indent - 2}}{first}", *(f"{'':<{indent}}{line}" for line in more)]
+    parts = [
+        "usage: halfstep COMMAND [--help] [options]; halfstep --version",
+        "Train in mixed precision, and account for every number on the way.",
+        "\n".join(rows),
+        "\n".join(_wrapped(EXIT_CODES, width)),
+    ]
+    return "\n\n".join(parts)
 
 
 @cache
@@ -133,7 +160,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
         description=purpose(kind),
         epilog=EXIT_CODES,
-        formatter_class=Formatter,
+        formatter_class=_Formatter,
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -145,31 +172,25 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="help", help="Show this help and end.")
     for option in leaves(Start if runs else kind):
         named = "positional" not in option.field.metadata
-        shown = option._replace(text=option.text + default_text(option))
-        _add(options if named else positionals, shown, [option_name(option.key)])
-    keys = [*leaves(kind)] if runs else []
-    shorts = short_options(kind) if runs else {}
-    defaults = _shipped_defaults(kind) if runs else {}
-    groups: dict[str, Any] = {"": options}
-    for option in keys:
-        section = option.key.rpartition(".")[0]
-        if section not in groups:
-            groups[section] = parser.add_argument_group(section)
-        short = [f"--{short}" for short, key in shorts.items() if key == option.key]
-        names = dict.fromkeys([*short, option_name(option.key)])
-        text = option.text + default_text(option, defaults.get(option.key))
-        _add(groups[section], option._replace(text=text), list(names), sets=True)
+        _add(options if named else positionals, option, [option_name(option.key)])
+    if runs:
+        _add_keys(parser, options, kind)
     return parser
 
 
-def _shipped_defaults(kind: type[BaseConfig]) -> dict[str, Any]:
-    """Return what the configuration sets that a command starts from, by key."""
+def _add_keys(parser: _Parser, options: Any, kind: type[BaseConfig]) -> None:
+    """Add a configuration's keys, with the defaults of the one that the command starts from."""
     file = resources.files("halfstep").joinpath("configs", f"{kind.shipped({})}.toml")
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
-    found = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    for section in table.keys() - found.keys():
-        found |= {f"{section}.{key}": value for key, value in table[section].items()}
-    return found
+    shipped = tomllib.loads(file.read_text(encoding="utf-8"))
+    shorts, groups = short_options(kind), {"": options}
+    for option in leaves(kind):
+        section, _, last = option.key.rpartition(".")
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        short = [f"--{short}" for short, key in shorts.items() if key == option.key]
+        names = list(dict.fromkeys([*short, option_name(option.key)]))
+        default = (shipped.get(section, {}) if section else shipped).get(last)
+        _add(groups[section], option, names, default, sets=True)
 
 
 def default_text(option: Option, shipped: Any = None) -> str:
@@ -187,11 +208,14 @@ def default_text(option: Option, shipped: Any = None) -> str:
     return f" Default: {str(default).lower() if default is True else default}."
 
 
-def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
+def _add(
+    parser: Any, option: Option, names: list[str], shipped: Any = None, *, sets: bool = False
+) -> None:
     """Add one option; with ``sets``, a flag may take a value, as in ``--run.compile false``."""
     hint = get_args(option.hint)[0] if get_origin(option.hint) is UnionType else option.hint
     several = get_origin(hint) is tuple
-    more: dict[str, Any] = {"help": option.text.replace("%", "%%")}
+    text = option.text + default_text(option, shipped)
+    more: dict[str, Any] = {"help": text.replace("%", "%%")}
     if choices_of(hint):
         more["metavar"] = "|".join(choices_of(hint))
     elif hint is not bool:
@@ -258,7 +282,6 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
             name = name.replace("_", "-")
             if name not in known:
                 hint = did_you_mean(name, known)
-                message = f"unknown option {name:.80}{hint}"
-                raise ConfigError(f"{message}; see {parser.prog} --help")
+                raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
         done.append(name + equals + value)
     return done

@@ -1,33 +1,84 @@
-"""Opens a session for commands that look at one training step, of which nothing is kept."""
+"""The commands ``trace`` and ``memory``: look at one training step, of which nothing is kept."""
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from halfstep.cli.commands import OneStep
+from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.cli.console import RunDisplay
+from halfstep.diagnostics.memory import table
+from halfstep.diagnostics.memory.saved import MemoryMeter
+from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
+from halfstep.shown import aligned
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.loop import attempt
 from halfstep.trainer.run.folder import CHECKPOINTS, run_config
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session, open_session
 
 
-@contextmanager
-def opened(arguments: OneStep, precision: str, name: str) -> Iterator[Session]:
-    """A session that is about to take the step.
+def run(arguments: Trace | Memory) -> int:
+    """Take a step, and print what it ran or what it held."""
+    return _trace(arguments) if isinstance(arguments, Trace) else _memory(arguments)
 
-    Args:
-        arguments: What the step is one of.
-        precision: The policy; empty: that of the run or configuration.
-        name: Of the command, for the progress of preparing data.
-    """
+
+def _trace(arguments: Trace) -> int:
+    """Print what a step ran, and where that differs from the policy."""
+    with _opened(arguments, arguments.precision) as session:
+        with trace(session.task.model, session.precision) as ran:
+            attempt(session)
+        policy = session.precision.policy
+    if arguments.save:
+        ran.save(arguments.save)
+    differences = ran.differences()
+    verdict = f"all operations ran as {policy} says"
+    if differences:
+        verdict = f"{len(differences)} operations ran otherwise than {policy} says:"
+    print("\n".join([ran.table(), "", verdict, *differences]))
+    return 0
+
+
+def _memory(arguments: Memory) -> int:
+    """Print what a step holds under each policy, and why 16 bits did not halve it all."""
+    found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
+    found = [*{each.policy: each for each in found}.values()]
+    if arguments.json:
+        print(json.dumps({"policies": [each.to_json() for each in found]}, indent=1))
+        return 0
+    parts = [part for part in table.PARTS if any(each.part(part) for each in found)]
+    rows = [("policy", *parts, "total", "of the first")]
+    for each in found:
+        sizes = [table.size_text(each.part(p)) if each.part(p) else "-" for p in parts]
+        share = f"{each.total / found[0].total:.2f}"
+        rows.append((each.policy, *sizes, table.size_text(each.total), share))
+    print(aligned(rows, range(1, len(rows[0]))))
+    for each in found[1:]:
+        if each.part("gradients"):
+            print(f"\n{each.policy}: {each.why_not_half()}")
+    return 0
+
+
+def _measured(arguments: Memory, policy: str) -> table.Memory:
+    with _opened(arguments, policy) as session:
+        batches, _ = session.micro_batches()
+        with MemoryMeter(session.precision, batches[0]) as meter:
+            attempt(session)
+    gc.collect()  # what one policy held, before the next is measured
+    return meter.memory
+
+
+@contextmanager
+def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
+    """Open a session that is about to take the step, under a policy or, if empty, its own."""
     config = _config(arguments, precision)
-    with RunDisplay(name) as display:
+    with RunDisplay("one step") as display:
         session = open_session(config, display.prepared, resuming=bool(arguments.run))
     try:
         if arguments.run:
@@ -40,21 +91,15 @@ def opened(arguments: OneStep, precision: str, name: str) -> Iterator[Session]:
 
 def _config(arguments: OneStep, precision: str) -> BaseConfig:
     """Load the configuration of a run or of a new one, with the changes that were asked for."""
-    changes: dict[str, object] = {}
-    if precision:
-        changes["precision"] = precision
-    if arguments.device:
-        changes["run.device"] = arguments.device
-    if arguments.data:
-        changes["data.train"] = list(arguments.data)
     if arguments.config:
-        config = load_config(arguments.config, [*changes.items()])
+        changes: dict[str, object] = {"precision": precision, "run.device": arguments.device}
+        changes["data.train"] = list(arguments.data)
+        config = load_config(arguments.config, [(k, v) for k, v in changes.items() if v])
     else:
-        table = config_to_table(run_config(Path(arguments.run)))
-        table["precision"] = changes.pop("precision", table["precision"])
-        for key, value in changes.items():
-            table[key.split(".")[0]][key.split(".")[1]] = value
-        config = config_from_table(table)
+        given = config_to_table(run_config(Path(arguments.run)))
+        given["precision"] = precision or given["precision"]
+        given["run"]["device"] = arguments.device or given["run"]["device"]
+        config = config_from_table(given)
     if not config.COMMAND:
         raise ConfigError(
             f"{arguments.run}: this run's model is your program's; look at a step there, with "

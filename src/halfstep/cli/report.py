@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.cli.commands import Report
-from halfstep.cli.formats import table
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
+from halfstep.shown import aligned
 
 
 def run(arguments: Report) -> int:
@@ -23,8 +23,8 @@ def run(arguments: Report) -> int:
         print(f"{row.record.name}: {row.verdict}")
     if report.comparison:
         unlike, shared = report.cards()
-        numbers = set(range(1, 1 + len(report.rows)))
-        print("", table([(label, *shown) for label, shown in unlike.items()], numbers), sep="\n")
+        rows = [(label, *shown) for label, shown in unlike.items()]
+        print("", aligned(rows, range(1, 1 + len(report.rows))), sep="\n")
         alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
         print(f"The same in all: {alike}", "", *report.comparison.verdict, "", sep="\n")
     print(f"Written: {path}")

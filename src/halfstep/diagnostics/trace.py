@@ -39,7 +39,7 @@ from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.shown import aligned, as_html, bars
+from halfstep.shown import aligned, as_html
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
@@ -136,20 +136,10 @@ class Ran:
         ]
         stored = [(h.kind, h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
         kept = "stored", "dtype", "tensors", "bytes"
-        return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
+        return f"{aligned([head, *rows], {6})}\n\n{aligned([kept, *stored], {3})}"
 
     def _repr_html_(self) -> str:
-        stored: dict[str, dict[str, float]] = {}
-        for holding in self.holdings:
-            stored.setdefault(holding.kind, {})[holding.dtype] = holding.bytes / 1e6
-        products: dict[str, dict[str, float]] = {}
-        for row in self.operations:
-            if is_product(row.op):
-                calls = products.setdefault(f"products, {row.direction}", {})
-                form = _short(row.inputs[:1])
-                calls[form] = calls.get(form, 0) + row.calls
-        figure = bars(products, "calls by dtype") + bars(stored, "MB stored by dtype")
-        return as_html(str(self), figure)
+        return as_html(str(self))
 
     def __str__(self) -> str:
         return self.table()

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
-from halfstep.shown import Text, padded
+from halfstep.shown import Text
 
 ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
 
@@ -255,7 +255,7 @@ class BlockFormat:
             errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
             rows.append([*cells, f"{row['becomes']:.9g}", *errors])
         lines = [
-            "  ".join(padded(c, w, right=True) for c, w in zip(row, _COLUMNS.values(), strict=True))
+            "  ".join(c.rjust(w) for c, w in zip(row, _COLUMNS.values(), strict=True))
             for row in rows
         ]
         return Text("\n".join([self._head(), found["scale"], "", *lines]))

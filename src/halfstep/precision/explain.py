@@ -18,15 +18,12 @@ from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
-from halfstep.shown import Text, aligned, bars, padded
+from halfstep.shown import Text, aligned
 
 _MOMENTS = {
     "bf16": "the optimizer's running averages, rounded stochastically",
     "8bit": "block-wise: 128 elements share a window of exponents; rounded stochastically",
 }
-
-_PART, _FORM = 8, 8
-"""The widths of a table's first two columns."""
 
 
 def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> Text:
@@ -49,11 +46,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     auto = [("auto", "", choose(where).reason)] if asked else []
     rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
     rows.append((where.type, found.status, reason))
-    text = "\n".join(
-        f"{padded(part, _PART)} {padded(form, _FORM)} {text}".rstrip() for part, form, text in rows
-    )
-    cost = {name: {"bytes": size} for name, size in bytes_per_parameter(value).items()}
-    return Text.with_figure(text, bars(cost, "bytes per parameter with AdamW"))
+    return Text("\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows))
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
@@ -111,7 +104,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         kind = type(placement.module).__name__
         rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
     rows.append(("total", "", "", "", "", f"{total:.0f}"))
-    return Text(aligned(rows))
+    return Text(aligned(rows, {5}))
 
 
 def bytes_per_parameter(

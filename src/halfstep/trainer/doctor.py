@@ -25,9 +25,7 @@ from halfstep.precision.policy.devices import (
 from halfstep.precision.policy.policy import DTYPES, POLICIES
 from halfstep.precision.policy.probe import failed_probe
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.environment import choose_device, gemm_table
+from halfstep.trainer.environment import gemm_table
 
 FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _INSTRUCTIONS = ("amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512f",
@@ -156,22 +154,6 @@ def is_live(name: str) -> bool:
     return name.partition(":")[0] in live
 
 
-def products_of(config: BaseConfig) -> tuple[Product, ...]:
-    """The products of one micro-batch of a GPT: of attention, and both of the MLP.
-
-    Raises:
-        ConfigError: For a task whose model is not described by its configuration alone.
-    """
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(
-            f"--config {config.name} is of the task {config.TASK}, whose shapes are the model's; "
-            "give --shapes MxKxN"
-        )
-    width = config.model.n_embd
-    tokens = max(1, config.run.batch_size // config.run.grad_accum) * config.block_size
-    return ((tokens, width, 3 * width), (tokens, width, 4 * width), (tokens, 4 * width, width))
-
-
 def read_product(text: str) -> Product:
     """Read ``2048x384x1536``.
 
@@ -188,11 +170,6 @@ def read_product(text: str) -> Product:
     if max(m * k, k * n, m * n) > 2**28:
         raise ConfigError(f"--shapes {text}: a matrix of over 2^28 elements is too large to try")
     return m, k, n
-
-
-def live_device(name: str) -> torch.device:
-    """The device of this machine that ``--device`` names."""
-    return choose_device(name)
 
 
 def _probed(device: torch.device, form: str, here: str) -> str:

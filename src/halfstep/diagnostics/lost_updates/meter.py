@@ -41,7 +41,7 @@ from halfstep.optim.storage.state import FELL_BACK, stored_moment
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
-from halfstep.shown import as_html, bars
+from halfstep.shown import as_html
 
 _RULES: Mapping[type[Optimizer], Algorithm] = {
     optim.AdamW: ADAMW,
@@ -132,8 +132,7 @@ class LostUpdateMeter:
     __str__ = lost_table
 
     def _repr_html_(self) -> str:
-        lost = {r.group: {"lost": r.lost, "kept": 1 - r.lost} for r in self.report()}
-        return as_html(self.lost_table(), bars(lost, "share of updates", whole=1.0))
+        return as_html(self.lost_table())
 
     def close(self) -> None:
         """Remove the hooks; existing measurements can still be read."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfstep.diagnostics.lost_updates.sampling import Sample
 from halfstep.precision.masters.rounding import ROUNDING, RoundingMode
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.shown import aligned
 
 LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
@@ -142,15 +143,8 @@ def lost_table(reports: Sequence[GroupReport]) -> str:
         )
         for r in reports
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, *(f"{r.group}: {r.verdict}" for r in reports)])
+    table = aligned(rows, range(2, len(head)))
+    return "\n".join([table, *(f"{r.group}: {r.verdict}" for r in reports)])
 
 
 def measure(

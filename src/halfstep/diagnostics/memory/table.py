@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from halfstep.shown import as_html, bars
+from halfstep.shown import aligned, as_html
 
 REASONS = {
     "state": "{share} are weights, gradients and optimizer state",
@@ -122,8 +122,7 @@ class Memory:
         return [*found, *([Reason("halved", low / total)] if low else [])]
 
     def _repr_html_(self) -> str:
-        parts = {p: {d: b / 1e6 for d, b in forms.items()} for p, forms in self.bytes.items()}
-        return as_html(str(self), bars(parts, "MB by part and dtype"))
+        return as_html(str(self))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
@@ -132,10 +131,7 @@ class Memory:
             if self.part(name):
                 rows.append((name, size_text(self.part(name)), _forms(found)))
         rows.append(("total", size_text(self.total), f"{self.policy}, {self._how()}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows
-        )  # fmt: skip
+        return aligned(rows, {1})
 
     def _how(self) -> str:
         how = "measured" if self.measured else "estimated"

@@ -22,7 +22,7 @@ from halfstep.diagnostics.statistics.what_if import (
 )
 from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
-from halfstep.shown import as_html
+from halfstep.shown import aligned, as_html
 
 NUMERICS = "numerics.jsonl"
 """The file of a run's watched steps in its folder."""
@@ -123,17 +123,13 @@ class StepNumerics:
         heads += [f"{form.name}{scaled}: {what}" for what in ("flushed", "overflow")]
         lines: list[tuple[str, ...]] = [(*heads, "scales that fit")]
         lines += [_line(one, asked[id(one)], form) for one in chosen]
-        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
+        head = (
             f"step {self.step}{'' if self.applied else ' (skipped)'}, loss scale "
             f"{self.loss_scale:g}{', ' + self.policy if self.policy else ''}: "
             f"{len(chosen)} of {len(self.tensors)} tensors"
-        ]
-        for line in lines:
-            left, *cells = line
-            padded = [cell.rjust(w) for cell, w in zip(cells, width[1:], strict=True)]
-            text.append("  ".join([left.ljust(width[0]), *padded]).rstrip())
-        return "\n".join([*text, *self.verdicts(form)])
+        )
+        table = aligned(lines, range(1, len(lines[0])))
+        return "\n".join([head, table, *self.verdicts(form)])
 
     def __str__(self) -> str:
         return self.table()

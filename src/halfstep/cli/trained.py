@@ -1,25 +1,55 @@
-"""The command ``halfstep predict``."""
+"""The commands of a trained model: ``predict``, ``generate``, ``evaluate`` and ``export``."""
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from halfstep.cli.console import RunDisplay
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.trainer.config.tasks import ClassifyConfig
-from halfstep.trainer.config.use import Predicting
+from halfstep.trainer.config.tasks import ClassifyConfig, TrainConfig
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
 from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.memory import require_rows
 from halfstep.trainer.tasks.trained import open_trained
 
 
-def run(arguments: Predicting) -> int:
+def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
+    """Use a trained model in the way that the command says."""
+    match arguments:
+        case Predicting():
+            _predict(arguments)
+        case Generating():
+            prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+            arguments = replace(arguments, prompt=prompt)
+            print(open_trained(arguments, TrainConfig.TASK).generate(arguments))
+        case Evaluating():
+            _evaluate(arguments)
+        case Exporting():
+            print(open_trained(arguments).export(arguments))
+    return 0
+
+
+def _evaluate(arguments: Evaluating) -> None:
+    """Print how good a model is: loss and perplexity, or a classifier's report."""
+    if arguments.batch_size < 1 or arguments.max_batches < 0:
+        raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
+    require_rows(arguments.batch_size, "--batch-size")
+    trained = open_trained(arguments, TrainConfig.TASK)
+    with RunDisplay("evaluate") as display:
+        found = trained.evaluate(arguments, display.prepared)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(json.dumps(found.values, ensure_ascii=False) if arguments.json else found.text)
+
+
+def _predict(arguments: Predicting) -> None:
     """Write the label and probability of every text as JSON lines."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
@@ -31,34 +61,21 @@ def run(arguments: Predicting) -> int:
     texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)
-    if arguments.output == "-" or _is_stdout(arguments.output):
+    if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)
     else:
         count = _write_file(found, Path(arguments.output))
         print(f"Labels of {count:,} texts written: {arguments.output}")
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
-    return 0
-
-
-def _is_stdout(output: str) -> bool:
-    """Whether a name, such as ``/dev/stdout``, is what this process's standard output goes to."""
-    try:
-        return os.path.samestat(os.stat(output), os.fstat(1))
-    except OSError:  # it does not exist yet, or standard output is closed
-        return False
 
 
 def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:
-    """Write a file atomically, or write into a device or a pipe; return the number of lines."""
-    # a device or pipe must not be replaced, nor resolved: a pipe that /dev/fd names has no path
-    special = os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
-    if not special:
-        path = Path(os.path.realpath(path))  # keeps a link
+    """Write a file whole or not at all, or into a device or a pipe; return the number of lines."""
+    special = path.exists() and not path.is_file()
+    path = path if special else Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f".{path.name}.unfinished")
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         with (path if special else temporary).open("w", encoding="utf-8") as file:
             count = _write(found, file)
         if not special:

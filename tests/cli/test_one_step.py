@@ -1,4 +1,4 @@
-"""The command halfstep memory: what a step holds, under several policies."""
+"""The commands trace and memory: one step of a configuration or run, of which nothing is kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import json
 import pytest
 
 from halfstep.cli.main import main
+
+
+def test_a_trace_of_a_configuration(settings, tmp_path, capsys):
+    saved = tmp_path / "trace.json"
+    assert main(["trace", *settings, "--save", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "layers.0.attn" in out
+    assert "optimizer exp_avg_sq" in out
+    assert out.splitlines()[-1] == "all operations ran as bf16-mixed says"
+    assert json.loads(saved.read_text())["policy"] == "bf16-mixed"
 
 
 def test_policies_beside_each_other(settings, capsys):
@@ -39,6 +49,12 @@ def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
     assert main(["train", *settings, *train]) == 0
     before = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
     capsys.readouterr()
+    saved = tmp_path / "trace.json"
+    assert main(["trace", str(path), "--save", str(saved)]) == 0
+    table = json.loads(saved.read_text())
+    assert (table["policy"], table["differences"]) == ("bf16-mixed", [])
+    assert {"weights", "gradients"} <= {holding["kind"] for holding in table["stored"]}
+    capsys.readouterr()
     assert main(["memory", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["fp32", "bf16-mixed"]
@@ -46,14 +62,18 @@ def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
     assert before == after
 
 
+@pytest.mark.parametrize("command", ["trace", "memory"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "give a run folder or --config"),
+        (["runs/x", "--config", "gpt-tiny"], "give a run folder or --config"),
+        (["runs/x", "--data", "y"], "--data goes with --config"),
         (["runs/none"], "holds no run"),
+        (["--config", "gpt-tinny"], "gpt-tiny"),
         (["--config", "gpt-tiny", "--precision", "bf17"], "bf17"),
     ],
 )
-def test_what_cannot_be_measured(words, said, capsys):
-    assert main(["memory", *words]) == 2
+def test_what_cannot_be_looked_at(command, words, said, capsys):
+    assert main([command, *words]) == 2
     assert said in capsys.readouterr().err
