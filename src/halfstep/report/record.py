@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.diagnostics.memory.table import Memory, memory_from_json
-from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS
-from halfstep.diagnostics.statistics.numerics import NUMERICS, StepNumerics, load_numerics
+from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
+from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy

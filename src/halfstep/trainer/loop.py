@@ -18,8 +18,14 @@ from typing import Any
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.metrics import METRICS, Excluded, MetricsFile, Record
-from halfstep.diagnostics.statistics.numerics import NUMERICS
+from halfstep.diagnostics.recording.metrics import (
+    CAPTURES,
+    METRICS,
+    NUMERICS,
+    Excluded,
+    MetricsFile,
+    Record,
+)
 from halfstep.diagnostics.statistics.watch import watch
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
@@ -31,7 +37,7 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.memory import PeakMemory
-from halfstep.trainer.run.capture import CAPTURES, recorder
+from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session

@@ -17,7 +17,8 @@ from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.spikes import Spiking
 
-METRICS, CAUSES, EXCLUDE = "metrics.jsonl", "causes.jsonl", "exclude.jsonl"
+METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
+EXCLUDE, CAPTURES = "exclude.jsonl", "captures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

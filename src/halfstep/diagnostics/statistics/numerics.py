@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from halfstep.diagnostics.recording.metrics import NUMERICS
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import (
     FLUSHED_AT_MOST,
@@ -24,8 +25,6 @@ from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
 from halfstep.shown import aligned, as_html
 
-NUMERICS = "numerics.jsonl"
-"""The file of a run's watched steps in its folder."""
 _SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
 """What a loss scale multiplies."""
 _SPELLED = {"activation_gradient": "gradient of output", "gradient": "gradient of weight"}

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from halfstep.diagnostics.recording.metrics import CAPTURES
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.checkpoint.store import Team, save_part
 from halfstep.trainer.session import Session
 
-CAPTURES = "captures"
 _KEY, RANKS = "captured", "captured_ranks"
 
 
