@@ -1,8 +1,8 @@
 """Records which operations a training step really ran, in which formats, and in which module.
 
 A dispatch mode sees real kernels with real dtypes, below autograd and autocast. Three things it
-would show as what they are made of are shown as what they mean: a 16-bit product that a CPU
-simulates by fp32 is one product in 16 bits; a layer's product below 16 bits, with the rounding of
+would show as what they are made of are shown as what they mean: a 16-bit matmul that a CPU
+simulates by fp32 is one matmul in 16 bits; a layer's matmul below 16 bits, with the rounding of
 its operands, is one ``fprop``, ``dgrad`` or ``wgrad`` in its scheme; and halfstep's compiled
 kernels, which step aside while any dispatch mode is on, are the operations that they stand for.
 """
@@ -64,7 +64,7 @@ class Operation:
         direction: ``"forward"``, ``"backward"`` or ``"update"`` (the check and the optimizer).
         op: Its name, such as ``addmm``, ``attention``, ``layer_norm`` or ``cast``; of a layer below
             16 bits ``fprop``, ``dgrad`` or ``wgrad``.
-        inputs: Dtypes of its floating operands, weights included, in order; of a product below 16
+        inputs: Dtypes of its floating operands, weights included, in order; of a matmul below 16
             bits its scheme, and whether it ran native or simulated.
         outputs: Dtypes of its results, each once.
         calls: How often it ran.
@@ -158,7 +158,7 @@ class Ran:
 
         Products (attention and convolutions included) must have operands in the policy's compute
         dtype, forward and backward, and the operations of the table's fp32 list fp32 operands,
-        but in modules that a rule keeps in fp32. The products of a linear layer with a recipe must
+        but in modules that a rule keeps in fp32. The matmuls of a linear layer with a recipe must
         have run in its schemes.
 
         Args:
@@ -244,7 +244,7 @@ def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
 
 
 def is_product(op: str) -> bool:
-    """Whether an operation is a product, a convolution or attention, forward or backward."""
+    """Whether an operation is a matmul, a convolution or attention, forward or backward."""
     return _without_pass(op) in _products()
 
 
@@ -284,7 +284,7 @@ def trace(
     """Record what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
-    compiled kernel of halfstep would draw its own, and that ``fp8-block`` products are torch's.
+    compiled kernel of halfstep would draw its own, and that ``fp8-block`` matmuls are torch's.
 
     Args:
         model: The model whose modules are named. It has hooks until the context is left.
@@ -438,7 +438,7 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
     """What the operation is a part of.
 
     Returns:
-        The locals of the 16-bit simulation that runs, if any; those of a product of a layer below
+        The locals of the 16-bit simulation that runs, if any; those of a matmul of a layer below
         16 bits; and whether an update runs.
     """
     frame: FrameType | None = sys._getframe(2)
@@ -456,7 +456,7 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Name, inputs and outputs of a product that a recipe decides."""
+    """Name, inputs and outputs of a matmul that a recipe decides."""
     name, a = product["product"], product["a"]
     form = getattr(product["recipe"], name)
     if form in SCHEMES:

@@ -89,7 +89,7 @@ class PeakMemory:
         self._bytes, self._asked = 0, -math.inf
 
     def bytes(self) -> int:
-        """Return the peak as the system told it last, at most a tenth of a second ago."""
+        """Return the peak as the system last reported it, at most a tenth of a second ago."""
         now = time.monotonic()
         if now - self._asked > 0.1:
             self._bytes, self._asked = peak_memory_bytes(self._device), now

@@ -99,7 +99,7 @@ class Memory:
         return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
 
     def why_not_half(self) -> str:
-        """Why 16-bit products saved less than half of the memory, as a sentence."""
+        """Why 16-bit matmuls saved less than half of the memory, as a sentence."""
         parts = [REASONS[r.name].format(share=f"{r.share:.0%}") for r in self.reasons()]
         return f"Of {size_text(self.total)}, {'; '.join(parts)}."
 

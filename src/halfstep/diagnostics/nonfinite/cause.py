@@ -146,7 +146,7 @@ class Facts:
     base: str
     """The operation's name without namespace and overload, such as ``add``."""
     product: bool
-    """Whether it is a matrix product, a convolution or a sum."""
+    """Whether it is a matmul, a convolution or a sum."""
     attention: bool
     """Whether it is a whole attention."""
     node: str | None

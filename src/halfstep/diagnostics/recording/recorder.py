@@ -138,7 +138,7 @@ class Recorder:
 
         Args:
             precision: What takes the steps. After a resume load its state first, so that lines of
-                steps that are taken again are dropped.
+                steps that run again are dropped.
             folder: The run's folder; made if absent. With several ranks all share it.
 
         Raises:
