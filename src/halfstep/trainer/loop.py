@@ -36,7 +36,7 @@ from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkp
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
-from halfstep.trainer.memory import PeakMemory
+from halfstep.trainer.memory import peak_memory_bytes
 from halfstep.trainer.run.capture import recorder
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
@@ -390,22 +390,21 @@ def _record(
         tokens_per_second=tokens / seconds,
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
-        peak_memory_bytes=pace.memory.bytes(),
+        peak_memory_bytes=peak_memory_bytes(session.device),
     )
 
 
-# Speed and memory of a run, for the metrics and for the estimate of the time left.
+# Speed of a run, for the metrics and for the estimate of the time left.
 
 
 class Pace:
-    """What the metrics say of the machine: how fast the steps are, the time left, the memory."""
+    """What the metrics say of the machine: how fast the steps are, and the time left."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         policy, world = session.precision.policy, session.world
         one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
         self.gemm = one * world.size
-        self.memory = PeakMemory(session.device)
         self._steps: list[float] = []
         self._evaluations: list[float] = []
 

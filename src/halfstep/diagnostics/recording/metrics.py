@@ -79,8 +79,7 @@ class Record:
     gemm_share: float | None = None
     """flops_per_second as a share of the matmul rate measured when the run started."""
     peak_memory_bytes: int | None = None
-    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far. Of a moment
-    up to a tenth of a second before the step's end."""
+    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 
     @classmethod
     def of(cls, step: int, result: StepResult, **more: Any) -> Record:
