@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one-line errors, files, --help at once."""
 
+import io
 import json
 import os
 import resource
@@ -7,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
+from halfstep.cli import train
 from halfstep.cli.commands import COMMANDS
+from halfstep.cli.main import main
 from halfstep.errors import HalfstepError
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.models.gpt.gpt import GPT
@@ -26,17 +30,16 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def finished_run(corpus, tmp_path_factory):
-    """A run as a user starts it, in a process of its own."""
+    """A trained run that several commands read, and what its command printed."""
     path = tmp_path_factory.mktemp("run") / "r"
-    words = [*SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6, "--save-every", 6,
-             "--precision", "bf16-mixed", "--report-to", "tensorboard",
+    words = ["train", *SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6,
+             "--save-every", 6, "--precision", "bf16-mixed", "--report-to", "tensorboard",
              "--output-dir", path]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "halfstep", "train", *map(str, words)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return path, done
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(train, "keep_freed_memory", lambda: None)
+        assert main([*map(str, words)]) == 0, err.getvalue()
+    return path, out.getvalue()
 
 
 def test_help_does_not_import_torch_and_every_command_has_one():
@@ -55,10 +58,10 @@ def test_help_does_not_import_torch_and_every_command_has_one():
 
 
 def test_a_run_writes_what_it_promises(finished_run):
-    path, done = finished_run
-    assert "validation loss" in done.stdout
-    assert "bits per byte" in done.stdout
-    assert "12 steps applied, 0 skipped" in done.stdout
+    path, out = finished_run
+    assert "validation loss" in out
+    assert "bits per byte" in out
+    assert "12 steps applied, 0 skipped" in out
     lines = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
     assert json.loads((path / "env.json").read_text())["device"] == "cpu"
