@@ -1,4 +1,4 @@
-# make demo        train a GPT in fp32, bf16 and fp16 on real text and draw them together (5 to 6 minutes)
+# make demo        train a GPT in fp32, bf16 and fp16 on real text and compare them (5 to 6 minutes)
 # make test        install what tests need and run what must hold
 # make test-unit   the quick tier of it: arithmetic, policies, optimizers, meters, data, checkpoints
 # make test-all    every test but the strangers', slow ones included

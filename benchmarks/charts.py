@@ -17,15 +17,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from figures import fonts_of, standalone_svg
 from halfstep import parse_policy
 from halfstep.precision.explain import bytes_per_parameter
 from halfstep.report.figures import (
     COLOURS,
     GRID,
     INK,
-    fonts_of,
     new_figure,
-    standalone_svg,
     styled,
 )
 

@@ -23,7 +23,8 @@ from scipy import stats
 
 from charts import TEXTS, Say
 from common import RESULTS
-from halfstep.report.figures import GRID, INK, PAPER, fonts_of, new_figure, standalone_svg
+from figures import fonts_of, standalone_svg
+from halfstep.report.figures import GRID, INK, PAPER, new_figure
 from recipes import KEPT, LAST, LINEARS, POLICIES
 
 STUDIES = [RESULTS / f"recipes-{text}.json" for text in ("tinyshakespeare", "standard-library")]

@@ -23,7 +23,6 @@ MO = PO.with_suffix(".mo")
 METHODS = [("**.py", "python"), ("templates/**.j2", "jinja2")]
 QUOTED = (*PARTS, "total", *REASONS.values(), *REMEDIES, *REMEDIES.values(), OR_BF16)
 """What other packages say and a page translates."""
-PASSES = ("forward", "backward", "update")
 
 
 def gathered() -> Catalog:
@@ -31,7 +30,7 @@ def gathered() -> Catalog:
     catalog = Catalog(locale="zh", project="halfstep", fuzzy=False)
     for _, _, message, _, _ in extract_from_dir(REPORT, METHODS):
         catalog.add(message)
-    for message in (*QUOTED, *PASSES):
+    for message in QUOTED:
         catalog.add(message)
     return catalog
 

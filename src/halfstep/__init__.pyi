@@ -1,7 +1,6 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, optim as optim
-from .diagnostics.capture import Replayed as Replayed, replay as replay
 from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory.estimate import estimate as estimate
 from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
@@ -18,8 +17,7 @@ from .diagnostics.statistics.numerics import (
 from .diagnostics.statistics.values import TensorStatistics as TensorStatistics
 from .diagnostics.statistics.watch import watch as watch
 from .diagnostics.statistics.what_if import what_if as what_if
-from .diagnostics.trace.ran import Ran as Ran
-from .diagnostics.trace.record import trace as trace
+from .diagnostics.trace import Ran as Ran, trace as trace
 from .errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

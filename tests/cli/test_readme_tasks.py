@@ -68,8 +68,7 @@ OUTCOMES = {
     ),
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
-    "curves": (["Written: runs/book/report.html"],
-               ["runs/book/report.html", "runs/book/curves.png"]),
+    "curves": (["Written: runs/book/report.html"], ["runs/book/report.html"]),
     "notebook": ([r"<(table|pre)[^>]*>policy +bf16-split"], []),
     "mac": ([r"take fp16-mixed: .*Apple M"], []),
 }  # fmt: skip

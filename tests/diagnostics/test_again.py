@@ -33,6 +33,7 @@ def broken(*shape: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("model", "shape"),
     [

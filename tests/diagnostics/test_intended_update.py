@@ -191,7 +191,6 @@ def test_lost_updates_of_whole_matrices_are_counted(way):
     else:
         assert 0.2 < report.lost < 1.0
         assert report.lost == same
-    assert report.weight_unchanged == same
     # half of them would be lost below this rate, which is proportional to the updates
     assert 0 < report.frozen_below < (1.0 if way == "nearest" else 1e-4)
 

@@ -61,9 +61,9 @@ def test_first_step_of_bf16_adamw(lr, share, way):
     assert report.lost == pytest.approx(expected, abs=0.01)
     # The table of the design gives whole percents, of another draw.
     assert report.lost == pytest.approx(share, abs=0.015)
-    assert report.lost == report.unmoved == report.weight_unchanged
+    assert report.lost == report.unmoved
     assert report.zero == 0
-    assert report.elements == report.sampled == 40_000
+    assert report.elements == 40_000
 
 
 def test_pure_bf16_gains_stand_still_and_the_meter_says_so():
@@ -126,7 +126,6 @@ def test_training_below_the_freezing_rate_moves_nothing_and_above_everything(sig
     _, report = train(1e-4, 1)
     # Towards 0 the gap at 1 is 2^-8, away from it 2^-7; the first step of Adam is lr.
     assert report.frozen_below == pytest.approx(2**-9 if sign > 0 else 2**-8, rel=1e-6)
-    assert report.wholly_frozen_below == report.frozen_below
     below, report = train(0.98 * report.frozen_below, 50)
     assert torch.equal(below, torch.ones_like(below))
     assert report.lost == 1
@@ -159,10 +158,9 @@ def test_freezing_rates_of_many_elements_come_true(kind, options, dtype):
         return report
 
     found = lost(1e-4 if dtype != torch.float32 else 1e-8)
-    for rate, share in ((found.frozen_below, 0.5), (found.wholly_frozen_below, 0.99)):
-        # At the rate itself, half a gap is a tie; 1 % is far from it and moves few elements.
-        assert lost(0.99 * rate).lost >= share > lost(1.01 * rate).lost - 0.01
-        assert lost(1.5 * rate).lost < share
+    # At the rate itself, half a gap is a tie; 1 % is far from it and moves few elements.
+    assert lost(0.99 * found.frozen_below).lost >= 0.5 > lost(1.01 * found.frozen_below).lost - 0.01
+    assert lost(1.5 * found.frozen_below).lost < 0.5
 
 
 def test_a_kahan_residual_freezes_at_its_own_gap():
@@ -183,8 +181,8 @@ def test_a_kahan_residual_freezes_at_its_own_gap():
     found = lost(1e-4)
     assert found.stored == "bf16 kahan"
     assert 1e-8 < found.frozen_below < 1e-5  # bf16's own is 1e-3, fp32's 1e-8
-    for rate, share in ((found.frozen_below, 0.5), (found.wholly_frozen_below, 0.99)):
-        assert lost(0.9 * rate).lost >= share - 0.01 > lost(1.2 * rate).lost - 0.01
+    rate = found.frozen_below
+    assert lost(0.9 * rate).lost >= 0.49 > lost(1.2 * rate).lost - 0.01
 
 
 def test_the_loss_scale_and_the_clip_factor_are_taken_out():
@@ -260,7 +258,6 @@ def test_zero_gradients_are_no_updates():
     (report,) = measured(torch.optim.SGD([rows], lr=1.0), {rows: gradient})
     assert report.zero == pytest.approx(0.6)
     assert report.lost == 1.0  # of the 400 updates; 1e-3 is below half the gap at 1
-    assert report.weight_unchanged == 1.0
     (report,) = measured(torch.optim.SGD([rows], lr=1.0), {rows: torch.zeros(10, 100)})
     assert (report.zero, report.lost) == (1.0, 0.0)
     assert report.verdict == "no update: every intended update is zero"
@@ -275,7 +272,6 @@ def test_a_small_stuck_tensor_is_seen_in_a_large_group_and_does_not_distort_it()
         p.grad = torch.ones_like(p)
     optimizer.step()
     (report,) = meter.report()
-    assert report.sampled < 4200
     assert report.lost == pytest.approx(100 / 1_000_100, rel=1e-9)
     assert report.stuck == ("norm.weight",)
     assert "1 of 2 tensors do not move: norm.weight" in report.verdict
@@ -297,23 +293,18 @@ def test_a_sample_is_close_to_the_whole():
     assert lost[0] != lost[1]
 
 
-def test_masters_are_measured_and_the_visible_weight_beside():
+def test_masters_are_measured():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     precision = Precision("bf16-master", model, optimizer)
     meter = LostUpdateMeter(precision, every=1, samples=ALL)
-    before = [p.detach().clone() for p in model.parameters()]
     with precision.autocast():
         loss = model(torch.randn(8, 64)).square().mean()
     precision.step(loss)
-    pairs = zip(before, model.parameters(), strict=True)
-    same = torch.cat([(a == b).flatten() for a, b in pairs])
     (report,) = meter.report()
     assert report.stored == "fp32"
     assert report.lost == report.unmoved == 0
-    assert report.weight_unchanged == pytest.approx(float(same.double().mean()), abs=1e-12)
-    assert 0.3 < report.weight_unchanged < 1
 
 
 def test_a_skipped_step_is_not_counted():

@@ -97,6 +97,7 @@ def classes(name):
     return 10 if name == "vit" else VOCABULARY
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_is_what_a_step_holds(name, policy):

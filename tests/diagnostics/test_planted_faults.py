@@ -29,6 +29,7 @@ def test_a_planted_fault_is_named_with_its_remedy(fault):
     assert fault.module is None or cause.module == fault.module, told
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [*MAKERS])
 @pytest.mark.parametrize("spec", ["fp32", "bf16-mixed", "fp16-mixed,init_scale=1", "bf16-master"])
 def test_a_healthy_step_has_no_cause(name, spec):

@@ -31,6 +31,7 @@ def rows(ran, op, direction="forward"):
     return [row for row in ran.operations if (row.op, row.direction) == (op, direction)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [*MAKERS])
 @pytest.mark.parametrize("spec", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
 def test_what_runs_is_what_the_policy_says(name, spec):
@@ -223,6 +224,7 @@ def schemes(ran):
     return {(row.module, row.op): row.inputs[0] for row in found}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("bf16", [True, False])
 def test_a_trace_shows_what_each_product_below_16_bits_ran_in(scheme, bf16, monkeypatch):

@@ -146,7 +146,6 @@ def wrong_calls():
         "meter before": lambda: halfstep.LostUpdateMeter(optimizer, every=-1),
         "meter of no samples": lambda: halfstep.LostUpdateMeter(optimizer, samples=0),
         "trace of an optimizer": lambda: halfstep.trace_nonfinite(optimizer),
-        "trace that allows numbers": lambda: halfstep.trace_nonfinite(model, allow=5),
         "support of a number": lambda: halfstep.support("fp32", 3.5),
         "support of no policy": lambda: halfstep.support(None, "cpu"),
         "explain on a planet": lambda: halfstep.explain("fp32", "mars"),

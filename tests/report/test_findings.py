@@ -212,7 +212,7 @@ def test_an_output_near_the_end_of_fp16(folder):
 
 
 def test_every_class_of_causes_has_a_remedy():
-    assert set(CHANGES) == set(REMEDIES)
+    assert set(CHANGES) <= set(REMEDIES)
 
 
 # What a verdict must not say

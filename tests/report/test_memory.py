@@ -1,13 +1,11 @@
-"""The memory of runs in a report, and the figure of several policies."""
+"""The memory of runs in a report."""
 
 import json
-from itertools import pairwise
 
 import pytest
 
-from halfstep.diagnostics.memory.table import PARTS, Memory
-from halfstep.report.memory import memory_figure, segments, sentence
-from halfstep.report.page import make_report
+from halfstep.diagnostics.memory.table import Memory
+from halfstep.report.page import make_report, sentence
 from halfstep.report.record import read_run
 from report.conftest import line
 
@@ -35,13 +33,6 @@ def run(folder):
     return write
 
 
-def test_the_pieces_of_a_bar_are_its_bytes():
-    for memory in (MIXED, WIDE):
-        found = [*segments(memory)]
-        assert sum(piece.size for piece in found) == memory.total
-        assert [p for p in PARTS if memory.part(p)] == [*dict.fromkeys(p.part for p in found)]
-
-
 def test_the_sentence_is_the_library_s_own():
     """The English of the page is :meth:`Memory.why_not_half`, to the letter."""
     low = {"weights": {"bf16": 10}, "activations": {"bf16": 10}}
@@ -64,10 +55,6 @@ def test_a_page_shows_the_memory(run):
         assert "500 MB" in shown  # the measured peak of report/conftest.py
         assert "which a" in shown
     assert "一步占用的内存" in make_report([run("zh")], "zh").to_html()
-    (found,) = report.to_json()["runs"]
-    assert found["memory"]["bytes"] == BYTES
-    assert (found["memory"]["peak_bytes"], found["memory"]["total"]) == (5e8, MIXED.total)
-    assert found["memory"]["text"] == MIXED.why_not_half()
 
 
 def test_runs_beside_each_other(run, folder):
@@ -84,7 +71,6 @@ def test_runs_beside_each_other(run, folder):
 def test_an_older_run_has_no_such_section(folder):
     report = make_report([read_run(folder([line(1)]))])
     assert "Memory of a step" not in report.to_html()
-    assert "memory" not in report.to_json()["runs"][0]
 
 
 @pytest.mark.parametrize(
@@ -108,24 +94,3 @@ def test_hostile_names_are_text(run):
     assert "<script" not in page
     assert "<img" not in page
     assert "<script" not in report.to_markdown()
-
-
-def test_a_figure_of_policies():
-    bars = [("fp32", WIDE, None), ("bf16-mixed", MIXED, 2e8)]
-    axes = memory_figure(bars).axes[0]
-    wide, mixed = ([b for b in axes.patches if round(b.get_y() + 0.31) == i] for i in (0, 1))
-    # bars are stacked without gaps, and as long as the memory
-    ends = [(b.get_x(), b.get_x() + b.get_width()) for b in mixed if b.get_width()]
-    assert ends[0][0] == 0
-    assert ends[-1][1] == pytest.approx(MIXED.total / 1e6, abs=0.1)
-    assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(ends))
-    assert max(b.get_x() + b.get_width() for b in wide) == pytest.approx(2.0)
-    assert axes.get_xlabel() == "MB"
-    large = Memory("fp32", False, {"weights": {"fp32": 20 * 10**9}})
-    assert memory_figure([("a", large, None)]).axes[0].get_xlabel() == "GB"
-
-
-def test_without_matplotlib_the_page_has_the_table(run, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    page = make_report([run()]).to_html()
-    assert "158 MB" in page

@@ -239,8 +239,8 @@ class Report:
     runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)
     out: str = option(
         "",
-        "The file to write; its name ends in .html, .md or .json. Default: report.html in the "
-        "run's folder, for several runs in the current one.",
+        "The file to write; its name ends in .html or .md. Default: report.html in the run's "
+        "folder, for several runs in the current one.",
     )
     lang: Literal["en", "zh"] = option("en", "Language of the page.")
 

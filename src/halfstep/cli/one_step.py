@@ -13,7 +13,7 @@ from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.cli.console import RunDisplay
 from halfstep.diagnostics.memory import table
 from halfstep.diagnostics.memory.saved import MemoryMeter
-from halfstep.diagnostics.trace.record import trace
+from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.shown import aligned
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config

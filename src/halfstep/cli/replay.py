@@ -1,4 +1,4 @@
-"""The command ``halfstep replay``: take a captured step of a run again."""
+"""The command ``halfstep replay``: run a captured step again."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from pathlib import Path
 import torch
 
 from halfstep.cli.commands import Replay
-from halfstep.diagnostics.capture import Finding, is_sealed
 from halfstep.distributed.world import open_world
-from halfstep.errors import ConfigError
+from halfstep.trainer.run.capture import Finding
 from halfstep.trainer.run.replay import replay
 
 
 def run(arguments: Replay) -> int:
-    """Print what a captured step finds when it is taken again; 1 if it differs."""
-    path = Path(arguments.capture)
-    if is_sealed(path):
-        raise ConfigError(
-            f"{path} is a capture of a loop of your own, which does not say how its model is "
-            "made: call halfstep.replay(path, model, optimizer, loss) in your program"
-        )
+    """Print what a captured step finds in a replay; 1 if it differs."""
     with open_world("cuda" if torch.cuda.is_available() else "cpu") as world:
-        found = replay(path, arguments.precision, world)
+        found = replay(Path(arguments.capture), arguments.precision, world)
     if not world.is_main:
         return 0
     print(f"step {found.step} in {found.captured_precision}: {_text(found.captured)}")

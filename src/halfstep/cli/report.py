@@ -9,7 +9,6 @@ from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.shown import aligned
-from halfstep.trainer.run.execute import CURVES
 
 
 def run(arguments: Report) -> int:
@@ -28,8 +27,5 @@ def run(arguments: Report) -> int:
         print("", aligned(rows, range(1, 1 + len(report.rows))), sep="\n")
         alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
         print(f"The same in all: {alike}", "", *report.comparison.verdict, "", sep="\n")
-    for curves in (folder / CURVES for folder in folders):
-        if curves.is_file():
-            print(f"Figure: {curves}")
     print(f"Written: {path}")
     return 0

@@ -137,28 +137,46 @@ def sensitivity(
         placement.name: placement.module
         for placement in place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model).low
     }
-    references = [gradients(REFERENCE, model, batch, loss_fn)[0] for batch in batches]
-    for reference in references:
-        size = _square(reference.values())
-        if not 0 < size < math.inf:
-            raise PrecisionError(
-                f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
-                "measured; give weights and batches where it is finite and above 0"
-            )
-    draws = _DRAWS if SCHEMES[form].stochastic else 1
-    errors = []
-    for name, layer in layers.items():
-        for matmul in PRODUCTS:
-            if not fills_blocks(layer, matmul, form):
-                continue
-            recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
-            policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
-            parts = [
-                _compare(reference, gradients(policy, model, batch, loss_fn, draws))
-                for batch, reference in zip(batches, references, strict=True)
-            ]
-            errors.append(MatmulError(name, matmul, *map(fmean, zip(*parts, strict=True))))
+    references = [_reference(model, batch, loss_fn) for batch in batches]
+    errors = [
+        _error(model, batches, references, loss_fn, form, name, matmul)
+        for name, layer in layers.items()
+        for matmul in PRODUCTS
+        if fills_blocks(layer, matmul, form)
+    ]
     return Sensitivity(form, tuple(layers), tuple(errors))
+
+
+def _error(
+    model: nn.Module,
+    batches: Sequence[Any],
+    references: Sequence[dict[str, Tensor]],
+    loss_fn: LossFn,
+    form: str,
+    name: str,
+    matmul: str,
+) -> MatmulError:
+    """Measure one matmul of one layer with all others in the reference's format."""
+    recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
+    policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
+    draws = _DRAWS if SCHEMES[form].stochastic else 1
+    parts = [
+        _compare(reference, gradients(policy, model, batch, loss_fn, draws))
+        for batch, reference in zip(batches, references, strict=True)
+    ]
+    return MatmulError(name, matmul, *map(fmean, zip(*parts, strict=True)))
+
+
+def _reference(model: nn.Module, batch: Any, loss_fn: LossFn) -> dict[str, Tensor]:
+    """Compute the gradients that errors are measured against; refuse those that have none."""
+    found = gradients(REFERENCE, model, batch, loss_fn)[0]
+    size = _square(found.values())
+    if not 0 < size < math.inf:
+        raise PrecisionError(
+            f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
+            "measured; give weights and batches where it is finite and above 0"
+        )
+    return found
 
 
 def gradients(

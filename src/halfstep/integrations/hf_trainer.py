@@ -22,7 +22,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnostics.capture import Finding
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.first_cause import search
@@ -262,7 +261,7 @@ class NumericsCallback(TrainerCallback):
             step = state.global_step + 1
             error = stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
             if self._steps is not None:
-                self._steps.stopped(step, self._finding(of_loss=bool(broken[0])), error.first_cause)
+                self._steps.stopped(step, *self._found(of_loss=bool(broken[0])), error.first_cause)
                 self._steps.close()
             raise error
 
@@ -283,13 +282,13 @@ class NumericsCallback(TrainerCallback):
             rate = bare(kwargs["optimizer"]).param_groups[0]["lr"]
             self._steps.stepped(state.global_step + 1, result, learning_rate=float(rate))
 
-    def _finding(self, *, of_loss: bool) -> Finding:
-        """What is not finite in the present step, on this rank or another."""
+    def _found(self, *, of_loss: bool) -> tuple[str, float, float]:
+        """Why the present step is broken, on this rank or another; its loss and norm."""
         loss, norm = self.now
         if of_loss and math.isfinite(loss):
             loss = math.nan  # of another rank
         reason = "nonfinite_loss" if of_loss else "overflow" if math.isinf(norm) else _NAN
-        return Finding(reason, loss, norm, torch.get_num_threads())
+        return reason, loss, norm
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the meter's hooks from the optimizer."""

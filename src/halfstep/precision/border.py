@@ -61,14 +61,6 @@ def as_number(value: object, where: str, allowed: str) -> float:
     return require(value, (int, float), where, allowed)
 
 
-def as_texts(value: object, where: str, allowed: str) -> tuple[str, ...]:
-    """A tuple of strings, such as patterns, from a collection of them or a single one."""
-    if isinstance(value, str):
-        return (value,)
-    several = require(value, (list, tuple, set, frozenset), where, allowed)
-    return tuple(require(one, str, where, allowed) for one in several)
-
-
 def as_dtype(value: str | torch.dtype) -> torch.dtype:
     """A dtype by name (``"bf16"``, ``"bfloat16"``) or by value."""
     if isinstance(value, torch.dtype):

@@ -1,4 +1,4 @@
-"""Draws a report's curves as SVG that follows the page's light or dark colours, or as one PNG."""
+"""Draws a report's curves as SVG that follows the page's light or dark colours."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -67,37 +65,6 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
     return found
 
 
-def draw_curves(run: RunRecord, path: Path) -> bool:
-    """Draw all curves of one run into one PNG; whether matplotlib is there to do it."""
-    probe = new_figure()
-    if probe is None:
-        return False
-    empty = dict(zip(CURVES, probe.subplots(len(CURVES)), strict=True))
-    titles = [title for title, draw in CURVES.items() if draw(empty[title], [run], "en")]
-    if not titles:
-        return True
-    columns = 1 if len(titles) == 1 else 2
-    rows = math.ceil(len(titles) / columns)
-    figure = new_figure((5.5 * columns, 3.2 * rows))
-    cells = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, title in zip(cells, titles, strict=False):
-        CURVES[title](axes, [run], "en")
-        _finish(axes, [run], "en")
-        axes.set_title(TITLES[title], fontsize=10)
-    for axes in cells[len(titles) :]:
-        axes.set_axis_off()
-    save_png(figure, path)
-    return True
-
-
-def save_png(figure: Any, path: Path) -> None:
-    """Write a figure as PNG on white; whole or not at all."""
-    figure.patch.set_facecolor("white")
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=130, format="png", facecolor="white")
-    temporary.replace(path)
-
-
 def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     """An empty figure; None without matplotlib."""
     try:  # optional dependency
@@ -148,51 +115,6 @@ def as_svg(figure: Any, salt: str) -> str:
     for ours, pages in _OF_THE_PAGE.items():
         svg = re.sub(re.escape(ours), pages, svg, flags=re.IGNORECASE)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure"', svg, count=1)
-
-
-# A picture that stands alone is a white card, which is read on light and on dark pages alike.
-_ALONE = {INK: "#24292f", PAPER: "#ffffff", GRID: "#d8dee4"}
-_BROWSER_FONTS = (
-    "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'Noto Sans', 'PingFang SC', "
-    "'Microsoft YaHei', 'Noto Sans CJK SC', sans-serif"
-)
-_CHINESE_FONTS = (
-    *("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei"),
-    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "SimHei", "Heiti TC"),
-)
-
-
-@contextmanager
-def fonts_of(language: str) -> Iterator[str]:
-    """Draw with fonts that have a language's characters; gives the language that can be drawn.
-
-    It is English where no installed font is known to have Chinese characters.
-    """
-    from matplotlib import font_manager, rc_context
-
-    there = {font.name for font in font_manager.fontManager.ttflist}
-    chinese = [name for name in _CHINESE_FONTS if name in there][: language == "zh"]
-    with rc_context({"font.family": ["DejaVu Sans", *chinese]}):
-        yield language if chinese else "en"
-
-
-def standalone_svg(figure: Any, salt: str) -> str:
-    """A figure as an SVG file of its own, with concrete colours and fonts that browsers have.
-
-    Args:
-        figure: From :func:`new_figure`, in :data:`INK`, :data:`PAPER`, :data:`GRID` and
-            :data:`COLOURS`.
-        salt: Makes the names of its parts, so that the same figure is the same file.
-    """
-    from matplotlib import rc_context
-
-    written = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(written, format="svg", metadata={"Date": None})
-    svg = written.getvalue()
-    for ours, shown in _ALONE.items():
-        svg = re.sub(re.escape(ours), shown, svg, flags=re.IGNORECASE)
-    return re.sub(r"(font-family: |font: [^;\"]*?px )[^;\"]*", rf"\g<1>{_BROWSER_FONTS}", svg)
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:

@@ -213,18 +213,13 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
         return
     best, at = min(finite)
     spread = median(abs(v - best) for v in losses[at : at + width])
+    rose = max(best * RISE if best > 0 else best, best + 6 * spread)
+    jumped = max(2 * best if best > 0 else best, best + 12 * spread)
     last = smooth[-1]
-    if not last <= max(best * RISE if best > 0 else best, best + 6 * spread):
+    if last <= rose and min(losses[-3:]) > jumped:
+        last = losses[-1]
+    if not last <= rose:  # a NaN too
         values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
-        yield RunFinding(
-            "fault",
-            "diverged",
-            N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
-            N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
-            values,
-        )
-    elif min(losses[-3:]) > max(2 * best if best > 0 else best, best + 12 * spread):
-        values = {"best": f"{best:.4g}", "last": f"{losses[-1]:.4g}", "step": steps[at]}
         yield RunFinding(
             "fault",
             "diverged",

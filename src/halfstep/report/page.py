@@ -1,4 +1,4 @@
-"""Builds a report of runs, and writes it as one HTML page, as Markdown or as JSON.
+"""Builds a report of runs, and writes it as one HTML page or as Markdown.
 
 The page is one file without scripts or network: figures are SVG inside it, and its own content
 policy forbids everything else. Every string of a run is escaped by the template.
@@ -6,19 +6,18 @@ policy forbids everything else. Every string of a run is escaped by the template
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from statistics import median
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
+from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
@@ -32,8 +31,7 @@ from halfstep.report.events import (
 )
 from halfstep.report.figures import figures, largest
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
-from halfstep.report.memory import memory_json, memory_view
-from halfstep.report.record import TRACE, RunRecord, scale_text
+from halfstep.report.record import RunRecord, scale_text
 from halfstep.report.translation import N_, gettext
 
 NAMES: Mapping[str, str] = {
@@ -61,9 +59,6 @@ NAMES: Mapping[str, str] = {
 """What a page calls a measure, or a kind of events or of tensors."""
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
-MOST_OPERATIONS = 40
-"""Rows of the table of what ran."""
-SUFFIXES: Mapping[str, str] = {".html": "html", ".md": "md", ".json": "json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +83,6 @@ class Row:
         worst = self.findings[0].level if self.findings else "note"
         return "healthy" if worst == "note" and len(self.record.steps) >= FEW else worst
 
-    @property
-    def trace_command(self) -> str:
-        """The command that records what runs in which dtype."""
-        config = self.record.config.get("run")
-        folder = config.get("output_dir") if isinstance(config, dict) else None
-        name = folder if isinstance(folder, str) and folder else self.record.name
-        return f"halfstep trace {quote(name)} --save {quote(f'{name}/{TRACE}')}"
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -104,53 +91,6 @@ class Report:
     rows: Sequence[Row]
     language: str
     comparison: Comparison | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, the same in every language but for sentences."""
-        compared = self.comparison
-        return {
-            "comparison": compared
-            and {
-                "verdict": [*compared.verdict],
-                "measure": compared.measure,
-                "step": compared.step,
-                "groups": [
-                    {
-                        "name": group.name,
-                        "runs": [run.name for run in group.runs],
-                        "values": [*group.values],
-                    }
-                    for group in compared.groups
-                ],
-                "differs": dict(compared.differs),
-            },
-            "runs": [
-                {
-                    "name": row.record.name,
-                    "precision": row.record.policy,
-                    "level": row.level,
-                    "verdict": row.verdict,
-                    "findings": [
-                        {
-                            "level": f.level,
-                            "name": f.name,
-                            "values": dict(f.values),
-                            "text": f.text(self.language),
-                            "do": f.remedy(self.language),
-                        }
-                        for f in row.findings
-                    ],
-                    "card": dict(row.card),
-                    "steps": len(row.record.steps),
-                    "skipped": len(row.record.skipped),
-                    "events": [_strict(asdict(event)) for event in events(row.record)],
-                    "causes": _strict([*row.record.causes]),
-                    "damaged": dict(row.record.damaged),
-                    **memory_json(row.record, self.language),
-                }
-                for row in self.rows
-            ],
-        }
 
     def cards(self) -> tuple[dict[str, list[str]], dict[str, str]]:
         """What the runs' cards tell by label: each run's where they differ, and what all share."""
@@ -164,7 +104,7 @@ class Report:
         drawn = figures([row.record for row in self.rows], self.language)
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
         unlike, shared = self.cards()
-        memory = memory_view([row.record for row in self.rows], self.language, drawn=True)
+        memory = memory_view([row.record for row in self.rows], self.language)
         return self._written(
             "page.html.j2",
             figures=shown,
@@ -201,10 +141,10 @@ class Report:
         Raises:
             ConfigError: For another suffix, or a path that cannot be written.
         """
-        form = SUFFIXES.get(path.suffix.lower())
-        if form is None:
-            raise ConfigError(f"--out {path}; allowed: a name that ends in {', '.join(SUFFIXES)}")
-        text = {"html": self.to_html, "md": self.to_markdown, "json": self._json_text}[form]()
+        suffix = path.suffix.lower()
+        if suffix not in (".html", ".md"):
+            raise ConfigError(f"--out {path}; allowed: a name that ends in .html or .md")
+        text = {".html": self.to_html, ".md": self.to_markdown}[suffix]()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f".{path.name}.tmp")
@@ -213,9 +153,6 @@ class Report:
         except OSError as error:
             raise ConfigError(f"--out {path} cannot be written: {error}") from error
         return path
-
-    def _json_text(self) -> str:
-        return json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
@@ -272,15 +209,6 @@ def _machine(run: RunRecord) -> str:
     return str(cpu.get("name", "")) if isinstance(cpu, dict) else ""
 
 
-def _strict(value: Any) -> Any:
-    """The same without numbers that JSON does not have, which become text."""
-    if isinstance(value, Mapping):
-        return {key: _strict(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_strict(each) for each in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
 def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
     """What the events of a kind have in common: their number, first and last step and scales."""
     alike = [event for event in found if event.kind == kind and not event.cause]
@@ -305,7 +233,7 @@ def _one_line(value: Any) -> str:
     return " ".join(str(value).split()).translate(_PLAIN)
 
 
-# What a page shows of the numbers of each layer: what other formats would do, what really ran.
+# What a page shows of the numbers of each layer: what other formats would do.
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,71 +271,63 @@ def _scales(tensor: TensorStatistics) -> str:
     return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"
 
 
+# What a page shows of the memory of a step.
+
+
 @dataclass(frozen=True, slots=True)
-class RanRow:
-    """An operation in one combination of formats, over all modules that ran it."""
+class MemoryView:
+    """What a page shows of the memory of some runs; nothing of those that did not write it."""
 
-    direction: str
-    op: str
-    inputs: str
-    outputs: str
-    calls: int
-    modules: int
-
-
-def what_ran(trace: Mapping[str, Any]) -> list[RanRow]:
-    """Operations of a saved trace by direction, name and formats; what is malformed is left out."""
-    found: dict[tuple[str, str, str, str], tuple[int, set[str]]] = {}
-    given = trace.get("operations")
-    for row in given if isinstance(given, list) else []:
-        if not isinstance(row, dict) or not isinstance(row.get("calls"), int):
-            continue
-        forms = [", ".join(_texts(row.get(key))) for key in ("inputs", "outputs")]
-        key = (str(row.get("direction")), str(row.get("op")), forms[0], forms[1])
-        calls, modules = found.get(key, (0, set()))
-        found[key] = calls + row["calls"], modules | {str(row.get("module"))}
-    rows = [RanRow(*key, calls, len(modules)) for key, (calls, modules) in found.items()]
-    order = ("forward", "backward", "update")
-    rows.sort(key=lambda r: order.index(r.direction) if r.direction in order else len(order))
-    return rows[:MOST_OPERATIONS]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    """A run's name, its parts, their total, and the measured peak."""
+    sentences: Sequence[tuple[str, str]]
+    """A run's name to its :func:`sentence`."""
 
 
-def what_is_stored(trace: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
-    """Kind, dtype, tensors and bytes of what a saved trace says that training keeps."""
-    given = trace.get("stored")
-    return [
-        (str(row.get("kind")), str(row.get("dtype")), row["tensors"], row["bytes"])
-        for row in (given if isinstance(given, list) else [])
-        if isinstance(row, dict)
-        and isinstance(row.get("tensors"), int)
-        and isinstance(row.get("bytes"), int)
+def memory_view(runs: Sequence[RunRecord], language: str) -> MemoryView | None:
+    """The memory of the runs that wrote it; None if none of them did."""
+    bars = [(run.name, run.memory, _peak(run)) for run in runs if run.memory is not None]
+    bars = [bar for bar in bars if bar[1].total]
+    if not bars:
+        return None
+    parts = [part for part in PARTS if any(memory.part(part) for _, memory, _ in bars)]
+    rows = [
+        [
+            name,
+            *(size_text(memory.part(part)) if memory.part(part) else "-" for part in parts),
+            size_text(memory.total),
+            "-" if peak is None else size_text(peak),
+        ]
+        for name, memory, peak in bars
     ]
+    names = [gettext(part, language) for part in [*parts, "total"]]
+    return MemoryView(
+        [gettext("Run", language), *names, gettext("Peak memory", language)],
+        rows,
+        [(name, sentence(memory, language)) for name, memory, _ in bars],
+    )
 
 
-def different(trace: Mapping[str, Any]) -> list[str]:
-    """Where what ran differs from the policy, as the trace says it."""
-    return _texts(trace.get("differences"))
+def sentence(memory: Memory, language: str) -> str:
+    """What holds the memory, and why 16 bits saved less than half of it."""
+    reasons = [
+        gettext(REASONS[each.name], language).format(share=f"{each.share:.0%}")
+        for each in memory.reasons()
+    ]
+    total, several = size_text(memory.total), gettext("; ", language).join(reasons)
+    return gettext("Of {total}, {reasons}.", language).format(total=total, reasons=several)
 
 
-def _texts(value: Any) -> list[str]:
-    """Texts of a list, a run of equal ones once with its length: ``3 bf16``."""
-    texts = [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
-    runs: list[tuple[str, int]] = []
-    for text in texts:
-        if runs and runs[-1][0] == text:
-            runs[-1] = (text, runs[-1][1] + 1)
-        else:
-            runs.append((text, 1))
-    return [text if n == 1 else f"{n} {text}" for text, n in runs]
+def _peak(run: RunRecord) -> float | None:
+    found = largest(run, "peak_memory_bytes")
+    return found if found is not None and math.isfinite(found) else None
 
 
 _FILTERS: Mapping[str, Callable[..., Any]] = {
     "line": _one_line,
     "flat": lambda table: [*flattened(table).items()],
     "what_ifs": what_ifs,
-    "what_ran": what_ran,
-    "stored": what_is_stored,
-    "different": different,
     "events": events,
     "told": told,
     "shown_value": shown_value,

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.diagnostics.memory.table import Memory, memory_from_json
-from halfstep.diagnostics.recording.excluded import EXCLUDE
-from halfstep.diagnostics.recording.metrics import CAUSES, METRICS, NUMERICS
+from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
 from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 
 MEMORY = "memory.json"
-TRACE = "trace.json"
 SCORES = "report.json"
-_FILES = (METRICS, CAUSES, EXCLUDE, MEMORY, "config.toml", "env.json", NUMERICS, TRACE)
+_FILES = (METRICS, CAUSES, EXCLUDE, MEMORY, "config.toml", "env.json", NUMERICS)
 """What every run's folder may hold; only a classifier's holds :data:`SCORES`."""
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
@@ -48,7 +46,6 @@ class RunRecord:
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
         memory: What a step holds, as it was estimated before the first; None where it was not.
-        trace: What ``halfstep trace RUN --save RUN/trace.json`` wrote; empty without it.
         scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have, of those that any run's may hold.
@@ -63,7 +60,6 @@ class RunRecord:
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
     memory: Memory | None = None
-    trace: Line = field(default_factory=dict)
     scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
@@ -168,7 +164,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         causes=lines[CAUSES],
         excluded=lines[EXCLUDE],
         memory=memory,
-        trace=_json(folder / TRACE, damaged),
         scores=_json(folder / SCORES, damaged),
         damaged=damaged,
         missing=[name for name in _FILES if not (folder / name).is_file()],

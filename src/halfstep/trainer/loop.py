@@ -18,8 +18,14 @@ from typing import Any
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.excluded import Excluded
-from halfstep.diagnostics.recording.metrics import CAPTURES, METRICS, NUMERICS, MetricsFile, Record
+from halfstep.diagnostics.recording.metrics import (
+    CAPTURES,
+    METRICS,
+    NUMERICS,
+    Excluded,
+    MetricsFile,
+    Record,
+)
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -29,7 +35,7 @@ from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkp
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import gemm_flops_per_second
 from halfstep.trainer.evaluate import Evaluation
-from halfstep.trainer.memory import PeakMemory
+from halfstep.trainer.memory import peak_memory_bytes
 from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
@@ -329,7 +335,7 @@ class _Losses:
 def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     """Count the exponents of the run's numbers, if it asks for that."""
     every = session.config.run.watch
-    if not every:
+    if not every or not session.world.is_main:  # rank 0 counts its own numbers
         return nullcontext()
     watch, file = part("diagnostics.statistics.watch:watch"), path / NUMERICS
     watched: AbstractContextManager[Any] = watch(
@@ -377,22 +383,21 @@ def _record(
         tokens_per_second=tokens / seconds,
         flops_per_second=rate,
         gemm_share=rate / pace.gemm,
-        peak_memory_bytes=pace.memory.bytes(),
+        peak_memory_bytes=peak_memory_bytes(session.device),
     )
 
 
-# Speed and memory of a run, for the metrics and for the estimate of the time left.
+# Speed of a run, for the metrics and for the estimate of the time left.
 
 
 class Pace:
-    """What the metrics say of the machine: how fast the steps are, the time left, the memory."""
+    """What the metrics say of the machine: how fast the steps are, and the time left."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         policy, world = session.precision.policy, session.world
         one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
         self.gemm = one * world.size
-        self.memory = PeakMemory(session.device)
         self._steps: list[float] = []
         self._evaluations: list[float] = []
 

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import platform
 import resource
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,21 +77,6 @@ def memory_bytes(device: torch.device) -> int:
 
 
 # The peak of a run, for its metrics.
-
-
-class PeakMemory:
-    """The peak memory so far, which it takes the system longer to tell than the trainer a line."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._bytes, self._asked = 0, -math.inf
-
-    def bytes(self) -> int:
-        """Return the peak as the system told it last, at most a tenth of a second ago."""
-        now = time.monotonic()
-        if now - self._asked > 0.1:
-            self._bytes, self._asked = peak_memory_bytes(self._device), now
-        return self._bytes
 
 
 def peak_memory_bytes(device: torch.device) -> int:

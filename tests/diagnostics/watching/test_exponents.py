@@ -70,6 +70,7 @@ def same(row: Tensor, want: np.ndarray) -> None:
     np.testing.assert_allclose(got[SQUARES], want[SQUARES], rtol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOW)
 def test_every_pattern_of_16_bits(dtype):
     x = every_pattern(dtype)

@@ -27,6 +27,7 @@ def of(step, kind: str) -> dict[str, float]:
     return {one.name: one.absmax for one in step.of(kind)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("given", ["positional", "by keyword"])
 @pytest.mark.parametrize("found", [True, False], ids=["given", "found"])
 def test_a_closures_gradients_are_those_of_its_step(given, found, tmp_path):
@@ -209,6 +210,7 @@ def test_a_file_that_is_gone_does_not_stop_the_loop(tmp_path):
     assert watched.report().step == 3
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 1000.0])
 @pytest.mark.parametrize("subnormal", [0, 1, 3])
 def test_subnormal_are_the_numbers_that_the_tensor_held_so(scale, subnormal):

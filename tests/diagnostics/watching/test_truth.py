@@ -90,6 +90,7 @@ class Kept:
         return keep
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("make", [gpt, bert, resnet], ids=lambda make: make.__name__)
 def test_predictions_are_those_of_casts(make, policy):

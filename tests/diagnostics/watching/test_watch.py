@@ -141,6 +141,7 @@ def every_step(model, source, scaler):
 ALL = ["fp32", "bf16-mixed", "bf16-split", "bf16-split,moments=8bit"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("policy", ALL)
 def test_a_gpt_of_torch_s_operations_keeps_its_bits(policy, checkpointing, torch_alone):
@@ -198,6 +199,7 @@ def foreign(steps: int, make, policy: str, name: str):
     return losses, [p.detach().clone() for p in model.parameters()], watched
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @pytest.mark.parametrize("policy", ALL)
 def test_models_of_transformers_keep_their_bits(policy, name, monkeypatch):
@@ -523,7 +525,7 @@ def test_what_is_refused(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for broken in ({"every": 0}, {"start": -1}, {"source": "adam"}, {"source": [model]},
-                   {"scaler": object()}, {"ranks": 3}):  # fmt: skip
+                   {"scaler": object()}):  # fmt: skip
         with pytest.raises(PrecisionError, match="allowed"):
             watch(model, **{"source": optimizer} | broken)
     with pytest.raises(PrecisionError, match=r"allowed: a torch\.nn\.Module"):

@@ -81,8 +81,8 @@ class LostUpdateMeter:
         """Register hooks on the optimizers; their steps are counted from now on.
 
         Args:
-            source: An optimizer, several, or a :class:`halfstep.Precision`, which also provides its
-                16-bit weights and parameter names.
+            source: An optimizer, several, or a :class:`halfstep.Precision`, which also provides
+                parameter names.
             every: Measure every this many applied steps; 0: never. A fused optimizer under a
                 ``GradScaler`` is also called on overflow: such a call is counted, not measured.
             samples: Elements sampled per parameter group, spread over its tensors by size, with a
@@ -99,10 +99,8 @@ class LostUpdateMeter:
         if every < 0 or samples < 1:
             raise PrecisionError(f"every={every}, samples={samples}; allowed: {allowed}")
         names: dict[Tensor, str] = {}
-        visible = None
         if isinstance(source, Precision):
             names = {p: name for name, p in source.named_parameters().items()}
-            visible = source.policy.compute_dtype
             optimizers = source.optimizers
         else:
             optimizers = [source] if isinstance(source, Optimizer) else list(_optimizers(source))
@@ -110,7 +108,7 @@ class LostUpdateMeter:
         for i, optimizer in enumerate(optimizers):
             prefix = f"optimizer {i} " if len(optimizers) > 1 else ""
             choose = Chooser(samples, random_key(seed, i, 0))
-            watch = _Watch(optimizer, prefix, choose, names, visible, every, start)
+            watch = _Watch(optimizer, prefix, choose, names, every, start)
             self._watches.append(watch)
         self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
 
@@ -162,7 +160,6 @@ class _Watch:
     _prefix: str
     _choose: Chooser
     _names: Mapping[Tensor, str]
-    _visible: torch.dtype | None
     _every: int
     _count: int
     _open: StepSample | None = None  # the call in progress
@@ -236,9 +233,7 @@ class _Watch:
             float("nan") if rate is None else float(rate),
             samples,
             updates,
-            visible=self._visible,
-            linear=type(self._optimizer) is not optim.Rprop,  # whose step sizes adapt away from it
-            note="; ".join(notes),
+            "; ".join(notes),
         )
 
     def _name(self, number: int, options: Mapping[str, Any], taken: set[str]) -> str:

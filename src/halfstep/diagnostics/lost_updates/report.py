@@ -13,12 +13,12 @@ from torch import Tensor
 from halfstep.diagnostics.lost_updates.sampling import Sample
 from halfstep.precision.masters.rounding import ROUNDING, RoundingMode
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.shown import aligned
 
 LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
 _TELLING = 0.01  # share of the peak learning rate above which a measured step tells something
 _ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
-_STANDS = 0.99  # share of a group's elements at which it counts as wholly frozen
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,8 +57,6 @@ class GroupReport:
     """The learning rate of that step; NaN if the group has no ``lr``."""
     elements: int
     """Number of elements of the group that had a gradient."""
-    sampled: int
-    """Number of elements in the sample."""
     stored: str
     """How the weights are stored: ``"bf16"``, ``"bf16 split"``, ``"fp32"``."""
     lost: float
@@ -68,15 +66,10 @@ class GroupReport:
     unmoved: float
     """Share of updates that did not change the stored bits, by chance or for good. If the intended
     update is not known, it is the share of the elements with a nonzero gradient."""
-    weight_unchanged: float
-    """Share of all elements whose visible 16-bit weight (the model's, or its copy in the compute
-    dtype) did not change."""
     zero: float
     """Share of all elements whose intended update is exactly zero."""
     frozen_below: float
     """Learning rate below which half of the updates would be lost; NaN if not known."""
-    wholly_frozen_below: float
-    """Learning rate below which 99 % of the updates would be lost; NaN if not known."""
     stuck: tuple[str, ...]
     """Names of tensors all of whose sampled updates were lost."""
     tensors: int
@@ -138,29 +131,20 @@ class GroupReport:
 
 def lost_table(reports: Sequence[GroupReport]) -> str:
     """Reports as text: a table with one row per group, then one verdict per group."""
-    head = ("group", "stored", "elements", "lr", "lost", "unmoved", "16-bit unchanged", "zero",
-            "half frozen below", "all frozen below")  # fmt: skip
+    head = ("group", "stored", "elements", "lr", "lost", "unmoved", "zero", "half frozen below")
     rows = [head] + [
         (
             r.group,
             r.stored,
             f"{r.elements:,}",
             f"{r.learning_rate:.3g}",
-            *(_percent(share) for share in (r.lost, r.unmoved, r.weight_unchanged, r.zero)),
+            *(_percent(share) for share in (r.lost, r.unmoved, r.zero)),
             f"lr {r.frozen_below:.2g}",
-            f"lr {r.wholly_frozen_below:.2g}",
         )
         for r in reports
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, *(f"{r.group}: {r.verdict}" for r in reports)])
+    table = aligned(rows, range(2, len(head)))
+    return "\n".join([table, *(f"{r.group}: {r.verdict}" for r in reports)])
 
 
 def measure(
@@ -169,23 +153,17 @@ def measure(
     learning_rate: float,
     samples: Sequence[Sample],
     updates: Sequence[Tensor] | str,
-    *,
-    visible: torch.dtype | None,
-    linear: bool,
     note: str,
 ) -> GroupReport:
-    """Make a group's report by comparing intended updates with the stored weights.
+    """Compare intended updates with the stored weights.
 
-    ``samples`` are on the CPU. ``updates`` come from the replay, fp64 (k,) each, or
-    are text that says why they are not known. ``visible`` is the dtype of weights in
-    matrix products, None as stored. ``linear``: updates are proportional to the learning rate.
+    ``samples`` are on the CPU. ``updates`` come from the replay, fp64 (k,) each, or are text that
+    says why they are not known.
     """
     shares = torch.cat(  # weight of a sampled element: its tensor's elements per sample
         [torch.full_like(s.weight, s.numel / len(s.weight), dtype=torch.float64) for s in samples]
     )
     same = torch.cat([_unmoved(s) for s in samples])
-    seen = [visible or s.weight.dtype for s in samples]
-    hidden = [_same_bits(s.weight.to(d), s.after.to(d)) for s, d in zip(samples, seen, strict=True)]
     known, changes = not isinstance(updates, str), [s.gradient for s in samples]
     if isinstance(updates, str):
         note = f"the intended update is not known: {updates}"
@@ -193,12 +171,12 @@ def measure(
         changes = [*updates]
     moving = torch.cat([change != 0 for change in changes])
     lost, every = same & moving, torch.ones_like(moving)
-    frozen = wholly = float("nan")
+    frozen = float("nan")
     stuck: tuple[str, ...] = ()
     if known:
         fine = [_below_fp32(s, u) for s, u in zip(samples, changes, strict=True)]
         lost &= torch.cat(fine)
-        frozen, wholly = _freezing(samples, changes, shares, learning_rate if linear else 0.0)
+        frozen = _freezing(samples, changes, shares, learning_rate)
         parts = torch.split(lost, [s.weight.numel() for s in samples])
         stuck = tuple(
             s.name
@@ -210,14 +188,11 @@ def measure(
         step=step,
         learning_rate=learning_rate,
         elements=sum(s.numel for s in samples),
-        sampled=shares.numel(),
         stored=", ".join(sorted({_stored(s) for s in samples})),
         lost=_share(lost, moving, shares) if known else float("nan"),
         unmoved=_share(same & moving, moving, shares),
-        weight_unchanged=_share(torch.cat(hidden), every, shares),
         zero=_share(~moving, every, shares),
         frozen_below=frozen,
-        wholly_frozen_below=wholly,
         stuck=stuck,
         tensors=len(samples),
         note=note,
@@ -252,10 +227,13 @@ def _below_fp32(sample: Sample, update: Tensor) -> Tensor:
 
 def _freezing(
     samples: Sequence[Sample], updates: Sequence[Tensor], shares: Tensor, learning_rate: float
-) -> tuple[float, float]:
-    """The learning rates below which half, and 99 %, of the updates are below half a gap."""
+) -> float:
+    """The learning rate below which half of the updates are below half a gap, so are lost.
+
+    Updates are taken to be proportional to the learning rate.
+    """
     if not learning_rate > 0:
-        return float("nan"), float("nan")
+        return float("nan")
     each = [
         ROUNDING[s.update].half_gap(s.weight, s.remainder, s.value().double(), u)
         * learning_rate
@@ -265,15 +243,11 @@ def _freezing(
     rates = torch.cat(each)
     kept = rates.isfinite()
     if not bool(kept.any()):
-        return float("nan"), float("nan")
+        return float("nan")
     rates, order = rates[kept].sort()
     reached = shares[kept][order].cumsum(0) / shares[kept].sum()
-
-    def quantile(share: float) -> float:
-        place = torch.searchsorted(reached, torch.tensor(share, dtype=reached.dtype))
-        return float(rates[place.clamp(max=rates.numel() - 1)])
-
-    return quantile(0.5), quantile(1 - _STANDS)
+    place = torch.searchsorted(reached, torch.tensor(0.5, dtype=reached.dtype))  # weighted median
+    return float(rates[place.clamp(max=rates.numel() - 1)])
 
 
 def _share(part: Tensor, whole: Tensor, shares: Tensor) -> float:

@@ -88,22 +88,17 @@ class Chooser:
         self._samples = samples
         self._seed = seed
         self._chosen: dict[tuple[int, int, int, torch.device], Tensor] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}  # by group: its tensors and their elements
 
-    def __call__(self, place: tuple[int, int], tensor: Tensor, group: Sequence[Tensor]) -> Tensor:
+    def __call__(self, place: tuple[int, int], tensor: Tensor, total: int) -> Tensor:
         """Element indices, int64 in ascending order, on the tensor's device.
 
-        ``place`` is the index of the group and of the tensor in it; ``group`` are its tensors.
+        ``place`` is the index of the group and of the tensor in it; the group has ``total``
+        elements.
         """
         size = tensor.numel()
         key = (*place, size, tensor.device)
-        known = self._chosen.get(key)
-        if known is not None:
-            return known
-        tensors, total = self._sizes.get(place[0], (0, 0))
-        if tensors != len(group):
-            total = sum(local(each).numel() for each in group)
-            self._sizes[place[0]] = len(group), total
+        if key in self._chosen:
+            return self._chosen[key]
         count = min(size, max(_FEW, round(self._samples * size / total)))
         generator = torch.Generator().manual_seed(random_key(self._seed, *place))
         if size <= 4 * count:
@@ -145,38 +140,52 @@ def before_step(
         _copy(found),
         late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
     )
-    for i, group in enumerate(optimizer.param_groups):
-        options = {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
-        step.groups.append(GroupSample(options))
-        own_names = group.get("param_names")
-        for j, parameter in enumerate(group["params"]):
-            gradient = parameter.grad if given is None else given.get(parameter)
-            tensor = local(parameter.detach())
-            if not tensor.numel() or (gradient is None and not step.late):
-                continue
-            if gradient is not None and gradient.is_sparse:
-                step.groups[i].sparse += 1
-                continue
-            index = choose((i, j), tensor, group["params"])
-            name = own_names[j] if own_names else f"tensor {j} of shape {tuple(parameter.shape)}"
-            update = group["update"] if own and tensor.dtype == torch.bfloat16 else None
-            state = optimizer.state.get(parameter, {})
-            sample = Sample(
-                names.get(parameter, name),
-                tensor.numel(),
-                update or "nearest",
-                torch.take(tensor, index),
-                state=sampled_state(state, parameter, index),
-            )
-            if gradient is not None:
-                sample.gradient = torch.take(local(gradient), index)
-            if own:
-                sample.remainder = sample.state.pop(REMAINDER, None)
-            step.groups[i].samples.append(sample)
-            step.groups[i].places.append((parameter, index))
+    for number, group in enumerate(optimizer.param_groups):
+        step.groups.append(_sample_group(optimizer, number, group, choose, names, given, step.late))
     if isinstance(optimizer, Muon):
         optimizer.on_direction = _directions(step)
     return step
+
+
+def _sample_group(
+    optimizer: Optimizer,
+    number: int,
+    group: dict[str, Any],
+    choose: Chooser,
+    names: Mapping[Tensor, str],
+    given: Mapping[Tensor, Tensor] | None,
+    late: bool,
+) -> GroupSample:
+    own, own_names = is_own(optimizer), group.get("param_names")
+    found = GroupSample(
+        {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    )
+    total = sum(local(each).numel() for each in group["params"])
+    for j, parameter in enumerate(group["params"]):
+        gradient = parameter.grad if given is None else given.get(parameter)
+        tensor = local(parameter.detach())
+        if not tensor.numel() or (gradient is None and not late):
+            continue
+        if gradient is not None and gradient.is_sparse:
+            found.sparse += 1
+            continue
+        index = choose((number, j), tensor, total)
+        name = own_names[j] if own_names else f"tensor {j} of shape {tuple(parameter.shape)}"
+        update = group["update"] if own and tensor.dtype == torch.bfloat16 else None
+        sample = Sample(
+            names.get(parameter, name),
+            tensor.numel(),
+            update or "nearest",
+            torch.take(tensor, index),
+            state=sampled_state(optimizer.state.get(parameter, {}), parameter, index),
+        )
+        if gradient is not None:
+            sample.gradient = torch.take(local(gradient), index)
+        if own:
+            sample.remainder = sample.state.pop(REMAINDER, None)
+        found.samples.append(sample)
+        found.places.append((parameter, index))
+    return found
 
 
 def _directions(step: StepSample) -> Callable[[Tensor, Tensor, float], None]:

@@ -55,7 +55,7 @@ def estimate(
             Only shapes and dtypes count, so meta tensors will do. None: the state alone.
         loss: Makes the scalar loss of the model's output. None: its ``loss``, or the sum of its
             first tensor.
-        logits: The number of classes or tokens, by which saved logits are told from other
+        logits: The number of classes or tokens, which tells saved logits from other
             activations.
         ranks: Ranks that weights, masters, gradients and moments are sharded over.
         device: What it is for; None: the device that this machine would train on.

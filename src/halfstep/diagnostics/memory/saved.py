@@ -32,8 +32,8 @@ class SavedTensors:
     Args:
         model: Its parameters and buffers exist anyway: their storages are not counted.
         batch: Inputs and targets, which are counted as such.
-        logits: The last dimension of the logits, by which those are told from other activations;
-            0: not told.
+        logits: The last dimension of the logits, which tells them from other activations;
+            0: not told apart.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class MemoryMeter:
         Args:
             precision: What the step is taken with.
             batch: Inputs and targets, in any nesting, to count them apart.
-            logits: The number of classes or tokens, by which saved logits are told from other
+            logits: The number of classes or tokens, which tells saved logits from other
                 activations.
 
         Raises:

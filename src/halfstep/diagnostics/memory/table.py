@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from halfstep.shown import as_html
+from halfstep.shown import aligned, as_html
 
 REASONS = {
     "state": "{share} are weights, gradients and optimizer state",
@@ -77,15 +77,6 @@ class Memory:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
 
-    def peak(self, micro_batches: int = 1) -> int:
-        """Bytes at the fullest moment: the end of a forward, or that of a backward.
-
-        Gradients take the place of what was saved, but for those of earlier micro-batches.
-        """
-        saved, gradients = self.saved, self.part("gradients")
-        both = saved + gradients if micro_batches > 1 else max(saved, gradients)
-        return self.total - saved - gradients + both
-
     def parts_text(self) -> str:
         """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
         return ", ".join(
@@ -108,7 +99,7 @@ class Memory:
         return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
 
     def why_not_half(self) -> str:
-        """Why 16-bit products saved less than half of the memory, as a sentence."""
+        """Why 16-bit matmuls saved less than half of the memory, as a sentence."""
         parts = [REASONS[r.name].format(share=f"{r.share:.0%}") for r in self.reasons()]
         return f"Of {size_text(self.total)}, {'; '.join(parts)}."
 
@@ -140,10 +131,7 @@ class Memory:
             if self.part(name):
                 rows.append((name, size_text(self.part(name)), _forms(found)))
         rows.append(("total", size_text(self.total), f"{self.policy}, {self._how()}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows
-        )  # fmt: skip
+        return aligned(rows, {1})
 
     def _how(self) -> str:
         how = "measured" if self.measured else "estimated"

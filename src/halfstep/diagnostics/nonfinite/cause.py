@@ -1,7 +1,7 @@
 """The report of the first NaN or infinity: one operation in full detail, its class and remedy.
 
-:data:`CHANGES` has all classes, :data:`REMEDIES` what to do about them; :func:`cause_class`
-chooses the class from the facts that the trace has about the operation.
+:data:`REMEDIES` has all classes and what to do about them; :func:`cause_class` chooses one by the
+facts that the trace has about the operation.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from halfstep.precision.policy.policy import DTYPES, dtype_name
+from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import as_html
 
 REMEDIES = {
@@ -105,33 +105,28 @@ Change = Literal["", "range", "rate", "data"]
 
 CHANGES: Mapping[str, Change] = {
     "weights diverged": "rate",
-    "weight not finite": "rate",
-    "buffer not finite": "",
     "data not finite": "data",
-    "literal not finite": "",
-    "unwritten memory": "",
-    "overflow in attention scores": "range",
-    "overflow in a residual sum": "range",
-    "overflow in a product": "range",
-    "overflow in the loss": "range",
-    "overflow in a cast": "range",
-    "overflow of a mask": "",
-    "overflow in the backward": "range",
-    "overflow": "range",
-    "own autograd.Function": "",
-    "fully masked row": "",
-    "log or division of zero": "",
-    "invalid operation": "",
-    "inf - inf": "",
+    **dict.fromkeys(
+        (
+            "overflow in attention scores",
+            "overflow in a residual sum",
+            "overflow in a product",
+            "overflow in the loss",
+            "overflow in a cast",
+            "overflow in the backward",
+            "overflow",
+        ),
+        "range",
+    ),
 }
 """Class of a cause to what a run can change without a change of code: a policy with more range, the
-learning rate, or leaving out the batch. :data:`REMEDIES` has the line of code to change."""
+learning rate, or leaving out the batch."""
 
 
 def remedy_of(name: str, form: str) -> str:
     """What to do about a class of causes in a format: the line to change, or the setting."""
     text = REMEDIES[name]
-    wider = CHANGES[name] == "range" and form == "fp16"
+    wider = CHANGES.get(name) == "range" and form == "fp16"
     return OR_BF16.format(remedy=text) if wider else text
 
 
@@ -151,7 +146,7 @@ class Facts:
     base: str
     """The operation's name without namespace and overload, such as ``add``."""
     product: bool
-    """Whether it is a matrix product, a convolution or a sum."""
+    """Whether it is a matmul, a convolution or a sum."""
     attention: bool
     """Whether it is a whole attention."""
     node: str | None
@@ -177,7 +172,7 @@ class Facts:
 
 
 def cause_class(facts: Facts) -> str:
-    """The class of a cause, a key of :data:`CHANGES`."""
+    """The class of a cause, a key of :data:`REMEDIES`."""
     if facts.kind == "not finite in the input data":
         return _of_input(facts)
     if facts.mask:
@@ -316,7 +311,7 @@ class Cause:
     @property
     def change(self) -> Change:
         """What a run can change without a change of code: ``"range"``, ``"rate"``, ``"data"``."""
-        change = CHANGES[self.cause_class]
+        change = CHANGES.get(self.cause_class, "")
         return "" if change == "range" and self.dtype != torch.float16 else change
 
     @property
@@ -367,23 +362,6 @@ class Cause:
             o.name: o.largest / torch.finfo(self.dtype).max for o in self.inputs
         }
         return {**table, "remedy": self.remedy}
-
-    @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> Self | None:
-        """The cause that :meth:`to_json` wrote; None for a table that it did not write."""
-        try:
-            known = {name: table[name] for name in cls.__dataclass_fields__}
-            known["dtype"] = DTYPES[known["dtype"]]
-            inputs = [
-                {**operand, "dtype": operand["dtype"] and DTYPES[operand["dtype"]]}
-                for operand in known["inputs"]
-            ]
-            known["inputs"] = tuple(Operand(**operand) for operand in inputs)
-            found = cls(**known)
-            _ = str(found), found.summary  # fails where a value is of another type
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
-            return None
-        return found
 
     @property
     def share(self) -> float:

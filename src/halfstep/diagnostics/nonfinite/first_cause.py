@@ -63,26 +63,31 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
             "first_cause(precision, lambda: loss_of(batch))"
         )
     if isinstance(precision, Precision):
-        used, model = precision, precision.model
-
-        context: Callable[[], Any] = used.autocast
-        backward, clear = used.backward, used.discard
+        model = precision.model
+        context: Callable[[], Any] = precision.autocast
+        backward, clear = precision.backward, precision.discard
     else:
         model, context = precision, nullcontext
         backward, clear = Tensor.backward, model.zero_grad
-    own = set(model.parameters())
-
-    def run(number: int, batch: object) -> None:
-        with context():
-            value = loss()
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise no_loss(value)
-        with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
-            backward(value)
-
     clear()
-    cause = search(model, run, [None], clear=clear)
+    cause = search(model, lambda *_: _run(model, context, loss, backward), [None], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
+
+
+def _run(
+    model: nn.Module,
+    context: Callable[[], Any],
+    loss: Callable[[], Tensor],
+    backward: Callable[[Tensor], object],
+) -> None:
+    """Run forward and backward; gradients of tensors that are not the model's stay."""
+    own = set(model.parameters())
+    with context():
+        value = loss()
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise no_loss(value)
+    with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
+        backward(value)
 
 
 def search(

@@ -30,7 +30,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     storage_key,
     stored,
 )
-from halfstep.precision.border import as_texts, require_model
+from halfstep.precision.border import require_model
 from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.scaling import gradients
 
@@ -76,7 +75,7 @@ _NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
 _CHECKS = gradients.__file__
 
 
-def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFiniteTrace:
+def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
     """Watch every operation of forward and backward for the first NaN or infinity.
 
     It is slow, since it waits for the device after every operation, but does not change a bit of
@@ -85,14 +84,12 @@ def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFin
 
     Args:
         model: The model whose modules the report names. It has hooks until the context is left.
-        allow: Globs of operations (``"aten.log.*"``) and of modules (``"*.sampler"``) that may
-            make NaN and infinities.
 
     Returns:
         A context manager that returns itself on entry; read its ``first_cause``.
 
     Raises:
-        PrecisionError: If ``model`` is not a module, or ``allow`` is not a glob or several.
+        PrecisionError: If ``model`` is not a module.
         RuntimeError: When it is entered inside another one.
 
     Example:
@@ -108,7 +105,7 @@ def trace_nonfinite(model: nn.Module, allow: str | Sequence[str] = ()) -> NonFin
           at ...
           to do: overflow in the loss: compute the loss in fp32, ...
     """
-    return NonFiniteTrace(model, allow)
+    return NonFiniteTrace(model)
 
 
 class NonFiniteTrace(TorchDispatchMode):
@@ -116,13 +113,12 @@ class NonFiniteTrace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, allow: str | Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cause: Cause | None = None
         self._suspects = Suspects()
         self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
-        self._allow = as_texts(allow, "trace_nonfinite(allow)", "globs of operations and modules")
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
         self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # True: unwritten
@@ -219,58 +215,67 @@ class NonFiniteTrace(TorchDispatchMode):
             self._allow_values(outputs)
             return
         caller = self._caller()
-        simulated, dtype, low = caller.simulated, outputs[0].dtype, None
-        if simulated is not None:
-            low = dtype = simulated["self"].dtype
-            if operation(simulated["func"]) != known:  # func is its final conversion
-                known = operation(simulated["func"])
-                given = inputs(known, simulated["args"], simulated["kwargs"], {})
-        place = self._modules.place(self._names)
-        module = place.module
-        allowed = any(fnmatchcase(known.name, g) or fnmatchcase(module, g) for g in self._allow)
-        if allowed or caller.source.startswith(_CHECKS):
+        if caller.source.startswith(_CHECKS):
             self._allow_values(outputs)
             return
-        operands = tuple(self._operand(i, low) for i in given)
-        gain = median_gain(self._model)
-        facts = Facts(
-            kind=kind,
-            base=known.base,
-            product=known.product,
-            attention=known.attention,
-            node=place.node if place.direction == "backward" else None,
-            own=caller.own,
-            module=module,
-            class_name=place.class_name,
-            called_by=caller.function,
-            dims=outputs[0].dim(),
-            roles=[o.role for o in operands if o.nan or o.inf],
-            tensors=sum(isinstance(i.original, Tensor) for i in given),
-            mask=(kind, place.direction) == ("overflow", "forward")
-            and overflows_a_mask(made, given),
-            gain=gain,
-            after=self._modules.any_ended,
-        )
-        cause = Cause(
-            kind=kind,
-            op=known.name,
-            block=block_of(self._model, module),
-            dtype=dtype,
-            nan=made.nan,
-            inf=made.inf,
-            elements=made.elements,
-            inputs=operands,
-            source=caller.source if caller.own or place.direction == "forward" else "",
-            cause_class=cause_class(facts),
-            gain=gain,
-            **place._asdict(),
-        )
+        cause = self._cause_of(kind, known, given, outputs, made, caller)
         if made.nan or kind == "not finite in the input data":
             forward = self._suspects.forward_of(cause.node, cause.module)
             self._cause = self._suspects.open or forward or cause
         else:
             self._suspects.add(cause, outputs)
             self._allow_values(outputs)
+
+    def _cause_of(
+        self,
+        kind: Kind,
+        known: Operation,
+        given: list[Input],
+        outputs: list[Tensor],
+        made: Counts,
+        caller: Caller,
+    ) -> Cause:
+        """Describe an operation that made NaN or infinities for no fault of its inputs."""
+        simulated, dtype, low = caller.simulated, outputs[0].dtype, None
+        if simulated is not None:
+            low = dtype = simulated["self"].dtype
+            if operation(simulated["func"]) != known:  # func is its final conversion
+                known = operation(simulated["func"])
+                given = inputs(known, simulated["args"], simulated["kwargs"], {})
+        place, gain = self._modules.place(self._names), median_gain(self._model)
+        operands = tuple(self._operand(i, low) for i in given)
+        forward = place.direction == "forward"
+        facts = Facts(
+            kind=kind,
+            base=known.base,
+            product=known.product,
+            attention=known.attention,
+            node=None if forward else place.node,
+            own=caller.own,
+            module=place.module,
+            class_name=place.class_name,
+            called_by=caller.function,
+            dims=outputs[0].dim(),
+            roles=[o.role for o in operands if o.nan or o.inf],
+            tensors=sum(isinstance(i.original, Tensor) for i in given),
+            mask=kind == "overflow" and forward and overflows_a_mask(made, given),
+            gain=gain,
+            after=self._modules.any_ended,
+        )
+        return Cause(
+            kind=kind,
+            op=known.name,
+            block=block_of(self._model, place.module),
+            dtype=dtype,
+            nan=made.nan,
+            inf=made.inf,
+            elements=made.elements,
+            inputs=operands,
+            source=caller.source if caller.own or forward else "",
+            cause_class=cause_class(facts),
+            gain=gain,
+            **place._asdict(),
+        )
 
     def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
         """Remember that these tensors may hold NaN or infinities from now on."""

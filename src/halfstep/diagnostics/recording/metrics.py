@@ -1,21 +1,24 @@
-"""Writes metrics.jsonl, one JSON object per optimizer step."""
+"""Writes metrics.jsonl, one JSON object per optimizer step, and the batches that spiked."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
+from halfstep.precision.recovery import OnSpike
 from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.spikes import Spiking
 
 METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
-CAPTURES = "captures"
+EXCLUDE, CAPTURES = "exclude.jsonl", "captures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +77,9 @@ class Record:
     """Model arithmetic of this step over its seconds: (6 N + 12 L C T) per token for a GPT; 6
     (LoRA: 4) per matrix weight and token for a fine-tuned model."""
     gemm_share: float | None = None
-    """flops_per_second as a share of the matrix-product rate measured when the run started."""
+    """flops_per_second as a share of the matmul rate measured when the run started."""
     peak_memory_bytes: int | None = None
-    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far. Of a moment
-    up to a tenth of a second before the step's end."""
+    """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 
     @classmethod
     def of(cls, step: int, result: StepResult, **more: Any) -> Record:
@@ -173,3 +175,44 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
             out.write(json.dumps(line) + "\n")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+Rows = Callable[[int], Mapping[str, Any]]
+"""Names the batch of a step, numbered as in ``metrics.jsonl``: under what it is, where it is."""
+
+
+class Excluded:
+    """Writes one line for each batch of a spike's window to ``exclude.jsonl``.
+
+    The window is the spiking step and, where a rollback undid some, the applied steps before it.
+    """
+
+    def __init__(self, folder: Path, rows: Rows, choice: OnSpike, *, last_step: int) -> None:
+        """Drop the lines of spikes after ``last_step``: a resumed run takes those steps again."""
+        self._path, self._rows = folder / EXCLUDE, rows
+        undone = choice.count if choice.action == "rollback" else 0
+        self._applied: deque[int] = deque(maxlen=undone)
+        self._guarded = choice.action != "off"
+        if self._guarded and self._path.exists():
+            keep_lines(self._path, last_step, "spike_step")
+
+    def stepped(self, step: int, result: StepResult) -> None:
+        """Note a step, numbered as in ``metrics.jsonl``; write its window if it spiked."""
+        if not self._guarded:
+            return
+        if result.applied:
+            self._applied.append(step)
+        elif result.reason in get_args(Spiking):
+            count = min(result.steps_undone, len(self._applied))
+            self.spiked(step, str(result.reason), [self._applied.pop() for _ in range(count)])
+
+    def spiked(self, step: int, reason: str, undone: list[int] | None = None) -> None:
+        """Write a spiking step, and the applied ones that were undone with it.
+
+        Raises:
+            CheckpointError: If the file cannot be written.
+        """
+        for number in sorted([step, *(undone or [])]):
+            batch = self._rows(number)
+            line = {"step": number, "spike_step": step, "reason": reason, **batch}
+            append_line(self._path, line)

@@ -6,7 +6,6 @@
     metrics.jsonl   one line per step: loss, norm, scale, whether it was applied and why not
     exclude.jsonl   the batches of steps that spiked, and of those that were undone with them
     causes.jsonl    where the first cause of a step was searched
-    captures/       steps that went wrong, to be taken again
 
 ``halfstep report`` reads the folder.
 """
@@ -20,12 +19,11 @@ from typing import Any, Self, get_args
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.capture import Captures, Finding, finding
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.excluded import Excluded
 from halfstep.diagnostics.recording.metrics import (
     CAUSES,
     METRICS,
+    Excluded,
     MetricsFile,
     Record,
     append_line,
@@ -87,21 +85,22 @@ class StepLog:
         if self._excluded is not None:
             self._excluded.stepped(step, result)
 
-    def stopped(self, step: int, found: Finding, cause: Cause | None = None) -> None:
+    def stopped(
+        self, step: int, reason: str, loss: float, grad_norm: float, cause: Cause | None = None
+    ) -> None:
         """Write the line of a step that ends the run, and its batches if it spiked."""
         self._where[step] = self._given
         summary = None if cause is None else cause.summary
-        loss, norm = found.loss, found.grad_norm
         record = Record(
-            step=step, applied=False, loss=loss, grad_norm=norm, skip_reason=found.reason,
+            step=step, applied=False, loss=loss, grad_norm=grad_norm, skip_reason=reason,
             first_cause=summary,
         )  # fmt: skip
         self._write(record)
         if cause is not None and self._metrics is not None:
             line = {"step": step, **cause.to_json(), "text": str(cause)}
             append_line(self._folder / CAUSES, line)
-        if self._excluded is not None and found.reason in get_args(Spiking):
-            self._excluded.spiked(step, found.reason)
+        if self._excluded is not None and reason in get_args(Spiking):
+            self._excluded.spiked(step, reason)
 
     def _write(self, record: Record) -> None:
         if self._metrics is not None and record.step > self._written:
@@ -116,7 +115,7 @@ class StepLog:
 
 
 class Recorder:
-    """Writes what the trainer writes for a loop of one's own: metrics, batches, captures.
+    """Writes what the trainer writes for a loop of one's own: metrics, and batches that spiked.
 
     Example:
         >>> import tempfile, torch, halfstep
@@ -124,9 +123,9 @@ class Recorder:
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> precision = halfstep.Precision("fp32", model, optimizer, on_nonfinite="skip:9")
         >>> folder = tempfile.mkdtemp()
-        >>> with Recorder(precision, folder, captures=2) as recorder:
+        >>> with Recorder(precision, folder) as recorder:
         ...     for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan)):
-        ...         recorder.batch(x)
+        ...         recorder.batch()
         ...         with precision.autocast():
         ...             loss = model(x).square().mean()
         ...         result = recorder.step(precision.step(loss))
@@ -134,15 +133,13 @@ class Recorder:
         (False, 'nonfinite_loss')
     """
 
-    def __init__(self, precision: Precision, folder: Path | str, *, captures: int = 0) -> None:
+    def __init__(self, precision: Precision, folder: Path | str) -> None:
         """Begin, or go on, in a folder.
 
         Args:
             precision: What takes the steps. After a resume load its state first, so that lines of
-                steps that are taken again are dropped.
+                steps that run again are dropped.
             folder: The run's folder; made if absent. With several ranks all share it.
-            captures: How many captures to keep of steps that no loss scale can help, or that spike;
-                0: none. On a GPU they make each step wait for the device.
 
         Raises:
             PrecisionError: If ``precision`` is not a Precision, or records already.
@@ -153,33 +150,24 @@ class Recorder:
         )
         if precision.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
-        if type(captures) is not int or captures < 0:
-            raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
-        self._captures = Captures(Path(folder), captures) if captures else None
         self._log = StepLog(str(precision.policy), folder, precision.choices[1])
         self._log.open(self._step)
         precision.on_incurable = self._failed
-        self._last: Finding | None = None  # of the step that is being answered
-        self._stopping = 0  # its number
+        self._last: tuple[int, Judged] | None = None  # a step that may end the loop
 
     @property
     def _step(self) -> int:
         """Steps taken, skipped ones included."""
         return self._precision.applied_total + self._precision.skipped_total
 
-    def batch(self, batch: Any, **where: Any) -> None:
-        """Remember a micro-batch; call it before its forward.
+    def batch(self, **where: Any) -> None:
+        """Number a micro-batch; call it before its forward.
 
         Args:
-            batch: What the loss is computed from: tensors, numbers and text in lists, tuples and
-                dicts. It is kept by reference, so do not change it in place before the step.
             where: Where it is found again, such as ``epoch=3, rows=[17, 4]``, for exclude.jsonl.
         """
         self._precision.settle()
-        first = not self._precision.has_loss
-        self._log.begin(first=first, **where)
-        if self._captures is not None:
-            self._captures.begin(self._precision.model, batch, first=first)
+        self._log.begin(first=not self._precision.has_loss, **where)
 
     def step(self, result: StepResult) -> StepResult:
         """Write the step's line; returns the result, so that it can stand around the step."""
@@ -188,10 +176,7 @@ class Recorder:
         return result
 
     def _failed(self, judged: Judged) -> None:
-        self._last, self._stopping = finding(judged), self._step + 1
-        if self._captures is not None:
-            guarded = self._precision.choices[1].action != "off"
-            self._captures.write(self._precision, self._stopping, self._last, guarded=guarded)
+        self._last = self._step + 1, judged
 
     def close(self) -> None:
         """Write nothing more."""
@@ -204,6 +189,6 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close, after the line of the step that ended the loop."""
         if isinstance(error, NonFiniteError | SpikeError) and self._last is not None:
-            cause = getattr(error, "first_cause", None)
-            self._log.stopped(self._stopping, self._last, cause)
+            (step, last), cause = self._last, getattr(error, "first_cause", None)
+            self._log.stopped(step, str(last.reason), last.loss, last.norm, cause)
         self.close()

@@ -93,7 +93,7 @@ class StepNumerics:
         """The gradients that a 16-bit format would hold.
 
         Of outputs, those that are in 16 bits now, or all where none is: a mixed policy leaves the
-        others in fp32. Of weights, all: a 16-bit product makes them, whatever they are kept in.
+        others in fp32. Of weights, all: a 16-bit matmul makes them, whatever they are kept in.
         """
         outputs = self.of("activation_gradient")
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))

@@ -12,7 +12,7 @@ subnormal numbers have those from -149 to -127.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
@@ -174,11 +174,8 @@ def min_exponent(dtype: torch.dtype) -> int:
     return int(math.log2(torch.finfo(dtype).smallest_normal))
 
 
-def merged(several: Sequence[TensorStatistics], share: float = 1.0) -> TensorStatistics:
-    """The statistics of several tensors as of one, with all counts times ``share``.
-
-    The share is 1/2 where each number is in two of the tensors, as with replicas on two ranks.
-    """
+def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
+    """The statistics of several tensors as of one."""
     first = several[0]
     counts: dict[int, int] = {}
     for one in several:
@@ -187,21 +184,17 @@ def merged(several: Sequence[TensorStatistics], share: float = 1.0) -> TensorSta
     finite = [one.elements - one.nan - one.inf for one in several]
     most = max(one.absmax for one in several)
     parts = [(one.rms / (most or 1.0)) ** 2 * n for one, n in zip(several, finite, strict=True)]
-
-    def total(numbers: Iterable[int]) -> int:
-        return round(sum(numbers) * share)
-
     return replace(
         first,
-        elements=total(one.elements for one in several),
+        elements=sum(one.elements for one in several),
         absmax=most,
         rms=most * math.sqrt(math.fsum(parts) / max(sum(finite), 1)),
-        zeros=total(one.zeros for one in several),
-        subnormal=total(one.subnormal for one in several),
-        nan=total(one.nan for one in several),
-        inf=total(one.inf for one in several),
+        zeros=sum(one.zeros for one in several),
+        subnormal=sum(one.subnormal for one in several),
+        nan=sum(one.nan for one in several),
+        inf=sum(one.inf for one in several),
         mantissa_bits=max(one.mantissa_bits for one in several),
-        exponents={e: total([n]) for e, n in counts.items()},
+        exponents=counts,
     )
 
 

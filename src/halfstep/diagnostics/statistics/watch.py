@@ -27,22 +27,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep.diagnostics.statistics.collect import Collector, over_ranks
+from halfstep.diagnostics.recording.metrics import keep_lines
+from halfstep.diagnostics.statistics.collect import Collector
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import (
     CheckpointError,
-    DataError,
     NonFiniteError,
     PrecisionError,
     SpikeError,
 )
-from halfstep.files import write_whole
 from halfstep.formats import FloatFormat
-from halfstep.precision.agreement import ManyRanks, as_ranks, ranks_of_this_process
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import Ranks
 from halfstep.precision.step import Precision
 from halfstep.shown import as_html
 
@@ -60,16 +57,14 @@ class Watch:
         every: int,
         to: Path | None,
         start: int,
-        ranks: Ranks,
     ) -> None:
         """Use :func:`watch`, which checks the arguments."""
         self._model, self._source, self._scaler = bare_model(model), source, scaler
-        self._every, self._to, self._start, self._ranks = every, to, start, ranks
+        self._every, self._to, self._start = every, to, start
         self._step = start
         self._steps: PrecisionSteps | OptimizerSteps | None = None
         self._collector: Collector | None = None
         self._before: dict[str, Tensor] = {}
-        self._parts: dict[str, int] = {}
         self._last: StepNumerics | None = None
 
     def __enter__(self) -> Self:
@@ -109,7 +104,7 @@ class Watch:
         return self._collector is not None
 
     def report(self) -> StepNumerics | None:
-        """The newest watched step, over all ranks on rank 0; None before the first has ended."""
+        """The newest watched step, of this process; None before the first has ended."""
         return self._last
 
     def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
@@ -157,13 +152,6 @@ class Watch:
         due = self._step + 1
         if self._steps is not None and (due % self._every == 0 or due == 1):
             self._collector = Collector(self._model, self._steps.scale)
-            if isinstance(self._source, Precision):
-                parameters = self._source.masters.parameter_of
-                named = self._source.named_parameters().items()
-                self._parts = {n: self._ranks.parts_of(parameters(p)) for n, p in named}
-            else:
-                named_own = self._model.named_parameters()
-                self._parts = {name: self._ranks.parts_of(p) for name, p in named_own}
 
     def _disarm(self) -> None:
         if self._collector is not None:
@@ -173,12 +161,7 @@ class Watch:
     def _write(self, collector: Collector, applied: bool) -> None:
         assert self._steps is not None, "it ends with its steps"
         scale = collector.scale
-        tensors = over_ranks(
-            [one for one in collector.read() if applied or one.kind != "update"],
-            lambda name: self._parts.get(name, 1),
-            self._ranks,
-            _device(self._model),
-        )
+        tensors = [one for one in collector.read() if applied or one.kind != "update"]
         self._last = StepNumerics(
             step=self._step,
             applied=applied,
@@ -197,12 +180,13 @@ class Watch:
 
     def _begin_file(self) -> None:
         """Start the file, or go on with it after the steps that a resumed run had taken."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            self._to = None  # rank 0 writes
         if self._to is None:
             return
         try:
             if self._start and self._to.is_file():
-                old = self._to.read_text(encoding="utf-8", errors="replace").splitlines()
-                write_whole(self._to, "".join(f"{s}\n" for s in old if _until(s, self._start)))
+                keep_lines(self._to, self._start)
             else:
                 self._to.write_text("", encoding="utf-8")
         except OSError as error:
@@ -217,28 +201,22 @@ def watch(
     every: int = 100,
     to: str | Path | None = None,
     start: int = 0,
-    ranks: Ranks | None = None,
 ) -> Watch:
     """Count the exponents of a model's weights, activations, gradients and updates in a loop.
 
-    Use it as a context around the loop, which stays as it is. The first step and every
-    ``every``-th are watched; all others run as ever.
+    Use it as a context around the loop. The first step and every ``every``-th are watched. With
+    several ranks each counts its own numbers, and rank 0 writes the file.
 
     Args:
         model: The model that is trained; modules that ``torch.compile`` runs show no activations.
         source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that step
-            in turn. None: any optimizer that holds one of the model's parameters, for loops that
-            make it themselves; each step of each is a step then.
+            in turn. None: any optimizer that holds one of the model's parameters.
         scaler: The loop's gradient scaler (torch's or halfstep's), where it has one: gradients are
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
-        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. It is begun
-            anew, unless ``start`` is above 0. Where it can no longer be written, as on a full disk,
-            the loop goes on with one warning.
-        start: Steps before this context's first, in a resumed run, which watches those that the
-            whole run would; later lines of the file are dropped.
-        ranks: The ranks whose counts are merged, which must all watch. None: those of the
-            Precision, or all of ``torch.distributed``'s default group. Rank 0 writes the file.
+        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. Where it
+            can no longer be written, as on a full disk, the loop goes on with one warning.
+        start: Steps before this context's first, in a resumed run: the file goes on after them.
 
     Returns:
         The context. Its ``report()`` gives the newest watched step as values, and ``print`` shows
@@ -257,38 +235,34 @@ def watch(
         [('gradient', 'weight', 8.0), ('gradient', 'bias', 8.0)]
     """
     require(model, nn.Module, "watch(model)", "a torch.nn.Module")
-    for name, number, least in (("every", every, 1), ("start", start, 0)):
-        require(number, int, f"watch({name})", f"an integer >= {least}")
-        if number < least:
-            raise PrecisionError(f"watch({name}={number}); allowed: an integer >= {least}")
-    held = vars(source).get("scaler") if isinstance(source, Optimizer) else None  # Accelerate's
-    scaler = held if scaler is None else scaler
-    if isinstance(source, Precision) and scaler is not None:
+    _require_at_least("every", every, 1)
+    _require_at_least("start", start, 0)
+    if scaler is None and isinstance(source, Optimizer):
+        scaler = vars(source).get("scaler")  # Accelerate's
+    _require_scaler(source, scaler)
+    if not isinstance(source, Precision):
+        source = [bare_optimizer(one) for one in _optimizers(source)]
+    return Watch(model, source, scaler, every, None if to is None else Path(to), start)
+
+
+def _require_at_least(name: str, number: object, least: int) -> None:
+    if require(number, int, f"watch({name})", f"an integer >= {least}") < least:
+        raise PrecisionError(f"watch({name}={number}); allowed: an integer >= {least}")
+
+
+def _require_scaler(source: object, scaler: Any) -> None:
+    if scaler is None:
+        return
+    if isinstance(source, Precision):
         raise PrecisionError(
             "watch(scaler): a Precision has its own loss scale; leave the scaler out"
         )
-    for method in ("unscale_", "update", "get_scale") if scaler is not None else ():
+    for method in ("unscale_", "update", "get_scale"):
         if not callable(getattr(scaler, method, None)):
             raise PrecisionError(
                 f"watch(scaler={scaler!r:.80}) has no {method}(); allowed: a torch.amp.GradScaler, "
                 "a halfstep.GradScaler, or None"
             )
-    if not isinstance(source, Precision):
-        source = [bare_optimizer(one) for one in _optimizers(source)]
-    if ranks is not None:
-        ranks = as_ranks(ranks)
-    elif isinstance(source, Precision):
-        ranks = source.ranks
-    else:
-        ranks = ranks_of_this_process(_device(model))
-    first = not isinstance(ranks, ManyRanks) or dist.get_rank() == 0
-    path = Path(to) if to is not None and first else None
-    return Watch(model, source, scaler, every, path, start, ranks)
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _optimizers(source: object) -> Sequence[Optimizer]:
@@ -311,13 +285,6 @@ def bare_model(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _until(line: str, last: int) -> bool:
-    try:
-        return StepNumerics.from_json(line).step <= last
-    except DataError:
-        return False
 
 
 # Where a step of anybody's loop begins and ends, and where its finished gradients are seen.
@@ -465,7 +432,7 @@ class OptimizerSteps:
         if closure is None:
             self._finished(optimizer)
             return None
-        measured = _First(closure, partial(self._finished, optimizer))
+        measured = _measured_once(closure, partial(self._finished, optimizer))
         if given:
             return (own, measured, *others[:-1]), options
         return args, {**options, "closure": measured}
@@ -513,19 +480,19 @@ class OptimizerSteps:
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 
 
-class _First:
-    """A closure that makes the gradients itself; the first time it has run, they are the step's."""
+def _measured_once(closure: Callable[[], Any], measure: Callable[[], None]) -> Callable[[], Any]:
+    """A closure that makes the gradients itself; after its first call they are the step's."""
+    due = True
 
-    def __init__(self, closure: Callable[[], Any], measure: Callable[[], None]) -> None:
-        self._closure, self._measure = closure, measure
-        self._due = True
-
-    def __call__(self) -> Any:
-        value = self._closure()
-        if self._due:
-            self._due = False
-            self._measure()
+    def call() -> Any:
+        nonlocal due
+        value = closure()
+        if due:
+            due = False
+            measure()
         return value
+
+    return call
 
 
 def bare_optimizer(optimizer: Any) -> Any:

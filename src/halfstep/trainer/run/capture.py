@@ -1,8 +1,8 @@
-"""Captures: a step that no loss scale could cure, kept whole so that it can be taken again.
+"""Captures: a step that no loss scale could cure, kept whole so that it can be replayed.
 
 A capture is a checkpoint of the state before the step, in ``captures/`` of the run folder, with
 what the step found beside it. Its batch is not in it: that follows from data, seed and step.
-``halfstep replay`` takes the step again: ``replay.py``.
+``halfstep replay`` replays the step: ``replay.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import dataclasses
 import secrets
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.diagnostics.capture import Finding, finding, read_finding
+import torch
+
 from halfstep.diagnostics.recording.metrics import CAPTURES
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import CheckpointError, HalfstepError
@@ -23,6 +25,31 @@ from halfstep.trainer.checkpoint.store import Team, save_part
 from halfstep.trainer.session import Session
 
 _KEY, RANKS = "captured", "captured_ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a step found, and the number of threads that it was computed with."""
+
+    reason: str
+    loss: float
+    grad_norm: float
+    threads: int
+
+    def same_bits(self, other: Finding) -> bool:
+        """Whether loss, norm and reason are equal in every bit; a NaN equals a NaN."""
+        mine, theirs = ((f.reason, f.loss.hex(), f.grad_norm.hex()) for f in (self, other))
+        return mine == theirs
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with the bits of loss and norm as text."""
+        found = dataclasses.asdict(self)
+        return found | {key: found[key].hex() for key in ("loss", "grad_norm")}
+
+
+def finding(judged: Judged) -> Finding:
+    """What was found about a step that must not be applied."""
+    return Finding(str(judged.reason), judged.loss, judged.norm, torch.get_num_threads())
 
 
 def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], None]:
@@ -54,14 +81,21 @@ def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], No
 
 
 def captured(state: dict[str, Any], where: Path) -> Finding:
-    """Read what a captured step found.
+    """Read what a captured step found, from a file that may come from anywhere.
 
     Raises:
         CheckpointError: If it is missing or damaged.
     """
-    found = read_finding(state.get(_KEY))
-    if found is not None:
-        return found
+    found = state.get(_KEY)
+    fields = {"reason": str, "loss": str, "grad_norm": str, "threads": int}
+    if isinstance(found, dict) and set(found) == set(fields):
+        plain = all(type(found[key]) is kind for key, kind in fields.items())
+        if plain and 1 <= found["threads"] <= 4096:
+            try:
+                loss, norm = (float.fromhex(found[key]) for key in ("loss", "grad_norm"))
+                return Finding(found["reason"][:40], loss, norm, found["threads"])
+            except (ValueError, OverflowError):
+                pass
     raise CheckpointError(
         f"{where}: no capture: its state has no readable entry {_KEY!r}; allowed: a folder that "
         f"run.capture wrote into {CAPTURES}/ of a run"

@@ -26,12 +26,8 @@ from halfstep.trainer.run.folder import (
 )
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.session import Session
-from halfstep.trainer.tasks.by_name import part
 
 Say = Callable[[str], None]
-CURVES = "curves.png"
-_LEAST_STEPS = 20
-"""Steps of a run of which curves are drawn; fewer show nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +88,9 @@ def execute(
         last = _follow(session, path, every, ticked)
         if not RunOutcome(last, "").interrupted:
             written = world.main_only(lambda: finish_run(session, path)) or ""
-        judged = world.main_only(lambda: _conclude(session, path, say)) or ""
+        judged = world.main_only(lambda: _judged(session, path)) or ""
         return RunOutcome(last, written, judged)
     except (NonFiniteError, SpikeError) as error:
-        world.main_only(lambda: _conclude(session, path, say))
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
@@ -130,15 +125,8 @@ def _with_best(error: NonFiniteError | SpikeError, best: str | None) -> NonFinit
     return told
 
 
-def _conclude(session: Session, path: Path, say: Say) -> str:
-    """Draw the run's curves, and return its verdict; on rank 0, however the run ended."""
-    record = read_run(path, session.precision.policy)
-    try:
-        if len(record.steps) >= _LEAST_STEPS:
-            part("report.figures:draw_curves")(record, path / CURVES)
-    except OSError as error:
-        say(f"note: {path / CURVES} cannot be written: {error}")
-    return verdict(record)
+def _judged(session: Session, path: Path) -> str:
+    return verdict(read_run(path, session.precision.policy))
 
 
 def _introduce(session: Session, say: Say) -> None:

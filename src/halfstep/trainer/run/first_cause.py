@@ -62,7 +62,7 @@ class CauseSearch:
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """What the user is to be told of the present step."""
+        """What to report of the present step."""
         return tuple(filter(None, (str(self.cause or ""), self.failed)))
 
     def __enter__(self) -> CauseSearch:

@@ -6,7 +6,6 @@
     env.json        the machine that it ran on
     memory.json     what a step holds, by part, as estimated before the first one
     metrics.jsonl   one JSON object per step
-    curves.png      loss, loss scale, gradient norm, lost updates and speed over the steps
     numerics.jsonl  with --watch: one JSON object per watched step
     causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text

@@ -1,13 +1,12 @@
-"""Takes a captured step again, in a new process, in the same precision or in another."""
+"""Replays a captured step in a new process, in the same precision or in another."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from halfstep.diagnostics.capture import Finding, Replayed, finding
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
@@ -19,12 +18,48 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.capture import RANKS, captured
+from halfstep.trainer.run.capture import RANKS, Finding, captured, finding
 from halfstep.trainer.session import Session, open_session
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A captured step, and its replay."""
+
+    step: int
+    """The step's number, as in ``metrics.jsonl``."""
+    precision: str
+    """The policy of the replay."""
+    captured_precision: str
+    captured: Finding
+    found: Finding
+    """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
+    unchanged: bool
+    """Whether the weights after it are those before, bit for bit."""
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the replay found the same, bit for bit; only meant in the same precision."""
+        return self.unchanged and self.found.same_bits(self.captured)
+
+    @property
+    def survives(self) -> bool:
+        """Whether the step could be applied."""
+        return self.found.reason == "applied"
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        if self.precision != self.captured_precision:
+            would = "would" if self.survives else "would not"
+            return f"{self.precision} {would} have survived"
+        if self.repeated:
+            return "the step repeats bit for bit: the batch, the weights or the model make it"
+        return "the step does not repeat: another machine, another torch, or a fault that is gone"
+
+
 def replay(path: Path, precision: str = "", world: World = World.alone()) -> Replayed:  # noqa: B008
-    """Rebuild a run from a capture, and take the captured step; all ranks call it.
+    """Rebuild a run from a capture, and replay the captured step; all ranks call it.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
     configuration says, and must have the hashes that the run had.
@@ -52,13 +87,7 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
     config = _config(saved.state.get("config"), path)
     own = config.precision
     policy = parse_policy(precision) if precision else own
-    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
-    run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
-        threads=before.threads,
-    )  # fmt: skip
-    data = replace(config.data, cache_dir="")  # nothing is written where a capture says
-    config = replace(config, precision=policy, run=run, data=data)
+    config = _stopping(replace(config, precision=policy), before.threads)
     threads = torch.get_num_threads()
     try:
         session = open_session(config, no_progress, world=world)
@@ -74,6 +103,17 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
         raise
     finally:
         torch.set_num_threads(threads)
+
+
+def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
+    """Configure a run that stops at what it finds, and writes nothing."""
+    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
+    run = replace(
+        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
+        threads=threads,
+    )  # fmt: skip
+    # a capture may come from a stranger: nothing is written where it says
+    return replace(config, run=run, data=replace(config.data, cache_dir=""))
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:

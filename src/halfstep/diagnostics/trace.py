@@ -1,17 +1,22 @@
 """Records which operations a training step really ran, in which formats, and in which module.
 
 A dispatch mode sees real kernels with real dtypes, below autograd and autocast. Three things it
-would show as what they are made of are shown as what they mean: a 16-bit product that a CPU
-simulates by fp32 is one product in 16 bits; a layer's product below 16 bits, with the rounding of
+would show as what they are made of are shown as what they mean: a 16-bit matmul that a CPU
+simulates by fp32 is one matmul in 16 bits; a layer's matmul below 16 bits, with the rounding of
 its operands, is one ``fprop``, ``dgrad`` or ``wgrad`` in its scheme; and halfstep's compiled
 kernels, which step aside while any dispatch mode is on, are the operations that they stand for.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,26 +28,251 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key, stored
-from halfstep.diagnostics.trace.ran import Holding, Operation, Ran, is_product
+from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting import simulate
+from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.recipe import SCHEMES
+from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
+from halfstep.shown import aligned, as_html
 
+_LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _CODES = (torch.uint8, torch.int8, torch.int16)  # of 8-bit moments, and of remainders
 _SIMULATED = simulate.SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 _UPDATES = (  # code that runs in a step's update, or in the check before it
     *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
     *(str(_ROOT / "precision" / f"{name}.py") for name in ("step", "recovery", "after_step")),
     str(Path(torch.__file__).parent / "optim"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of one module in one direction, in one combination of formats.
+
+    Attributes:
+        module: Qualified name; "" for the model itself, and outside of it.
+        class_name: The module's class; "" outside of all modules.
+        direction: ``"forward"``, ``"backward"`` or ``"update"`` (the check and the optimizer).
+        op: Its name, such as ``addmm``, ``attention``, ``layer_norm`` or ``cast``; of a layer below
+            16 bits ``fprop``, ``dgrad`` or ``wgrad``.
+        inputs: Dtypes of its floating operands, weights included, in order; of a matmul below 16
+            bits its scheme, and whether it ran native or simulated.
+        outputs: Dtypes of its results, each once.
+        calls: How often it ran.
+    """
+
+    module: str
+    class_name: str
+    direction: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    calls: int
+
+    def __str__(self) -> str:
+        where = f"{self.direction} outside of modules"
+        if self.class_name:
+            where = f"{self.direction} of {self.module or 'the model'} ({self.class_name})"
+        forms = f"{_short(self.inputs)} -> {_short(self.outputs)}"
+        calls = "calls" if self.calls > 1 else "call"
+        return f"{self.op} in {where}: {forms}, {self.calls} {calls}"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Tensors of one kind and format that training keeps.
+
+    Attributes:
+        kind: ``"weights"``, ``"frozen weights"``, ``"buffers"``, ``"gradients"`` (as the backward
+            left them), ``"masters"``, or ``"optimizer "`` and the name of a state, as a moment's.
+        dtype: The stored dtype.
+        tensors: Number of tensors.
+        bytes: Their size on this process.
+    """
+
+    kind: str
+    dtype: str
+    tensors: int
+    bytes: int
+
+
+class Ran:
+    """What a step ran and what is stored; :func:`halfstep.trace` fills it.
+
+    Attributes:
+        operations: The operations, in the order in which they first ran.
+        holdings: What is stored, by kind and format.
+        policy: The policy of the step; None without one.
+    """
+
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
+        self.operations: tuple[Operation, ...] = ()
+        self.holdings: tuple[Holding, ...] = ()
+        self.policy = policy
+        self._model = model
+
+    def table(self) -> str:
+        """Operations by module, and what is stored, as aligned text."""
+        head = (
+            *("module", "class", "direction", "operation"),
+            *("inputs", "outputs", "calls"),
+        )
+        rows = [
+            (
+                *(row.module or ("." if row.class_name else "-"), row.class_name or "-"),
+                *(row.direction, row.op, _short(row.inputs)),
+                *(_short(row.outputs), str(row.calls)),
+            )
+            for row in self.operations
+        ]
+        stored = [(h.kind, h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
+        kept = "stored", "dtype", "tensors", "bytes"
+        return f"{aligned([head, *rows], {6})}\n\n{aligned([kept, *stored], {3})}"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> dict[str, Any]:
+        """Operations and holdings as values that ``json.dumps`` writes."""
+        return {
+            "policy": None if self.policy is None else str(self.policy),
+            "operations": json.loads(json.dumps([asdict(row) for row in self.operations])),
+            "stored": [asdict(holding) for holding in self.holdings],
+            "differences": [] if self.policy is None else self.differences(),
+        }
+
+    def differences(self, policy: str | PrecisionPolicy | None = None) -> list[str]:
+        """Where what ran differs from what the policy says of operations; empty if nowhere.
+
+        Products (attention and convolutions included) must have operands in the policy's compute
+        dtype, forward and backward, and the operations of the table's fp32 list fp32 operands,
+        but in modules that a rule keeps in fp32. The matmuls of a linear layer with a recipe must
+        have run in its schemes.
+
+        Args:
+            policy: The policy to compare with; None: that of the trace.
+
+        Raises:
+            PrecisionError: If there is no policy, or a rule matches nothing.
+        """
+        value = self.policy if policy is None else parse_policy(policy)
+        if value is None:
+            raise PrecisionError(
+                "differences() needs a policy, as the trace was made without a Precision; allowed: "
+                "differences('bf16-mixed')"
+            )
+        placed = place(value, self._model)
+        kept = {p.name for p in placed.modules if p.fp32}
+        recipes = {p.name: p.recipe for p in placed.low}
+        compute = dtype_name(value.compute_dtype)
+        found: list[str] = []
+        for row in self.operations:
+            if row.direction == "update" or not row.inputs:
+                continue
+            recipe = recipes.get(row.module, Recipe())
+            if row.op in PRODUCTS or (recipe and is_product(row.op)):
+                want = getattr(recipe, row.op) if row.op in PRODUCTS else str(recipe)
+                if row.inputs[0].split()[0] != want:
+                    found.append(f"{row}; {value} says {want}")
+                continue
+            want = _wanted(row, value, "fp32" if row.module in kept else compute)
+            inputs = row.inputs
+            if row.op == "attention_backward":  # the log-sum-exp that it reads is fp32
+                inputs = inputs[:4]
+            if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
+                found.append(f"{row}; {value} says {want}")
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON of the trace to a file, as a golden one for :meth:`check`."""
+        text = json.dumps(self.to_json(), indent=1)
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+    def check(self, path: str | Path) -> None:
+        """Require that the step ran as a golden file says, which :meth:`save` wrote.
+
+        Raises:
+            PrecisionError: If the file cannot be read, or something differs: with the lines that
+                do, ``-`` for the file's and ``+`` for those of this step.
+        """
+        changed = self.changes(path)
+        if changed:
+            raise PrecisionError(
+                f"what ran differs from {path} in {len(changed)} lines; where that is meant, write "
+                "it anew by save() or halfstep trace --save:\n" + "\n".join(changed)
+            )
+
+    def changes(self, path: str | Path) -> list[str]:
+        """The lines in which the step differs from a golden file; empty if in none.
+
+        Raises:
+            PrecisionError: If the file cannot be read.
+        """
+        try:
+            before = _lines(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PrecisionError(
+                f"check({str(path)!r}) cannot read a trace from it ({error!s:.80}); write one by "
+                "save() or halfstep trace --save"
+            ) from error
+        lines = difflib.unified_diff(before, _lines(self.to_json()), n=0, lineterm="")
+        return [line for line in lines if not line.startswith(("@@", "--- ", "+++ "))]
+
+
+def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
+    """The dtype that operands of this operation should have; empty where the policy says none."""
+    name = _without_pass(row.op)
+    if name in _products():
+        return compute
+    if row.direction != "forward":
+        return ""
+    if policy.casts_per_op:
+        return "fp32" if name in AUTOCAST["fp32"] else ""
+    return "fp32" if name in MIXED["loss"] else ""
+
+
+def is_product(op: str) -> bool:
+    """Whether an operation is a matmul, a convolution or attention, forward or backward."""
+    return _without_pass(op) in _products()
+
+
+def _without_pass(op: str) -> str:
+    return op.removesuffix("_backward").removesuffix("_forward")
+
+
+@cache
+def _products() -> frozenset[str]:
+    return frozenset([*AUTOCAST["half"], "attention", *PRODUCTS])
+
+
+def _lines(table: dict[str, Any]) -> list[str]:
+    """A trace as lines, for a diff that a reader understands."""
+    rows = [Operation(**{**row, "inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])})
+            for row in table["operations"]]  # fmt: skip
+    stored = [Holding(**holding) for holding in table["stored"]]
+    return [
+        f"policy {table['policy']}",
+        *map(str, rows),
+        *(f"{h.kind} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
+    ]
+
+
+def _short(forms: Sequence[str]) -> str:
+    """Dtypes in order, a run of equal ones once with its length."""
+    runs = [(form, len([*run])) for form, run in groupby(forms)]
+    return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
 
 
 def trace(
@@ -54,7 +284,7 @@ def trace(
     """Record what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
-    compiled kernel of halfstep would draw its own, and that ``fp8-block`` products are torch's.
+    compiled kernel of halfstep would draw its own, and that ``fp8-block`` matmuls are torch's.
 
     Args:
         model: The model whose modules are named. It has hooks until the context is left.
@@ -208,7 +438,7 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
     """What the operation is a part of.
 
     Returns:
-        The locals of the 16-bit simulation that runs, if any; those of a product of a layer below
+        The locals of the 16-bit simulation that runs, if any; those of a matmul of a layer below
         16 bits; and whether an update runs.
     """
     frame: FrameType | None = sys._getframe(2)
@@ -226,7 +456,7 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Name, inputs and outputs of a product that a recipe decides."""
+    """Name, inputs and outputs of a matmul that a recipe decides."""
     name, a = product["product"], product["a"]
     form = getattr(product["recipe"], name)
     if form in SCHEMES:
