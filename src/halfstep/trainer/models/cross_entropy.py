@@ -118,8 +118,7 @@ def linear_cross_entropy_sum(
     """Sum ``-log softmax(x W^T)[target]`` over the counted tokens in fp32, and count them.
 
     The matmuls run in autocast's dtype where autocast is on, else in the wider dtype of ``x_ND``
-    and ``weight_VD``. Softmax, loss and the sum of the weight gradient over chunks are fp32 (fp64
-    for fp64 operands). The host never waits for the device.
+    and ``weight_VD``; all else is fp32 (fp64 for fp64 operands). The host never waits.
 
     Args:
         x_ND: Final hidden states, ``(N, D)``, floating.
@@ -231,10 +230,10 @@ def _sum_and_gradients(
     for start in range(0, xs_ND.shape[0], rows):
         here = slice(start, start + rows)
         x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
-        logits_RV = torch.mm(x_RD, weight.t())
         # From here to the cast below, one chunk of logits is in fp32.
-        log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
-        del logits_RV
+        log_p_RV, log_pt_R1 = vocabulary.log_softmax(
+            torch.mm(x_RD, weight.t()), target_R1, accumulate
+        )
         loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
         if not (need_x or need_weight):
             continue

@@ -118,7 +118,8 @@ def load_weights(
     if lost or info["error_msgs"]:
         raise CheckpointError(
             f"{folder.folder} lacks {len(lost)} weights of the model, such as "
-            f"{', '.join(lost[:5])}: config.json and weights differ {' '.join(info['error_msgs'])}"
+            f"{', '.join(lost[:5])}: config.json and weights are of different models"
+            + " ".join(["", *info["error_msgs"]])
         )
     model.name_or_path = model.config.name_or_path = folder.name
     for name, parameter in model.named_parameters():
