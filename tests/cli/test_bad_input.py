@@ -56,8 +56,6 @@ def refused(capsys, tmp_path, monkeypatch):
     ("words", "message"),
     [
         ([], "COMMAND"),
-        (["estimate", "--confg", "gpt2"], "did you mean '--config'"),
-        (["fintune", "--train", "posts.csv"], "did you mean 'finetune'"),
         (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
