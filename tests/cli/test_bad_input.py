@@ -56,11 +56,6 @@ def refused(capsys, tmp_path, monkeypatch):
     ("words", "message"),
     [
         ([], "COMMAND"),
-        (["trian"], "did you mean 'train'"),
-        (["train", "--max-stepz", "3"], "did you mean '--max-steps'"),
-        (["estimate", "--confg", "gpt2"], "did you mean '--config'"),
-        (["fintune", "--train", "posts.csv"], "did you mean 'finetune'"),
-        (["train", "--optimizer.learning_rat", "3"], "mean '--optimizer.learning-rate'"),
         (["train", "--max-steps", "soon"], "gpt-small-cpu: key run.max_steps: 'soon'|an integer"),
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),

@@ -179,8 +179,3 @@ def test_what_fp64_cannot_hold_is_refused_and_not_rounded_twice(text):
 def test_what_fp64_holds_is_read(text, value):
     got = read_value(text)
     assert (got, math.copysign(1, got)) == (value, math.copysign(1, value))
-
-
-def test_help_names_the_command(capsys):
-    assert main(["formats", "--help"]) == 0
-    assert "to the nearest, ties to even" in " ".join(capsys.readouterr().out.split())

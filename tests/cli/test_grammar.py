@@ -1,6 +1,7 @@
 """Options follow from dataclasses: their spellings, values, help and suggestions."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -118,3 +119,12 @@ def test_a_missing_package_is_answered_with_the_line_that_installs_it(monkeypatc
     monkeypatch.setattr("halfstep.cli.doctor.run", missing)
     assert main(["doctor"]) == 2
     assert "pip install 'halfstep[hf]'" in capsys.readouterr().err
+
+
+def test_without_torch_a_command_says_so_and_help_works(monkeypatch, capsys):
+    for name in ("halfstep.cli.doctor", "halfstep.trainer.doctor"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.endswith("install what this needs: pip install torch\n")
+    assert main(["doctor", "--help"]) == 0

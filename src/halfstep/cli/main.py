@@ -60,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
-    if isinstance(error, ImportError | AttributeError) and "torch" in sys.modules:
+    if isinstance(error, ImportError | AttributeError) and sys.modules.get("torch"):
         # A torch that is too old or too new lacks something, and says so better. By name, as the
         # commands are: it imports torch.
         try:
