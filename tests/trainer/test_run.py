@@ -189,7 +189,7 @@ def finish_broken(corpus, path, breaks, policy, **overrides):
     return session, error.value
 
 
-@pytest.mark.parametrize("policy", MECHANISMS)
+@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-split"])
 def test_a_nan_in_the_forward_stops_with_the_last_checkpoint_intact(corpus, tmp_path, policy):
     sparse = {"run__save_every": 2, "run__keep": 1, "run__eval_every": 0}
     _, error = finish_broken(corpus, tmp_path / "r", break_forward, policy, **sparse)
