@@ -672,7 +672,9 @@ def average_of_a_deepcopy(kit: Kit) -> None:
 @idiom
 def averaged_model(kit: Kit) -> None:
     loop = usual(kit)
-    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    # torch's other way, a fused kernel, takes no average of another dtype than the weights'
+    rule = torch.optim.swa_utils.get_swa_avg_fn()
+    average = torch.optim.swa_utils.AveragedModel(loop.model, avg_fn=rule)
     for number in range(STEPS):
         back(loop, number)
         loop.step()

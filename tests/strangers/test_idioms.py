@@ -18,7 +18,6 @@ OWN_OPTIMIZER = tuple(p for p in POLICIES if p.startswith("bf16-s") or p == "bf1
 STORED_16_BIT = tuple(p for p in POLICIES if p != "fp32" and "mixed" not in p)
 REFUSED = {
     "lbfgs": OWN_OPTIMIZER,  # torch's LBFGS keeps no remainders
-    "averaged_model": STORED_16_BIT,  # it would average in 16 bits; halfstep.EMA does not
     "batch_norm": STORED_16_BIT,  # with the rule that cures it
     "sparse_embedding": OWN_OPTIMIZER,  # halfstep's optimizers take dense gradients
     "backward_of_the_loss_itself": POLICIES,  # not scaled, and not seen

@@ -91,7 +91,7 @@ class OpCasts(TorchFunctionMode):
             return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
-        return self._inside(func, args, kwargs)
+        return self._inside(func, types, args, kwargs)
 
     def looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
@@ -113,15 +113,16 @@ class OpCasts(TorchFunctionMode):
         """The operands to use for a product while the table does not apply."""
         return args, kwargs
 
-    def _inside(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _inside(
+        self, func: Function, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a torch function written in Python so that its calls pass through this mode too."""
-        body = body_of(func)
-        if body is None or func in self._running:
+        if func in self._running or not _asks(func):
             return func(*args, **kwargs)
         self._running.append(func)
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            return body(*args, **kwargs)
+            return _run_body(func, types, args, kwargs)
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._running.pop()
@@ -356,41 +357,30 @@ LEAVES: frozenset[Function] = frozenset(
 )
 """Functions written in Python that models call often and that call no function of the table."""
 
+# What a torch function written in Python asks first, and passes itself to a mode where one is on.
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_bodies: dict[Function, Function | None] = {}
 
 
-class _Globals(dict[str, Any]):
-    """A function's globals, except that ``has_torch_function`` and its variants answer no."""
-
-    def __init__(self, real: dict[str, Any]) -> None:
-        super().__init__(dict.fromkeys(_CHECKS, _nothing_overrides))
-        self.real = real
-
-    def __missing__(self, name: str) -> Any:
-        return self.real[name]
+@cache
+def _asks(func: Function) -> bool:
+    return isinstance(func, FunctionType) and not set(_CHECKS).isdisjoint(func.__code__.co_names)
 
 
-def _nothing_overrides(*_: Any) -> bool:
-    return False
+@cache
+def _unasked(func: Any) -> Function:
+    """A copy of a function in which that question is answered no."""
+    known = func.__globals__ | dict.fromkeys(_CHECKS, lambda *_: False)
+    made = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
 
 
-def body_of(func: Function) -> Function | None:
-    """A copy of a torch function that runs its own code under a mode; None if none is needed.
+def _redispatched(
+    func: Function, _: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``torch.overrides.redispatch_function`` does, which torch 2.11 and 2.12 lack."""
+    return _unasked(func)(*args, **kwargs)
 
-    A torch function written in Python first calls ``has_torch_function`` and, if a mode is on,
-    passes itself to the mode instead of running its body. In the copy that check answers no.
-    """
-    if func not in _bodies:
-        body = None
-        if isinstance(func, FunctionType) and set(_CHECKS) & set(func.__code__.co_names):
-            body = FunctionType(
-                func.__code__,
-                _Globals(func.__globals__),
-                func.__name__,
-                func.__defaults__,
-                func.__closure__,
-            )
-            body.__kwdefaults__ = func.__kwdefaults__
-        _bodies[func] = body
-    return _bodies[func]
+
+_run_body = getattr(torch.overrides, "redispatch_function", _redispatched)
+"""Runs a torch function's own code with the mode on, which sees the calls inside."""

@@ -16,7 +16,6 @@ Python and torch learn of this by attributes on each object (``__reduce_ex__`` a
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -24,9 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
-from halfstep.errors import PrecisionError
 from halfstep.precision.casting.cast import keep_fused_paths_off
 from halfstep.precision.casting.region import Region
 from halfstep.precision.masters.local_part import local_part
@@ -37,7 +34,6 @@ _OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__", "__deepcopy__")
 _PLAIN: Any = "halfstep: a copy without recipes"
 """A key of the memo of such a ``copy.deepcopy``; Python's own keys are numbers."""
 _OF_A_PARAMETER = ("__deepcopy__", "__reduce_ex__")
-_DEPTH = 40  # most frames between AveragedModel's constructor and the copy of a nested parameter
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -175,27 +171,9 @@ def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
 
 def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Parameter:
     """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
-    if _averages():
-        raise PrecisionError(
-            "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
-            "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
-            "Precision(..., ema=...), which averages the exact weights"
-        )
     held, read = parameter(), exact()
     values = held.detach().float() if read is None else read(held)
     return nn.Parameter(values, held.requires_grad)
-
-
-def _averages() -> bool:
-    """Whether an AveragedModel is being constructed somewhere up the stack."""
-    frame = sys._getframe(2)
-    for _ in range(_DEPTH):
-        if isinstance(frame.f_locals.get("self"), AveragedModel):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 # Which weights ``model.load_state_dict`` has changed.
