@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
-from halfstep.errors import PrecisionError
 from halfstep.precision.casting.cast import (
     around_model,
     cast_at_border,

@@ -467,32 +467,6 @@ def truncated_backpropagation(kit: Kit) -> None:
         state = tuple(part.detach() for part in state)
 
 
-@idiom
-def closure(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-
-        def evaluate(number: int = number) -> Tensor:
-            loop.optimizers[0].zero_grad()
-            return back(loop, number)
-
-        loop.step_with(evaluate)
-
-
-@idiom
-def lbfgs(kit: Kit) -> None:
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    loop = kit.take(model, optimizer)
-    for _ in range(3):
-
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            return back(loop, 0)
-
-        loop.step_with(evaluate)
-
-
 # --- weights --------------------------------------------------------------------------------------
 
 

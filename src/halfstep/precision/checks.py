@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -204,26 +204,6 @@ def as_inputs(value: object) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return tuple(require(value, (list, tuple), "backward(inputs)", "a tensor, or a list of some"))
-
-
-def as_closure(value: object) -> Callable[[], Any]:
-    """The argument as a closure for a step, or an error if it is neither a closure nor a loss."""
-    if callable(value):
-        return value
-    raise PrecisionError(
-        f"step() got a {type(value).__name__}; allowed: the loss as a scalar tensor (not "
-        "loss.item()), a closure that calls precision.backward, or nothing"
-    )
-
-
-def require_one(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    """Refuse a closure with several optimizers, since each would evaluate it separately."""
-    if len(optimizers) != 1:
-        raise PrecisionError(
-            f"step(closure) with {len(optimizers)} optimizers: each would evaluate the loss of "
-            "all; make one Precision for each optimizer, or step without a closure"
-        )
-    return optimizers
 
 
 def no_backward() -> PrecisionError:

@@ -16,10 +16,8 @@ from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.after_step import EMA
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import Gradients
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
+from halfstep.precision.scaling.gradients import Judged, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 from halfstep.words import Told, joined, message, said
@@ -303,58 +301,6 @@ def make_guard(
         return None
     averages = {} if ema is None else ema.averages
     return Guard(choices, spikes, model, optimizers, averages, ranks)
-
-
-class _BrokenClosure(Exception):
-    """An evaluation of the loss inside an optimizer's step was not finite."""
-
-
-def step_by_closure(
-    optimizer: Optimizer,
-    closure: Callable[[], Any],
-    masters: MasterWeights,
-    model: nn.Module,
-    examine: Callable[[bool], tuple[Judged, Gradients]],
-    max_norm: float | None,
-) -> Judged | None:
-    """Step an optimizer that evaluates the loss itself; undo all if an evaluation is not finite.
-
-    The closure sees the model's own parameters, rounded from the masters' present values.
-
-    Args:
-        optimizer: Its ``step`` takes a closure.
-        closure: Computes the loss and its gradients, and returns the loss.
-        masters: What the optimizer updates.
-        model: The model.
-        examine: Judges an evaluation, given whether it is the first, and returns its gradients.
-        max_norm: Clip the global 2-norm of each evaluation's gradients to this, or None.
-
-    Returns:
-        The verdict on the first evaluation, or on the one that broke the step; None without any.
-    """
-    seen: list[Judged] = []
-
-    def evaluate() -> Any:
-        masters.push_()
-        with masters.installed(False), torch.enable_grad():
-            value = closure()
-            judged, gradients = examine(not seen)
-        seen.append(judged)
-        if judged.broken:
-            raise _BrokenClosure
-        masters.hand_over([optimizer], gradients, clip_factor(judged.norm, max_norm))
-        return value
-
-    masters.take_written_()
-    with masters.installed():
-        before = Snapshot(model, [optimizer], {})
-        try:
-            optimizer.step(evaluate)
-        except _BrokenClosure:
-            before.restore_()
-            return seen[-1]
-    masters.push_()
-    return seen[0] if seen else None
 
 
 class Snapshot:

@@ -35,7 +35,7 @@ from halfstep.precision.low_bit.clock import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
-from halfstep.precision.masters.stepping import Decision, Gradients, require_own_optimizer
+from halfstep.precision.masters.stepping import Decision, require_own_optimizer
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -267,17 +267,14 @@ class Precision:
 
     def step(
         self,
-        loss: Tensor | Callable[[], Any] | None = None,
+        loss: Tensor | None = None,
         *,
         max_norm: float | None = None,
     ) -> StepResult:
         """Check, clip and apply the gradients, or skip the step; then clear them all.
 
         Args:
-            loss: Passed to :meth:`backward` first; leave it out if ``backward`` was called. Or a
-                closure, for optimizers such as ``LBFGS`` that evaluate the loss several times: it
-                clears gradients, computes the loss in :meth:`autocast`, calls :meth:`backward` and
-                returns the loss.
+            loss: Passed to :meth:`backward` first; leave it out if ``backward`` was called.
             max_norm: Clip the global 2-norm of the gradients to this, or None.
 
         Returns:
@@ -296,8 +293,6 @@ class Precision:
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
         self._require_own_weights()
-        if loss is not None and not isinstance(loss, Tensor):
-            return self._step_with(checks.as_closure(loss), max_norm)
         if loss is not None:
             if self._last is not None and self._last() is loss:
                 raise checks.twice()
@@ -358,30 +353,6 @@ class Precision:
         """Count a step that the device took or skipped, as if the host had decided about it."""
         judged = self._examiner.judged(decision)
         return self._skip(judged) if judged.broken else self._applied(judged)
-
-    def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
-        """A step of an optimizer that evaluates the loss itself, as often as it likes."""
-        (optimizer,) = checks.require_one(self.optimizers)
-        self.settle()
-        self.clock.step += 1
-
-        def examine(first: bool) -> tuple[Judged, Gradients]:
-            loss, gradients = self._gradients()
-            self._loss = None
-            return self._examiner.judge(loss, gradients, first=first), gradients
-
-        try:
-            with self._door.open():
-                judged = recovery.step_by_closure(
-                    optimizer, closure, self.masters, self.model, examine, max_norm
-                )
-            if judged is None:
-                raise checks.no_backward()
-            if judged.broken:
-                return self._skip(judged)
-        finally:
-            self.discard()
-        return self._applied(judged)
 
     def _applied(self, judged: Judged) -> StepResult:
         """Update the loss scale, counters, schedules, EMA and guard after an applied step."""

@@ -18,18 +18,8 @@ class Region:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.replaced = module.__dict__.get("forward")
-
-    @property
-    def module(self) -> nn.Module:
-        """The module whose forward it replaces."""
-        return self._module
-
-    def of_copy(self, module: nn.Module) -> Region | None:
-        """What replaces the forward of a copy of the module; None: the copy runs its own."""
-        inner = self.replaced
-        return inner.of_copy(module) if isinstance(inner, Region) else None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

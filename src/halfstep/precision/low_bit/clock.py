@@ -30,23 +30,6 @@ class Clock:
         return drawn + (self.rank << 16), self.step, stream
 
 
-class CopiedClock(Clock):
-    """The clock of a copy of a model: the run's step, and bits that are counted apart.
-
-    Args:
-        run: The clock of the model that was copied.
-    """
-
-    def __init__(self, run: Clock) -> None:
-        self.run: Clock = run.run if isinstance(run, CopiedClock) else run
-        super().__init__(self.run.rank)
-
-    def draw(self, stream: int) -> tuple[int, int, int]:
-        """The random bits of the run's step, counted apart from the run's own."""
-        self.step = self.run.step
-        return super().draw(stream)
-
-
 def make_clock() -> Clock:
     """The clock of this process in a training run."""
     return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)

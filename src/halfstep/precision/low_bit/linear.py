@@ -12,7 +12,6 @@ Shapes: N tokens, K input features, O output features.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from typing import Any
 
@@ -27,11 +26,10 @@ from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.region import Region
-from halfstep.precision.low_bit.clock import Clock, CopiedClock
+from halfstep.precision.low_bit.clock import Clock
 from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement, plain_name
 
@@ -56,10 +54,6 @@ class LowBitLinear(Region):
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
 
-    def of_copy(self, module: nn.Module) -> LowBitLinear:
-        """The same recipe for a copy of the layer, at the step that the run is at then."""
-        return CopiedLinear(self, module)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
@@ -81,7 +75,7 @@ class LowBitLinear(Region):
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
-        return self.output(y_NO.view(*x.shape[:-1], y_NO.shape[-1]), x)
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     def is_low(self, weight: Tensor) -> bool:
         """Whether the layer multiplies below 16 bits here, where the recipe does.
@@ -91,15 +85,7 @@ class LowBitLinear(Region):
         active = active_autocast()
         if active is not None and not active.policy.recipes():
             return False
-        return self._is_in_16_bits(weight, None if active is None else active.policy)
-
-    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
-        """Whether the layer computes in 16 bits, within the context of a policy or outside."""
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
-
-    def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """The result, in the format that what follows takes."""
-        return y
 
     def _check(self, x: Tensor, recipe: Recipe) -> None:
         """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
@@ -109,39 +95,6 @@ class LowBitLinear(Region):
                 f"input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 and fp16. "
                 "Convert it with x.float(), if that is meant"
             )
-
-
-class CopiedLinear(LowBitLinear):
-    """The forward of a copy of such a layer, whose weights are fp32 whatever the model's are.
-
-    It multiplies below 16 bits in contexts of policies with a recipe and of torch's autocast; in
-    that of another policy, and outside, it is plain. It does not keep the copy alive, which would
-    else live on, with its weights, until Python looks for cycles.
-    """
-
-    def __init__(self, original: LowBitLinear, module: nn.Module) -> None:
-        self._copy = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")
-        self.recipe, self.clock = original.recipe, CopiedClock(original.clock)
-        self.name, self.key = original.name, original.key
-        self.stream, self.by_rows = original.stream, original.by_rows
-
-    @property
-    def module(self) -> nn.Module:
-        """The copy."""
-        module = self._copy()
-        if module is None:
-            raise ReferenceError(f"the copy of layer {self.name or 'of the model'} is gone")
-        return module
-
-    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
-        """Whether the context says so: fp32 weights do not tell of a policy that stores."""
-        stores = policy is not None and policy.param_dtype == _LOW
-        return stores or torch.is_autocast_enabled(weight.device.type)
-
-    def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """The result, in fp32 for fp32 layers where only the model's own weights are 16 bits."""
-        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.words import Phrase, Told
 
 Status = Literal["native", "emulated", "absent"]
@@ -155,9 +154,8 @@ DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
         family="Apple M", type="mps",
         models=r"\bM[1-9]( (PRO|MAX|ULTRA))?$|APPLE M\d|\bMPS\b|MAC", examples=("M1", "M3 Max"),
-        native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason=_phrase("mac"),
-        source="huggingface/transformers#40458",
+        native=_forms("fp32"), policy="fp32",
+        reason="computes in fp32 (halfstep was never run on one)", source=_phrase("no_source"),
     ),
     DeviceKind(
         family=_phrase("family_amx"), type="cpu", flags=frozenset({"amx_bf16"}),
@@ -210,7 +208,7 @@ class Choice:
 
 
 def choose(device: torch.device) -> Choice:
-    """The policy that ``auto`` takes on a device; allocates nothing, except to probe a Mac's GPU.
+    """The policy that ``auto`` takes on a device; allocates nothing.
 
     A device that cannot be used at all gets fp32, which :func:`halfstep.support` then refuses with
     the reason.
@@ -219,11 +217,6 @@ def choose(device: torch.device) -> Choice:
     if kind is None:
         return Choice("fp32", _phrase("no_device", type=device.type))
     name = name_of(device)
-    wrong = ""
-    if device.type == "mps":
-        wrong = failed_probe(device, torch.float16) or failed_lists(device, torch.float16)
-    if wrong:
-        return Choice("fp32", _phrase("probed_wrong", name=name, wrong=wrong), kind)
     return Choice(kind.policy, reason_of(kind, name), kind)
 
 
@@ -290,15 +283,11 @@ def name_of(device: torch.device) -> str:
 
 
 def default_device(index: int = 0) -> torch.device:
-    """The device that ``auto`` means: CUDA where there is one, a Mac's GPU, or else the CPU.
-
-    A Mac's GPU counts where a live probe finds its fp32 right.
-    """
+    """The device that ``auto`` means: CUDA where there is one, a Mac's GPU, or else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", index)
-    mps = torch.device("mps")
-    if torch.backends.mps.is_available() and not failed_probe(mps, torch.float32):
-        return mps
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
     return torch.device("cpu")
 
 
