@@ -31,7 +31,7 @@ from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
 from halfstep.precision.device_path import DevicePath, device_path
-from halfstep.precision.low_bit.clock import make_clock
+from halfstep.precision.low_bit.linear import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_

@@ -13,9 +13,12 @@ Shapes: N tokens, K input features, O output features.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -25,9 +28,6 @@ from torch.distributed.tensor import DTensor
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
 from halfstep.precision.casting.autocast import active_autocast
-from halfstep.precision.casting.region import Region
-from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
@@ -37,6 +37,60 @@ _LOW = torch.bfloat16
 Draw = tuple[int, int, int]
 """Seed, step and stream: what the random bits of an operand are a pure function of."""
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Region:
+    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
+
+    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
+    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
+    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Clock:
+    """Gives random bits for a step.
+
+    Attributes:
+        step: How many steps have been taken or skipped; the owner counts.
+
+    Args:
+        rank: Which part of each batch this process sees, so that ranks draw other bits.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.step = rank, 0
+        self._drawn: dict[int, int] = {}
+        self._drawn_at = 0
+
+    def draw(self, stream: int) -> tuple[int, int, int]:
+        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+        if self._drawn_at != self.step:
+            self._drawn.clear()
+            self._drawn_at = self.step
+        drawn = self._drawn.get(stream, 0)
+        self._drawn[stream] = drawn + 1
+        return drawn + (self.rank << 16), self.step, stream
+
+
+def make_clock() -> Clock:
+    """The clock of this process in a training run."""
+    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class LowBitLinear(Region):
@@ -218,7 +272,7 @@ def operand(
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
         rows: How many rows the result has: those of ``x``, and zeros.
-        mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
+        mix: Whether the rows, tokens in bf16, are mixed first; see :func:`mixed`.
         scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
 
     Returns:
@@ -274,3 +328,41 @@ def _draw(scheme: Scheme, layer: LowBitLinear, product: str) -> Draw | None:
     if not scheme.stochastic:
         return None
     return layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
+
+
+TOKENS = 16
+"""How many tokens are mixed."""
+
+SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], device="cpu") / 4.0
+"""fp32, (16,): the sign of each token, times the matrix's norm."""
+
+
+def mixed(x_NF: Tensor) -> Tensor:
+    """Numbers whose tokens are mixed, 16 at a time, by a random Hadamard matrix.
+
+    It spreads outliers over 16 tokens before a weight's gradient. Both operands of the product are
+    multiplied by it, and it cancels there, since it is orthogonal::
+
+        y = H S x / 4    S the diagonal matrix of fixed random signs, H Sylvester's matrix of +-1
+
+    The arithmetic is defined here, so that every device and kernel has the same bits: ``x`` times
+    +-1/4, four rounds of sums and differences in fp32 (of tokens 1, 2, 4 and 8 apart), and one
+    rounding to bf16. Each term of a number goes through four additions, so that before the last
+    rounding the number is off by at most 4 u / (1 - 4 u) times the sum of magnitudes, u = 2^-24.
+
+    **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4, for the 16 tokens;
+    TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``, for the signs; Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2nd ed., 4.2, for the bound.
+
+    Args:
+        x_NF: bf16, (N tokens, F features); N a multiple of 16.
+
+    Returns:
+        bf16, of the same shape.
+    """
+    blocks, features = x_NF.shape[0] // TOKENS, x_NF.shape[1]
+    y = x_NF.reshape(blocks, TOKENS, features).float() * SIGNS.to(x_NF.device)[:, None]
+    for apart in (1, 2, 4, 8):
+        a, b = y.reshape(blocks, TOKENS // 2 // apart, 2, apart, features).unbind(2)
+        y = torch.stack((a + b, a - b), 2)
+    return y.to(x_NF.dtype).reshape(x_NF.shape)
