@@ -465,7 +465,7 @@ def take_again(captured: Captured, engine: Precision, run: Callable[[Any], objec
     with _repeating(captured, engine.model) as batches:
         for batch in batches:
             run(batch)
-        engine.on_incurable = judged.append
+        engine.outcome.on_incurable = judged.append
         try:
             result = engine.step()
             reason = result.reason or "applied"

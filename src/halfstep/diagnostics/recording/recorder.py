@@ -151,14 +151,14 @@ class Recorder:
         self._precision = require(
             precision, Precision, "Recorder(precision)", "a halfstep.Precision"
         )
-        if precision.on_incurable is not None:
+        if precision.outcome.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
         if type(captures) is not int or captures < 0:
             raise PrecisionError(f"captures={captures!r}; allowed: how many to keep, or 0 for none")
         self._captures = Captures(Path(folder), captures) if captures else None
         self._log = StepLog(str(precision.policy), folder, precision.choices[1])
         self._log.open(self._step)
-        precision.on_incurable = self._failed
+        precision.outcome.on_incurable = self._failed
         self._last: Finding | None = None  # of the step that is being answered
         self._stopping = 0  # its number
 
@@ -195,7 +195,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write nothing more."""
-        self._precision.on_incurable = None
+        self._precision.outcome.on_incurable = None
         self._log.close()
 
     def __enter__(self) -> Self:
