@@ -20,7 +20,6 @@ F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
         ("bf16-masters", "bf16-master"),
         ("bf16_pure", "bf16-pure"),
         ("fp23", "fp32"),
-        ("16-mixe", "16-mixed"),
         ("tf32-mixed", "tf32"),
         ("float16-mixed", "fp16-mixed"),
         ("bfloat16_true", "bfloat16"),
