@@ -114,8 +114,8 @@ def test_fields_after_a_name_change_that_policy():
     for text, moments in (("bf16-split,moments=8bit", "8bit"), ("bf16-sr,moments=fp32", "fp32")):
         assert parse_policy(text) == replace(POLICIES[text.split(",")[0]], moments=moments)
         assert str(parse_policy(text)) == text
-    assert parse_policy("amp,init_scale=1024").loss_scale.init_scale == 1024.0
-    assert parse_policy("amp , hysteresis=2").loss_scale.hysteresis == 2
+    assert parse_policy("half,init_scale=1024").loss_scale.init_scale == 1024.0
+    assert parse_policy("half , hysteresis=2").loss_scale.hysteresis == 2
 
 
 def test_field_strings_that_are_no_preset():
@@ -182,7 +182,7 @@ def write(folder, text: str) -> str:
     [
         ("", POLICIES["fp32"]),
         ('base = "bf16-mixed"', POLICIES["bf16-mixed"]),
-        ('base = "amp"', POLICIES["fp16-mixed"]),
+        ('base = "half"', POLICIES["fp16-mixed"]),
         ('base = "params=bf16"', POLICIES["bf16-master"]),
         ('params = "bf16"\nmaster = "fp32"', POLICIES["bf16-master"]),
         ('compute = "tf32"', POLICIES["tf32"]),
