@@ -19,7 +19,7 @@ import math
 import torch
 
 from common import BLACK, BLUE, GREEN, ORANGE, PINK, Lab
-from halfstep import BF16, E2M1, E4M3FN, E5M2, FP16
+from halfstep.formats import BF16, E2M1, E4M3FN, E5M2, FP16
 
 lab = Lab("formats")
 VALUE, AT = 0.1, 1.0  # the number that is rounded, and where the number line begins

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from common import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
-from halfstep import FP16, Precision, first_cause
+from halfstep import Precision, first_cause
+from halfstep.formats import FP16
 
 lab = Lab("overflow")
 POWERS, STEPS = (20, 2) if lab.quick else (20, 60)  # how often activations double; training before

@@ -75,11 +75,16 @@ def test_a_choice_by_name_and_value():
 
 
 def test_formats_are_public_values():
-    formats = (halfstep.FP32, halfstep.TF32, halfstep.BF16, halfstep.FP16)
-    assert [f.name for f in (*formats, halfstep.E4M3FN, halfstep.E5M2)] == [
+    formats = (
+        halfstep.formats.FP32,
+        halfstep.formats.TF32,
+        halfstep.formats.BF16,
+        halfstep.formats.FP16,
+    )
+    assert [f.name for f in (*formats, halfstep.formats.E4M3FN, halfstep.formats.E5M2)] == [
         "fp32", "tf32", "bf16", "fp16", "e4m3fn", "e5m2"
     ]  # fmt: skip
-    assert halfstep.FP16.max == 65504
+    assert halfstep.formats.FP16.max == 65504
 
 
 def precision(*arguments):

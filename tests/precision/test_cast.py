@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
-from halfstep.errors import PrecisionError
 from halfstep.precision.casting.cast import (
     around_model,
     cast_at_border,
@@ -205,11 +204,17 @@ def test_a_copy_of_a_model_is_a_plain_fp32_model_with_the_exact_weights(name):
 
 
 @pytest.mark.parametrize("name", [n for n in STORED if STORED[n] != torch.float32])
-def test_torchs_average_of_16_bit_weights_is_refused(name):
+def test_torchs_average_of_16_bit_weights_is_in_fp32(name):
     model = mlp()
     precision = Precision(scaled(name), model, OPTIMIZERS["adamw-loop"](model.parameters()))
-    with pytest.raises(PrecisionError, match=r"halfstep\.EMA"):
-        torch.optim.swa_utils.AveragedModel(model)
+    rule = torch.optim.swa_utils.get_ema_avg_fn(0.999)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=rule)
+    for _ in range(3):
+        average.update_parameters(model)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    for key, value in model.named_parameters():
+        # the first update copies; the others multiply a 16-bit weight by 0.001 in 16 bits
+        assert torch.allclose(average.module.get_parameter(key), value.float(), rtol=2**-16)
     del precision
 
 

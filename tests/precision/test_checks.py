@@ -263,7 +263,7 @@ def test_an_unknown_policy_changes_nothing():
 
 def test_the_object_says_what_it_runs():
     model = mlp()
-    precision = Precision("amp", model, OPTIMIZERS["sgd"](model.parameters()))
+    precision = Precision("half", model, OPTIMIZERS["sgd"](model.parameters()))
     assert str(precision.policy) == "fp16-mixed"
     assert precision.device == torch.device("cpu")
     assert precision.support.status == "simulated"

@@ -6,8 +6,8 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy import devices, probe
-from halfstep.precision.policy.devices import DEVICES, choose, default_device, kind_named, kind_of
+from halfstep.precision.policy import devices
+from halfstep.precision.policy.devices import DEVICES, choose, kind_named, kind_of
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 
@@ -69,16 +69,6 @@ def pretend_cpu(monkeypatch, flags):
         monkeypatch.setattr(
             module, "cpu_has_bf16", lambda: bool({"bf16", "avx512_bf16", "amx_bf16"} & flags)
         )
-
-
-def pretend_mac(monkeypatch, wrong=()):
-    """A Mac's GPU that the probe finds wrong in these dtypes."""
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(
-        devices, "failed_probe", lambda device, dtype: "product: wrong" if dtype in wrong else ""
-    )
-    monkeypatch.setattr(devices, "failed_lists", lambda device, dtype: "")
 
 
 @pytest.mark.parametrize(("name", "capability", "policy"), GPUS)
@@ -154,86 +144,6 @@ def test_without_the_device_auto_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = halfstep.support("auto", "cuda")
     assert (found.status, found.nearest) == ("refused", "fp32 on --device cpu")
-
-
-def test_a_mac_is_probed(monkeypatch):
-    pretend_mac(monkeypatch)
-    assert choose(MPS).policy == "fp16-mixed"
-    assert default_device() == MPS
-    pretend_mac(monkeypatch, {torch.float16})
-    chosen = choose(MPS)
-    assert chosen.policy == "fp32"
-    assert "product: wrong" in chosen.reason
-    pretend_mac(monkeypatch, {torch.float16, torch.float32})
-    assert default_device() == CPU
-
-
-# --- the probe ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cpu_passes_the_probe(dtype):
-    assert probe.failed_probe.__wrapped__(CPU, dtype) == ""
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("part", ["result", "first gradient", "second gradient"])
-def test_the_probe_finds_what_is_wrong(monkeypatch, part, dtype):
-    """A device that loses four bits of the format, in the result or in a gradient."""
-
-    def worse(t):
-        # a relative error of 16 units of the format, twice what a right device may have
-        return t * (1 + 32 * torch.finfo(dtype).eps + 256 * 2.0**-23)
-
-    class Spoilt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return worse(x @ w) if part == "result" else x @ w
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            a, b = g @ w.T, x.T @ g
-            return (worse(a) if part.startswith("first") else a,
-                    worse(b) if part.startswith("second") else b)  # fmt: skip
-
-    def product(x, w):
-        return x @ w if x.dtype == torch.float64 else Spoilt.apply(x, w)
-
-    monkeypatch.setattr(probe, "_PROBES", (product,))
-    assert f"product: its {part}" in probe.failed_probe.__wrapped__(CPU, dtype)
-
-
-def test_the_probe_finds_sums_in_fp16(monkeypatch):
-    def large_sum(x, w):
-        exact = probe._large_sum(x, w)
-        if x.dtype != torch.float16:
-            return exact
-        sign = torch.ones_like(w)
-        sign[32:] = -1
-        total = exact * 0
-        for k in range(64):  # every partial sum is rounded to fp16, as without fp32 sums
-            total = total + 100 * (100 * sign + w.round())[k]
-        return total
-
-    monkeypatch.setattr(probe, "_PROBES", (large_sum,))
-    assert "large sum" in probe.failed_probe.__wrapped__(CPU, torch.float16)
-    assert probe.failed_probe.__wrapped__(CPU, torch.float32) == ""
-
-
-def test_an_operation_that_a_device_lacks_fails_the_probe(monkeypatch):
-    def convolution(x, w):
-        if x.dtype == torch.float64:
-            return x @ w
-        raise NotImplementedError('"conv" not implemented for Half\nand more')
-
-    monkeypatch.setattr(probe, "_PROBES", (convolution,))
-    said = probe.failed_probe.__wrapped__(CPU, torch.float16)
-    assert said == 'convolution: "conv" not implemented for Half'
-
-
-# --- auto at every door ---------------------------------------------------------------------------
 
 
 def test_auto_waits_for_its_device():

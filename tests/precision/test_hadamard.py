@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from halfstep.precision.low_bit.hadamard import mixed
+from halfstep.precision.low_bit.linear import mixed
 from reference.blocks import bell
 
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])

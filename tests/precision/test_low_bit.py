@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.linear import bits_of
+from halfstep.precision.low_bit.linear import Clock, bits_of
 from halfstep.precision.masters.rounding import random_bits
 from reference.blocks import quantize
 

@@ -1,13 +1,10 @@
-"""A Mac's GPU: what a live probe finds right is honoured, all else refused; on patched devices."""
+"""A Mac's GPU, on which fp32 alone is honoured; on patched devices."""
 
 import pytest
 import torch
 
 import halfstep
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.precision.casting import autocast
-from halfstep.precision.casting.op_casts import AutocastCasts
-from halfstep.precision.policy import devices, probe
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer import memory
@@ -18,56 +15,19 @@ MPS = torch.device("mps")
 
 @pytest.fixture
 def mac(monkeypatch):
-    """A function that pretends to have a Mac's GPU that is wrong in some formats, or lists."""
-
-    def pretend(wrong=(), lists=()):
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        for module in (autocast, devices):
-            monkeypatch.setattr(
-                module, "failed_probe", lambda d, t: "norm: off" if t in wrong else ""
-            )
-            monkeypatch.setattr(
-                module, "failed_lists", lambda d, t: "autocast: softmax" if t in lists else ""
-            )
-
-    return pretend
+    """Pretend to have a Mac's GPU."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_what_the_probe_finds_right_is_native(mac, name):
-    mac()
-    found = halfstep.support(name, MPS)
-    assert found.status == ("refused" if name == "tf32" else "native")
-    assert "probe" in found.reason or name == "tf32"
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_what_it_finds_wrong_is_refused_with_what_was_wrong(mac, name):
-    mac(wrong={POLICIES[name].compute_dtype})
-    found = halfstep.support(name, MPS)
-    assert found.status == "refused"
-    if name != "tf32":
-        assert "norm: off" in found.reason
-        # what is offered instead can be honoured
-        nearest, _, device = found.nearest.partition(" on --device ")
-        assert halfstep.support(nearest, device or MPS).status != "refused"
-
-
-def test_other_lists_refuse_what_is_cast_op_by_op_alone(mac):
-    mac(lists={torch.bfloat16})
-    assert "autocast: softmax" in halfstep.support("bf16-mixed", MPS).reason
-    for name in ("bf16-master", "bf16-split", "fp16-mixed", "fp32"):
-        assert halfstep.support(name, MPS).status == "native"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "lists", "policy"),
-    [((), (), "fp16-mixed"), ((torch.float16,), (), "fp32"), ((), (torch.float16,), "fp32")],
-)
-def test_auto_takes_what_is_right(mac, wrong, lists, policy):
-    mac(set(wrong), set(lists))
-    assert str(halfstep.parse_policy("auto", MPS)) == policy
+@pytest.mark.usefixtures("mac")
+def test_fp32_alone_is_native_and_what_auto_takes():
+    for name in POLICIES:
+        found = halfstep.support(name, MPS)
+        assert (found.status, found.nearest) == (
+            ("native", "") if name == "fp32" else ("refused", "fp32")
+        )
+    assert str(halfstep.parse_policy("auto", MPS)) == "fp32"
     assert halfstep.support("auto", MPS).status == "native"
 
 
@@ -81,37 +41,17 @@ def test_without_a_mac():
         halfstep.autocast("bf16-mixed", "mps")
 
 
-def test_devices_by_name(mac):
-    mac()
+@pytest.mark.usefixtures("mac")
+def test_devices_by_name():
     assert choose_device("mps") == choose_device("auto") == MPS
-    mac(wrong={torch.float32})
-    assert choose_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="allowed: auto, cpu, mps, cuda, cuda:N"):
         choose_device("mps:1")
 
 
-def test_its_memory(mac, monkeypatch):
-    mac()
+@pytest.mark.usefixtures("mac")
+def test_its_memory(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 9 * 10**9)
     assert memory.memory_bytes(MPS) == 9 * 10**9
-
-
-# The lists of torch's autocast on a CPU differ from CUDA's, and halfstep's are CUDA's: the one must
-# fail and the other pass.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_lists_are_compared(dtype):
-    cpu, lists = torch.device("cpu"), probe.failed_lists.__wrapped__
-    assert lists(cpu, dtype) == f"autocast: softmax comes in {str(dtype).removeprefix('torch.')}"
-    with AutocastCasts():
-        assert lists(cpu, dtype) == ""
-
-
-def test_every_entry_of_the_lists_can_fail(monkeypatch):
-    cpu = torch.device("cpu")
-    for name, (run, fp32) in probe._LISTS.items():
-        wrong = (lambda x: x) if fp32 else (lambda x: x.float())
-        monkeypatch.setattr(probe, "_LISTS", {name: (wrong, fp32)})
-        assert name in probe.failed_lists.__wrapped__(cpu, torch.bfloat16), run
 
 
 def test_fp64_is_computed_on_the_host():

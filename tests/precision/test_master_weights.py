@@ -266,25 +266,6 @@ def test_masters_that_are_made_in_inference_mode_can_be_updated():
     assert not torch.equal(model[0].weight, before)
 
 
-def test_what_comes_after_a_parameter_without_a_gradient_is_stepped():
-    """The closure's way to an optimizer hands gradients over one by one."""
-    unused, used = nn.Linear(2, 2), nn.Linear(2, 1, bias=False)
-    model = nn.ModuleList([unused, used])
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=1)
-    precision = Precision("bf16-master", model, optimizer)
-    before = used.weight.clone()
-
-    def closure():
-        with precision.autocast():
-            loss = used(torch.ones(1, 2)).square().sum()
-        precision.backward(loss)
-        return loss
-
-    assert precision.step(closure).applied
-    assert not torch.equal(used.weight, before)
-    assert unused.weight.grad is None
-
-
 @pytest.mark.parametrize("last", [True, False])
 def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_changed(last):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

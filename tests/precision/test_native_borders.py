@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import halfstep
 from halfstep.kernels import rows
 from halfstep.kernels.forward import loaded
-from halfstep.precision.casting import autocast, native_ops
+from halfstep.precision.casting import autocast, op_casts
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
 LOW = torch.bfloat16
-MANY = 4, native_ops.MANY // 4
+MANY = 4, op_casts.MANY // 4
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def default_dtype(dtype):
 @pytest.mark.parametrize("layout", ["one number for all", "a column"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_a_gain_of_any_layout(norm, layout):
-    width = native_ops.MANY // 8
+    width = op_casts.MANY // 8
     x = torch.randn(8, width).to(LOW).requires_grad_()
     held = torch.randn(1) if layout == "one number for all" else torch.randn(width, 2)
     gain = held.expand(width) if layout == "one number for all" else held[:, 1]

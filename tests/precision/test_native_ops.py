@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.kernels.forward import loaded
-from halfstep.precision.casting import autocast, native_ops
+from halfstep.precision.casting import autocast, op_casts
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
 
@@ -37,8 +37,8 @@ def taken(monkeypatch):
 
         return run
 
-    kernels = {f: watch(f, k) for f, k in native_ops.KERNELS.items()}
-    monkeypatch.setattr(native_ops, "KERNELS", kernels)
+    kernels = {f: watch(f, k) for f, k in op_casts.KERNELS.items()}
+    monkeypatch.setattr(op_casts, "KERNELS", kernels)
     return found
 
 
@@ -46,7 +46,7 @@ def heads(*shape, dtype=torch.float32):
     return torch.randn(*(shape or (2, 3, 32, 16)), dtype=dtype, requires_grad=True)
 
 
-FEW = 4, native_ops.MANY // 4
+FEW = 4, op_casts.MANY // 4
 CALLS = {
     "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(
         heads(), heads(), heads(), is_causal=True
@@ -97,7 +97,7 @@ class Own(torch.Tensor):
 
 LOW = torch.ones(4, dtype=torch.bfloat16)
 LOGITS, CLASSES = torch.ones(2, 3), torch.tensor([0, 1])
-MANY_LOGITS = torch.ones(2, native_ops.MANY // 2)
+MANY_LOGITS = torch.ones(2, op_casts.MANY // 2)
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import POLICIES, Precision, autocast
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
+from halfstep.precision.casting import op_casts
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import cast_at_border, cast_parameters_
-from halfstep.precision.casting.op_casts import LEAVES, AutocastCasts, StoredCasts, body_of
+from halfstep.precision.casting.op_casts import LEAVES, AutocastCasts, StoredCasts
 from halfstep.precision.casting.op_table import (
     AUTOCAST,
     AUTOCAST_ON_CPU,
@@ -161,16 +162,16 @@ def test_functions_of_python_are_cast_inside(policy):
     assert torch.allclose(weights.sum(-1), torch.ones(2, 3), atol=1e-6)  # fp32, 3 terms
 
 
-def test_the_body_of_a_function_follows_its_module(monkeypatch):
-    body = body_of(F.softmin)
-    assert body is body_of(F.softmin) is not F.softmin
-    assert body_of(len) is None
-    assert body_of(test_spellings_are_derived) is None
-    x = torch.randn(4)
-    assert torch.equal(body(x, 0), F.softmin(x, 0))
-    monkeypatch.setattr(F, "_get_softmax_dim", lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        body(x)
+def test_an_older_torch_runs_the_same_functions_inside(monkeypatch):
+    """torch 2.11 and 2.12 have no ``redispatch_function``."""
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    with autocast("bf16-mixed", "cpu"):
+        expected = *attention(x, x, x), F.softmin(x, -1)
+    monkeypatch.setattr(op_casts, "_run_body", op_casts._redispatched)
+    with autocast("bf16-mixed", "cpu"):
+        found = *attention(x, x, x), F.softmin(x, -1)
+    assert [t.dtype for t in found] == [B16, F32, F32]
+    assert all(map(torch.equal, found, expected))
 
 
 def test_functions_that_are_not_looked_into_have_nothing_of_the_table_inside():
@@ -195,7 +196,7 @@ def test_functions_that_are_not_looked_into_have_nothing_of_the_table_inside():
 
     for leaf in LEAVES:
         with Look() as look:
-            (body_of(leaf) or leaf)(*calls.get(leaf, (x,)))
+            op_casts._unasked(leaf)(*calls.get(leaf, (x,)))
         assert not known & {*look.seen}, leaf
 
 

@@ -20,7 +20,6 @@ F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
         ("bf16-masters", "bf16-master"),
         ("bf16_pure", "bf16-pure"),
         ("fp23", "fp32"),
-        ("16-mixe", "16-mixed"),
         ("tf32-mixed", "tf32"),
         ("float16-mixed", "fp16-mixed"),
         ("bfloat16_true", "bfloat16"),
@@ -115,8 +114,8 @@ def test_fields_after_a_name_change_that_policy():
     for text, moments in (("bf16-split,moments=8bit", "8bit"), ("bf16-sr,moments=fp32", "fp32")):
         assert parse_policy(text) == replace(POLICIES[text.split(",")[0]], moments=moments)
         assert str(parse_policy(text)) == text
-    assert parse_policy("amp,init_scale=1024").loss_scale.init_scale == 1024.0
-    assert parse_policy("amp , hysteresis=2").loss_scale.hysteresis == 2
+    assert parse_policy("half,init_scale=1024").loss_scale.init_scale == 1024.0
+    assert parse_policy("half , hysteresis=2").loss_scale.hysteresis == 2
 
 
 def test_field_strings_that_are_no_preset():
@@ -183,7 +182,7 @@ def write(folder, text: str) -> str:
     [
         ("", POLICIES["fp32"]),
         ('base = "bf16-mixed"', POLICIES["bf16-mixed"]),
-        ('base = "amp"', POLICIES["fp16-mixed"]),
+        ('base = "half"', POLICIES["fp16-mixed"]),
         ('base = "params=bf16"', POLICIES["bf16-master"]),
         ('params = "bf16"\nmaster = "fp32"', POLICIES["bf16-master"]),
         ('compute = "tf32"', POLICIES["tf32"]),

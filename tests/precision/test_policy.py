@@ -31,11 +31,9 @@ TABLE = {
 FIELDS = ("param", "compute", "output", "grad", "reduce", "master")
 # The design, section 2, in brackets behind the names, and a few more.
 ALIASES = {
-    "fp32": "32 32-true float32 no",
-    "bf16-mixed": "bf16 amp_bf16 bfloat16 BF16 mixed_bfloat16",
-    "fp16-mixed": "fp16 16-mixed amp float16 half 16 mixed_float16 FP16-Mixed amp_fp16",
-    "bf16-pure": "bf16-true",
-    "fp16-pure": "fp16-true 16-true",
+    "fp32": "no",
+    "bf16-mixed": "bf16 bfloat16 BF16",
+    "fp16-mixed": "fp16 float16 half FP16-Mixed",
 }
 
 

@@ -29,7 +29,6 @@ PROMISED = {
     "PrecisionPolicy",
     "POLICIES",
     "LossScaleConfig",
-    "FloatFormat",
     "parse_policy",
     "explain",
     "support",
@@ -38,7 +37,6 @@ PROMISED = {
     "PrecisionError",
     "NonFiniteError",
     "ConfigError",
-    "DataError",
     "CheckpointError",
 }
 

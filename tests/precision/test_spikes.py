@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 from halfstep import Precision, PrecisionError, SpikeError
 from halfstep.optim.optimizers import SGD
@@ -294,38 +293,6 @@ def test_a_state_without_a_window_begins_a_new_one():
     with pytest.raises(PrecisionError, match="spikes="):
         guarded.load_state_dict({**state, "spikes": {"window": 1}})
     precision.load_state_dict({**state, "spikes": guarded.state_dict()["spikes"]})  # not needed
-
-
-@pytest.mark.filterwarnings("ignore:the step is left out")
-def test_a_closure_is_judged_by_its_first_evaluation():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
-    precision = Precision("fp32", model, optimizer, on_spike="skip:1")
-    times, x = [1.0], torch.randn(64, 4)
-
-    def closure():
-        optimizer.zero_grad()
-        with precision.autocast():
-            loss = ((model(x) - x.sum(1, keepdim=True)).square().mean() + 1) * times[0]
-        precision.backward(loss)
-        return loss
-
-    for _ in range(30):
-        assert precision.step(closure).applied
-    before = snapshot(model, optimizer, precision)
-    times[0] = 1e4
-    assert precision.step(closure).reason in ("loss_spike", "gradient_spike")
-    assert differences(before, snapshot(model, optimizer, precision)) == []
-    times[0] = 1.0
-    assert precision.step(closure).applied
-
-    def climbing():
-        loss = closure()
-        times[0] = 1e4  # a line search may go far out
-        return loss
-
-    assert precision.step(climbing).applied
 
 
 # Real runs. The full acceptance is slow; a short part of it always runs.

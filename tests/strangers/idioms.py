@@ -369,32 +369,6 @@ def truncated_backpropagation(kit: Kit) -> None:
         state = tuple(part.detach() for part in state)
 
 
-@idiom
-def closure(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-
-        def evaluate(number: int = number) -> Tensor:
-            loop.optimizers[0].zero_grad()
-            return back(loop, number)
-
-        loop.step_with(evaluate)
-
-
-@idiom
-def lbfgs(kit: Kit) -> None:
-    model = mlp()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    loop = kit.take(model, optimizer)
-    for _ in range(3):
-
-        def evaluate() -> Tensor:
-            optimizer.zero_grad()
-            return back(loop, 0)
-
-        loop.step_with(evaluate)
-
-
 # --- weights --------------------------------------------------------------------------------------
 
 
@@ -477,7 +451,9 @@ def average_of_a_deepcopy(kit: Kit) -> None:
 @idiom
 def averaged_model(kit: Kit) -> None:
     loop = usual(kit)
-    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    # torch's other way, a fused kernel, takes no average of another dtype than the weights'
+    rule = torch.optim.swa_utils.get_swa_avg_fn()
+    average = torch.optim.swa_utils.AveragedModel(loop.model, avg_fn=rule)
     for number in range(STEPS):
         back(loop, number)
         loop.step()

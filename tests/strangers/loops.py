@@ -64,11 +64,6 @@ class Loop:
             optimizer.step()
         self.discard()
 
-    def step_with(self, closure: Callable[[], Any]) -> None:
-        (optimizer,) = self.optimizers
-        optimizer.step(closure)
-        self.discard()
-
     def state(self) -> Any:
         return {}
 
@@ -99,9 +94,6 @@ class HalfLoop(Loop):
     def step(self, max_norm: float | None = None) -> None:
         result = self.precision.step(max_norm=max_norm)
         assert result.applied, f"a step was skipped that fp32 takes: {result.reason}"
-
-    def step_with(self, closure: Callable[[], Any]) -> None:
-        assert self.precision.step(closure).applied
 
     def state(self) -> Any:
         return copy.deepcopy(self.precision.state_dict())

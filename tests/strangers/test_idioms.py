@@ -12,7 +12,7 @@ from strangers.idioms import IDIOMS
 from strangers.loops import POLICIES, distance, verdict
 
 # What makes small differences of gradients large: they are divided by each other.
-AMPLIFIES = {"lbfgs": 8.0, "contrastive_momentum_encoder": 3.0}
+AMPLIFIES = {"contrastive_momentum_encoder": 3.0}
 # Formats whose own defects are larger than their distance in a calm loop (docs/limits.md).
 DEFECTS = {
     ("adamw", "fp16-pure,init_scale=256"): 0.5,  # (1 - beta2) g^2 underflows for |g| < 0.0055
@@ -20,8 +20,6 @@ DEFECTS = {
 OWN_OPTIMIZER = tuple(p for p in POLICIES if p.startswith("bf16-s") or p == "bf16-kahan")
 STORED_16_BIT = tuple(p for p in POLICIES if p != "fp32" and "mixed" not in p)
 REFUSED = {
-    "lbfgs": OWN_OPTIMIZER,  # torch's LBFGS keeps no remainders
-    "averaged_model": STORED_16_BIT,  # it would average in 16 bits; halfstep.EMA does not
     "batch_norm": STORED_16_BIT,  # with the rule that cures it
     "sparse_embedding": OWN_OPTIMIZER,  # halfstep's optimizers take dense gradients
     "backward_of_the_loss_itself": POLICIES,  # not scaled, and not seen

@@ -60,15 +60,12 @@ def test_a_cpu_without_bf16_takes_fp32(monkeypatch):
     assert {row.form: row.here for row in found.forms}["bf16"] == "simulated"
 
 
-def test_slow_products_and_a_wrong_probe_are_told(monkeypatch, quick):
+def test_slow_products_are_told(monkeypatch, quick):
     pretend(monkeypatch, {"amx_bf16"})
     quick["bf16-mixed"] = 5e8
-    monkeypatch.setattr(machine, "failed_probe", lambda device, dtype: "norm: off")
     found = diagnose(CPU)
     assert found.product_times == 2
     assert any("2.00 times as long as in fp32" in note for note in found.notes)
-    assert any(note.startswith("bf16: a probe found it wrong here (norm: off)")
-               for note in found.notes)  # fmt: skip
 
 
 def test_a_torch_without_kernels_for_the_gpu_is_told(monkeypatch):
@@ -78,7 +75,6 @@ def test_a_torch_without_kernels_for_the_gpu_is_told(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(machine, "failed_probe", lambda device, dtype: "")
     found = diagnose(torch.device("cuda", 0))
     assert found.policy == "fp16-mixed"
     assert {row.form: row.here for row in found.forms}["bf16"] == "refused"
@@ -94,8 +90,7 @@ def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
     assert (found.family, found.policy, found.measured) == (kind.family, kind.policy, False)
     assert "nothing was measured" in found.notes[0]
     here = {row.form: row.here for row in found.forms}
-    if kind.type != "mps":
-        assert here[kind.policy.partition("-")[0]] == "native"
+    assert here[kind.policy.partition("-")[0]] == "native"
     # what is recommended to save memory must run there
     needed = "bf16" if found.smallest.startswith("bf16") else kind.policy.partition("-")[0]
     assert needed in kind.native
@@ -107,9 +102,9 @@ def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
         (["--device", "T4"], "take fp16-mixed: T4 (Turing) has tensor cores for fp16"),
         (["--device", "V100"], "take fp16-mixed: V100 (Volta)"),
         (["--device", "RTX 3090"], "take bf16-mixed: RTX 3090 (Ampere)"),
-        (["--device", "M2"], "take fp16-mixed: M2 (Apple M)"),
+        (["--device", "M2"], "take fp32: M2 (Apple M)"),
         (["--device", "cpu"], "fp32    native    native"),
-        (["--device", "mps"], "take fp16-mixed: mps (Apple M)"),  # where there is no Mac
+        (["--device", "mps"], "take fp32: mps (Apple M)"),  # where there is no Mac
         (["--device", "T4", "A100"], "T4      fp16-mixed  T4 (Turing)"),
         ([], "take "),
         ([], "cpu       "),

@@ -24,8 +24,8 @@ from halfstep.precision.casting.cast import (
     check_wrappers,
     give_back_,
 )
-from halfstep.precision.casting.region import Region
 from halfstep.precision.checks import one_device
+from halfstep.precision.low_bit.linear import Region
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place

@@ -154,7 +154,7 @@ def as_ranks(value: object) -> Ranks:
     if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
         raise PrecisionError(
             f"ranks={value!r}; allowed: halfstep.OneRank(), halfstep.ManyRanks(device), an object "
-            "with all methods of halfstep.Ranks, or None for torch.distributed's default group"
+            "with all their methods, or None for torch.distributed's default group"
         )
     ranks: Any = value
     return cast(Ranks, ranks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require
-from halfstep.precision.casting.buffers import check_buffers
 from halfstep.precision.casting.cast import CastInputs
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.scaling.spikes import as_state
 
@@ -96,6 +96,44 @@ def check_parameters(
         check_cast(placed)
     if policy.is_pure:
         _check_eps(policy, names, optimizers, kept)
+
+
+# Buffers that 16 bits break, by their names. bf16 distinguishes only 769 of the positions 0 to
+# 4095, a rotary angle computed from a rounded frequency is off by up to 8 radians there, and a
+# running mean loses the small updates that it accumulates.
+_BROKEN_IN_16_BITS = {
+    "running statistics": re.compile(
+        r"running_(mean|var|std)|e_score_correction_bias|(router|expert|gate)_?bias"
+    ),
+    "rope": re.compile(r"inv_freq|freqs$|rope|rotary|(^|_)(cos|sin)($|_)"),
+    "positions": re.compile(r"position|(^|_)pos($|_ids?)"),
+}
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse a model whose sensitive buffers are 16-bit already, since what they lost is gone."""
+    for name, buffer in model.named_buffers():
+        if buffer.dtype not in LOW:
+            continue
+        own = name.rpartition(".")[2].lower()
+        kind = next((kind for kind, known in _BROKEN_IN_16_BITS.items() if known.search(own)), "")
+        if kind and not (kind == "positions" and _are_exact(buffer)):
+            raise PrecisionError(
+                f"buffer {name} ({kind}) is {dtype_name(buffer.dtype)} already, by model.to() or "
+                "as it was loaded, and what that rounded is gone. Make or load the model in fp32 "
+                "and let the policy cast it, which leaves buffers alone"
+            )
+
+
+def _are_exact(positions: Tensor) -> bool:
+    """Whether 16 bits hold these positions, or they are no whole numbers, as a learned table's."""
+    if positions.is_meta:
+        return False
+    values = positions.float()
+    if not bool((values == values.round()).all()):
+        return True
+    below = values.abs().max() < 2 / torch.finfo(positions.dtype).eps if values.numel() else True
+    return bool(below) or len(torch.unique(values)) == values.numel()
 
 
 def _check_owned(owned: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
@@ -201,26 +239,6 @@ def as_inputs(value: object) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return tuple(require(value, (list, tuple), "backward(inputs)", "a tensor, or a list of some"))
-
-
-def as_closure(value: object) -> Callable[[], Any]:
-    """The argument as a closure for a step, or an error if it is neither a closure nor a loss."""
-    if callable(value):
-        return value
-    raise PrecisionError(
-        f"step() got a {type(value).__name__}; allowed: the loss as a scalar tensor (not "
-        "loss.item()), a closure that calls precision.backward, or nothing"
-    )
-
-
-def require_one(optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-    """Refuse a closure with several optimizers, since each would evaluate it separately."""
-    if len(optimizers) != 1:
-        raise PrecisionError(
-            f"step(closure) with {len(optimizers)} optimizers: each would evaluate the loss of "
-            "all; make one Precision for each optimizer, or step without a closure"
-        )
-    return optimizers
 
 
 def no_backward() -> PrecisionError:

@@ -34,8 +34,10 @@ _OWNERS: Any = WeakIdKeyDictionary()
 """Maps a parameter to a weak reference to the :class:`StepDoor` of the Precision training it."""
 _DOORS: Any = WeakIdKeyDictionary()
 """Maps an optimizer to a weak reference to the :class:`StepDoor` that it steps through."""
-_LEFT: list[RemovableHandle] = []
-"""Hooks of all optimizers whose Precision is gone: they do nothing, and go with the next one."""
+_KEEPING: weakref.WeakSet[StepDoor] = weakref.WeakSet()
+"""The doors of policies whose 16-bit weights no other optimizer may update."""
+_watching: list[RemovableHandle] = []
+"""The one hook of all optimizers, there while :data:`_KEEPING` has doors."""
 
 
 class StepDoor:
@@ -49,8 +51,8 @@ class StepDoor:
     ) -> None:
         """Claim the optimizers' parameters; ``names`` maps the model's parameters to their names.
 
-        Where the policy keeps more than its 16-bit weights, every optimizer of the process is
-        watched for them, and the own optimizers stay shut even when the Precision is gone.
+        Where the policy keeps more than its 16-bit weights, no other optimizer may step them, and
+        the own optimizers stay shut even when the Precision is gone.
         """
         self._policy = policy
         # whether the weights are 16-bit and an optimizer without this policy would lose updates
@@ -68,17 +70,11 @@ class StepDoor:
         def refuse(optimizer: Optimizer, *_: Any) -> None:
             _require_open(own(), type(optimizer).__name__)
 
-        def refuse_others(optimizer: Optimizer, *_: Any) -> None:
-            door = own()
-            if door is not None:
-                door.require_mine(optimizer)
-
         self._handles = [o.register_step_pre_hook(refuse) for o in optimizers]
-        while _LEFT:
-            _LEFT.pop().remove()
-        self._others: RemovableHandle | None = None
         if self._keeps:
-            self._others = register_optimizer_step_pre_hook(refuse_others)
+            _KEEPING.add(self)
+            if not _watching:
+                _watching.append(register_optimizer_step_pre_hook(_require_mine))
 
     def take(self) -> None:
         """Claim the parameters that the optimizers hold now; groups may have been added or removed.
@@ -115,10 +111,9 @@ class StepDoor:
         """Release the optimizers and parameters: they may step without a Precision again."""
         for handle in self._handles:
             handle.remove()
-        if self._others is not None:
-            self._others.remove()
-        self._others = None
         self.leave()
+        if not _KEEPING and _watching:
+            _watching.pop().remove()
 
     def leave(self) -> None:
         """Release what the Precision held; if it kept more than weights, optimizers stay shut."""
@@ -127,9 +122,8 @@ class StepDoor:
                 handle.remove()
         for parameter in self._parameters:
             _OWNERS.pop(parameter, None)
-        if self._others is not None:  # a collector of garbage may run while torch reads its hooks
-            _LEFT.append(self._others)
-        self._others = None
+        # the hook of all optimizers stays: this may run while torch reads them
+        _KEEPING.discard(self)
         self._handles, self._parameters, self._optimizers = [], [], []
 
     def require_mine(self, optimizer: Optimizer) -> None:
@@ -151,6 +145,12 @@ class StepDoor:
                         "optimizer is not the Precision's. Give it all optimizers of the model: "
                         "Precision(policy, model, [first, second])"
                     )
+
+
+def _require_mine(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse, as a hook of all optimizers, a step over the 16-bit weights of some Precision."""
+    for door in list(_KEEPING):
+        door.require_mine(optimizer)
 
 
 def _owner_of(parameter: Tensor) -> StepDoor | None:

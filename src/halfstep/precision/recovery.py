@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
-from halfstep.precision.after_step import EMA
+from halfstep.precision.after_step import AfterStep
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.stepping import Gradients
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
@@ -305,71 +305,84 @@ class Guard:
             warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
 
 
-def make_guard(
-    choices: tuple[OnNonFinite, OnSpike],
-    spikes: SpikeDetector | None,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    ema: EMA | None,
-    ranks: Ranks,
-) -> Guard | None:
-    """A guard for the two choices; None where every error is raised."""
-    if {choice.action for choice in choices} <= {"off", "stop"}:
-        return None
-    averages = {} if ema is None else ema.averages
-    return Guard(choices, spikes, model, optimizers, averages, ranks)
+class Outcome:
+    """What follows once a step is judged: counts, the loss scale, schedules, average and recovery.
 
-
-class _BrokenClosure(Exception):
-    """An evaluation of the loss inside an optimizer's step was not finite."""
-
-
-def step_by_closure(
-    optimizer: Optimizer,
-    closure: Callable[[], Any],
-    masters: MasterWeights,
-    model: nn.Module,
-    examine: Callable[[bool], tuple[Judged, Gradients]],
-    max_norm: float | None,
-) -> Judged | None:
-    """Step an optimizer that evaluates the loss itself; undo all if an evaluation is not finite.
-
-    The closure sees the model's own parameters, rounded from the masters' present values.
-
-    Args:
-        optimizer: Its ``step`` takes a closure.
-        closure: Computes the loss and its gradients, and returns the loss.
-        masters: What the optimizer updates.
-        model: The model.
-        examine: Judges an evaluation, given whether it is the first, and returns its gradients.
-        max_norm: Clip the global 2-norm of each evaluation's gradients to this, or None.
-
-    Returns:
-        The verdict on the first evaluation, or on the one that broke the step; None without any.
+    Attributes:
+        on_broken: See :data:`OnBroken`.
+        on_incurable: Called with a step that no loss scale can help, before it is answered.
     """
-    seen: list[Judged] = []
 
-    def evaluate() -> Any:
-        masters.push_()
-        with masters.installed(False), torch.enable_grad():
-            value = closure()
-            judged, gradients = examine(not seen)
-        seen.append(judged)
-        if judged.broken:
-            raise _BrokenClosure
-        masters.hand_over([optimizer], gradients, clip_factor(judged.norm, max_norm))
-        return value
+    def __init__(
+        self,
+        *,
+        policy: PrecisionPolicy,
+        model: nn.Module,
+        masters: MasterWeights,
+        optimizers: Sequence[Optimizer],
+        ranks: Ranks,
+        choices: tuple[OnNonFinite, OnSpike],
+        after: AfterStep,
+    ) -> None:
+        self._policy, self._model, self._masters, self._ranks = policy, model, masters, ranks
+        self.after = after
+        self.progress = Progress(policy.loss_scale)
+        self.spikes = None if choices[1].action == "off" else SpikeDetector()
+        self._guard: Guard | None = None
+        if any(choice.action in ("skip", "rollback") for choice in choices):
+            averages = {} if after.ema is None else after.ema.averages
+            self._guard = Guard(choices, self.spikes, model, optimizers, averages, ranks)
+        self.on_broken: OnBroken | None = None
+        self.on_incurable: Callable[[Judged], None] | None = None
+        self.waits = after.waits or self._guard is not None
+        """Whether anything needs the outcome of a step at once."""
 
-    masters.take_written_()
-    with masters.installed():
-        before = Snapshot(model, [optimizer], {})
-        try:
-            optimizer.step(evaluate)
-        except _BrokenClosure:
-            before.restore_()
-            return seen[-1]
-    masters.push_()
-    return seen[0] if seen else None
+    def begin(self) -> None:
+        """Start the guard after the steps that are applied by now."""
+        with self._masters.installed():  # also makes states of sharded weights local parts
+            if self._guard is not None:
+                self._guard.start(self.progress.applied_total)
+
+    def applied(self, judged: Judged) -> StepResult:
+        """Count an applied step, and advance what follows it."""
+        result = self.progress.applied(judged)
+        if self.after.waits:
+            self.after(True, self._masters.items())
+        if self.spikes is not None:
+            self.spikes.remember(judged.loss, judged.norm)
+        if self._guard is not None:
+            with self._masters.installed():
+                self._guard.applied()
+        return result
+
+    def skipped(self, judged: Judged) -> StepResult:
+        """Count a skipped step, then lower the scale, let the guard recover, or raise."""
+        progress, undone = self.progress, 0
+        scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
+        error = failure(self._policy, scale, judged, self._model, self._ranks, row)
+        if error is not None and self.on_incurable is not None:
+            self.on_incurable(judged)  # all is as before the step
+        if self.on_broken is not None and not isinstance(error, SpikeError):
+            self.on_broken(judged, error, scale.value, row, progress.calibrating)
+        progress.skip()
+        if error is not None:
+            if self._guard is None:
+                raise error
+            with self._masters.installed():
+                undone = self._guard.answer(error)
+        self.after(False, ())
+        return progress.skipped(judged, undone)
+
+    def state(self, masters: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The policy, counts and the loss scale, the masters, and the spike detector's window."""
+        state = {"policy": str(self._policy), **self.progress.state(), "masters": masters}
+        return state if self.spikes is None else {**state, "spikes": self.spikes.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state`."""
+        self.progress.load(state, other_policy=state["policy"] != str(self._policy))
+        if self.spikes is not None:
+            self.spikes.restore_(state.get("spikes"))
 
 
 class Snapshot:

@@ -17,32 +17,36 @@ On CUDA the device takes these steps alone where it can: ``device_path.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import PrecisionError, SpikeError
+from halfstep.errors import PrecisionError
 from halfstep.precision import checks, ownership, recovery
 from halfstep.precision.after_step import EMA, AfterStep, OnSkip
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, upcast_
 from halfstep.precision.device_path import DevicePath, device_path
-from halfstep.precision.low_bit.clock import make_clock
+from halfstep.precision.low_bit.linear import make_clock
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import make_portable_
-from halfstep.precision.masters.stepping import Decision, Gradients, require_own_optimizer
+from halfstep.precision.masters.stepping import (
+    Decision,
+    DeviceDecision,
+    Gradients,
+    require_own_optimizer,
+)
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import Examiner, Judged, Progress, Ranks, clip_factor
+from halfstep.precision.scaling.gradients import Examiner, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
-from halfstep.precision.scaling.spikes import SpikeDetector
 
 
 class Precision:
@@ -102,22 +106,19 @@ class Precision:
                 been changed then.
         """
         checks.check_arguments(model, optimizer)
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         self.device = checks.one_device(model)
         self.policy = parse_policy(policy, self.device)
         self.support = require_support(self.policy, self.device)
-        self._progress = Progress(self.policy.loss_scale)
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        self.path: DevicePath | None = None  # the steps that are decided on the device
-        self.on_broken: recovery.OnBroken | None = None
-        self.on_incurable: Callable[[Judged], None] | None = None  # called before it is answered
-        self._loss: Tensor | None = None
-        self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
-        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-        self._after = AfterStep(schedulers, on_skip, ema, trainable)
         self.choices = recovery.parse_choices(on_nonfinite, on_spike)
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         self.clock = make_clock()
+        self._loss: Tensor | None = None
+        self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        trainable = [name for p, name in names.items() if p.requires_grad]
+        after = AfterStep(schedulers, on_skip, ema, trainable)
         reshard_(model)
         check_wrappers(self.policy, model)
         placed = place(self.policy, model)
@@ -126,41 +127,52 @@ class Precision:
         check_replicas(model.named_parameters(), self.ranks)
         self._door = ownership.StepDoor(self.policy, self.optimizers, names)
         try:
-            self._take(model, placed, upcast=upcast_trainable)
+            self._take(placed, after, upcast=upcast_trainable)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
             self._door.close()
             raise
 
-    def _take(self, model: nn.Module, placed: PlacedModel, *, upcast: bool) -> None:
+    def _take(self, placed: PlacedModel, after: AfterStep, *, upcast: bool) -> None:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
-        if upcast and self.policy.param_dtype == torch.float32:
+        policy, model = self.policy, self.model
+        if upcast and policy.param_dtype == torch.float32:
             upcast_(p for p in model.parameters() if p.requires_grad and p.dtype in LOW)
         self.masters = MasterWeights(placed, self.optimizers)
         self.masters.clear()  # older gradients belong to no step of this Precision
-        self._spikes = None if self.choices[1].action == "off" else SpikeDetector()
-        self._guard = recovery.make_guard(
-            self.choices, self._spikes, model, self.optimizers, self._after.ema, self.ranks
+        self.outcome = recovery.Outcome(
+            policy=policy,
+            model=model,
+            masters=self.masters,
+            optimizers=self.optimizers,
+            ranks=self.ranks,
+            choices=self.choices,
+            after=after,
         )
-        self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, self._spikes)
-        if self._spikes is None:  # the host tests for spikes, so it decides then
+        spikes = self.outcome.spikes
+        self._examiner = Examiner(model, self.masters, self.optimizers, self.ranks, spikes)
+        self.path: DevicePath | None = None  # the steps that are decided on the device
+        if spikes is None:  # the host tests for spikes, so it decides then
             self.path = device_path(self.optimizers, self.ranks, self.masters.installed)
         self._scalers = ownership.OneScaler()
-        self._watch = ownership.ForwardWatch(self.policy, self.device)
-        self.model = model
-        self._context = Autocast(self.policy, model, self.device, self.masters.adopt)
+        self._context = Autocast(policy, model, self.device, self.masters.adopt)
         cast_at_border(placed, self.clock)
-        hooks = [*self._watch.attach(model), *self.masters.handles]
+        watch = ownership.ForwardWatch(policy, self.device)
+        hooks = [*watch.attach(model), *self.masters.handles]
         if self.path is not None:
             hooks += self.path.attach(weakref.WeakMethod(self.settle))
         # a model with 16-bit weights needs its casts even after this Precision is gone
-        stays = self.policy.param_dtype != torch.float32
+        stays = policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
         make_portable_(model, ownership.is_ours, low, weakref.WeakMethod(self.masters.exact))
-        left = None if stays else model
         self._released = weakref.finalize(
-            self, ownership.release, self._door, self.masters.arrivals, hooks, left
+            self,
+            ownership.release,
+            door=self._door,
+            arrivals=self.masters.arrivals,
+            hooks=hooks,
+            model=None if stays else model,
         )
-        self._begin()
+        self.outcome.begin()
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
@@ -200,17 +212,16 @@ class Precision:
             self._loss = None  # its gradients have been cleared since
         # such as a gradient for an adversarial attack: it belongs to no step
         apart = inputs is not None and not self.masters.trains(asked)
-        with self._context.arithmetic():
-            if self.policy.loss_scale.kind == "dynamic":
-                self.settle()  # the last step may have lowered the scale
-            scale = self._progress.loss_scale.value
-            with self.masters.arrivals.running(scale, loss, asked):
-                scaled = (
-                    loss.reshape(()).float() * scale if self._progress.scaled else loss.reshape(())
-                )
-                scaled.backward(  # type: ignore[no-untyped-call]
-                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-                )
+        kind = self.policy.loss_scale.kind
+        if kind == "dynamic":
+            self.settle()  # the last step may have lowered the scale
+        scale, scaled = self.outcome.progress.loss_scale.value, loss.reshape(())
+        with self._context.arithmetic(), self.masters.arrivals.running(scale, loss, asked):
+            if kind != "none":
+                scaled = scaled.float() * scale
+            scaled.backward(  # type: ignore[no-untyped-call]
+                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+            )
         if apart:
             return
         self._last = weakref.ref(loss)
@@ -267,17 +278,14 @@ class Precision:
 
     def step(
         self,
-        loss: Tensor | Callable[[], Any] | None = None,
+        loss: Tensor | None = None,
         *,
         max_norm: float | None = None,
     ) -> StepResult:
         """Check, clip and apply the gradients, or skip the step; then clear them all.
 
         Args:
-            loss: Passed to :meth:`backward` first; leave it out if ``backward`` was called. Or a
-                closure, for optimizers such as ``LBFGS`` that evaluate the loss several times: it
-                clears gradients, computes the loss in :meth:`autocast`, calls :meth:`backward` and
-                returns the loss.
+            loss: Passed to :meth:`backward` first; leave it out if ``backward`` was called.
             max_norm: Clip the global 2-norm of the gradients to this, or None.
 
         Returns:
@@ -295,35 +303,57 @@ class Precision:
         self._require_open()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
-        self._require_own_weights()
-        if loss is not None and not isinstance(loss, Tensor):
-            return self._step_with(checks.as_closure(loss), max_norm)
+        self.outcome.after.require_own_weights()
         if loss is not None:
             if self._last is not None and self._last() is loss:
                 raise checks.twice()
             self.backward(loss)
         try:
             self.settle()
-            loss, gradients = self._gradients()
+            total, gradients = self._gradients()
             self.clock.step += 1
-            decision = None if self.path is None else self.path.decide(loss, gradients, max_norm)
+            decision = None if self.path is None else self.path.decide(total, gradients, max_norm)
             if self.path is not None and decision is not None:
-                self.masters.take_written_()
-                with self._door.open():
-                    self.masters.update_(gradients, decision)
+                self._update(gradients, decision)
                 result = self.path.result(decision, gradients, self._learn)
-                if self._after.waits or self._guard is not None:
-                    self.settle()  # schedules, EMA and guards need the outcome at once
+                if self.outcome.waits:
+                    self.settle()
                 return result
-            judged = self._examiner.judge(loss, gradients)
+            judged = self._examiner.judge(total, gradients)
             if judged.broken:
-                return self._skip(judged)
-            self.masters.take_written_()
-            with self._door.open():
-                self.masters.update_(gradients, clip_factor(judged.norm, max_norm))
+                return self.outcome.skipped(judged)
+            self._update(gradients, clip_factor(judged.norm, max_norm))
         finally:
             self.discard()
-        return self._applied(judged)
+        return self.outcome.applied(judged)
+
+    def _update(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
+        self.masters.take_written_()
+        with self._door.open():
+            self.masters.update_(gradients, factor)
+
+    def _learn(self, decision: Decision) -> StepResult:
+        """Count a step that the device took or skipped, as if the host had decided about it."""
+        judged = self._examiner.judged(decision)
+        return self.outcome.skipped(judged) if judged.broken else self.outcome.applied(judged)
+
+    def _gradients(self) -> tuple[Tensor, Gradients]:
+        """The loss, and the finished gradient of each tensor that is about to be updated."""
+        try:
+            loss = self._loss
+            if loss is None:
+                raise checks.no_backward()
+            if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
+                loss = torch.zeros_like(loss)
+            self.masters.adopt()
+            self._door.take()
+            gradients = self.masters.gradients()
+            if not gradients:
+                raise checks.no_gradients()
+        except PrecisionError:
+            self.ranks.cannot()
+            raise
+        return loss, gradients
 
     def settle(self) -> None:
         """Wait for the last step on the device, and raise the NonFiniteError that it ended with."""
@@ -334,66 +364,25 @@ class Precision:
     def loss_scale(self) -> LossScale:
         """The loss scale after the last step, whose outcome this waits for, as do all counts."""
         self.settle()
-        return self._progress.loss_scale
+        return self.outcome.progress.loss_scale
 
     @property
     def applied_total(self) -> int:
         """Applied steps."""
         self.settle()
-        return self._progress.applied_total
+        return self.outcome.progress.applied_total
 
     @property
     def skipped_total(self) -> int:
         """Skipped steps."""
         self.settle()
-        return self._progress.skipped_total
+        return self.outcome.progress.skipped_total
 
     @property
     def skipped_in_a_row(self) -> int:
         """Steps skipped since the last applied one."""
         self.settle()
-        return self._progress.skipped_in_a_row
-
-    def _learn(self, decision: Decision) -> StepResult:
-        """Count a step that the device took or skipped, as if the host had decided about it."""
-        judged = self._examiner.judged(decision)
-        return self._skip(judged) if judged.broken else self._applied(judged)
-
-    def _step_with(self, closure: Callable[[], Any], max_norm: float | None) -> StepResult:
-        """A step of an optimizer that evaluates the loss itself, as often as it likes."""
-        (optimizer,) = checks.require_one(self.optimizers)
-        self.settle()
-        self.clock.step += 1
-
-        def examine(first: bool) -> tuple[Judged, Gradients]:
-            loss, gradients = self._gradients()
-            self._loss = None
-            return self._examiner.judge(loss, gradients, first=first), gradients
-
-        try:
-            with self._door.open():
-                judged = recovery.step_by_closure(
-                    optimizer, closure, self.masters, self.model, examine, max_norm
-                )
-            if judged is None:
-                raise checks.no_backward()
-            if judged.broken:
-                return self._skip(judged)
-        finally:
-            self.discard()
-        return self._applied(judged)
-
-    def _applied(self, judged: Judged) -> StepResult:
-        """Update the loss scale, counters, schedules, EMA and guard after an applied step."""
-        result = self._progress.applied(judged)
-        if self._after.waits:
-            self._after(True, self.masters.items())
-        if self._spikes is not None:
-            self._spikes.remember(judged.loss, judged.norm)
-        if self._guard is not None:
-            with self.masters.installed():
-                self._guard.applied()
-        return result
+        return self.outcome.progress.skipped_in_a_row
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer updates, by the model's names: masters or parameters.
@@ -409,11 +398,10 @@ class Precision:
         self.masters.adopt()
         masters: dict[str, Tensor] = {}
         if self.policy.keeps_more_than_weights:
-            self._require_own_weights()
+            self.outcome.after.require_own_weights()
             self.masters.take_written_()
             masters = dict(self.masters.items())
-        state = {"policy": str(self.policy), **self._progress.state(), "masters": masters}
-        return state if self._spikes is None else {**state, "spikes": self._spikes.state()}
+        return self.outcome.state(masters)
 
     @torch.no_grad()
     def load_state_dict(
@@ -433,20 +421,18 @@ class Precision:
         self.settle()
         self.masters.adopt()
         masters = checks.check_state(state, self.policy, self.named_parameters(), weights)
-        progress = self._progress
-        progress.load(state, other_policy=state["policy"] != str(self.policy))
+        self.outcome.load(state)
+        progress = self.outcome.progress
         self.clock.step = progress.applied_total + progress.skipped_total
-        if self._spikes is not None:
-            self._spikes.restore_(state.get("spikes"))
         if masters:
             self.masters.load_(masters)
-        self._begin()
+        self.outcome.begin()
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
-        self._begin()
+        self.outcome.begin()
 
     def take_weights_(self) -> None:
         """Continue from the model's weights exactly as they are; masters and remainders are reset.
@@ -460,49 +446,3 @@ class Precision:
     def _require_open(self) -> None:
         if not self._released.alive:
             raise checks.closed()
-
-    def _require_own_weights(self) -> None:
-        if self._after.ema is not None:
-            self._after.require_own_weights()
-
-    def _begin(self) -> None:
-        """Start the guard after the steps that are applied by now."""
-        with self.masters.installed():  # also makes states of sharded weights local parts
-            if self._guard is not None:
-                self._guard.start(self._progress.applied_total)
-
-    def _gradients(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-        """The loss, and the finished gradient of each tensor that is about to be updated."""
-        try:
-            loss = self._loss
-            if loss is None:
-                raise checks.no_backward()
-            if self.masters.arrivals.cleared():  # as in torch, a step with zero gradients is a step
-                loss = torch.zeros_like(loss)
-            self.masters.adopt()
-            self._door.take()
-            gradients = self.masters.gradients()
-            if not gradients:
-                raise checks.no_gradients()
-        except PrecisionError:
-            self.ranks.cannot()
-            raise
-        return loss, gradients
-
-    def _skip(self, judged: Judged) -> StepResult:
-        """Count a skipped step, then lower the scale, let the guard recover, or raise."""
-        progress, undone = self._progress, 0
-        scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
-        error = recovery.failure(self.policy, scale, judged, self.model, self.ranks, row)
-        if error is not None and self.on_incurable is not None:
-            self.on_incurable(judged)  # all is as before the step
-        if self.on_broken is not None and not isinstance(error, SpikeError):
-            self.on_broken(judged, error, scale.value, row, progress.calibrating)
-        progress.skip()
-        if error is not None:
-            if self._guard is None:
-                raise error
-            with self.masters.installed():
-                undone = self._guard.answer(error)
-        self._after(False, ())
-        return progress.skipped(judged, undone)

@@ -23,7 +23,6 @@ from halfstep.precision.policy.devices import (
     reason_of,
 )
 from halfstep.precision.policy.policy import DTYPES, POLICIES
-from halfstep.precision.policy.probe import failed_probe
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.environment import gemm_table
 
@@ -40,16 +39,14 @@ class FormRow:
     Attributes:
         form: Its name, such as ``"bf16"``.
         status: Whether the device has instructions for its products.
-        here: How halfstep runs it: ``native``, ``simulated``, ``refused``, or ``probed`` for the
-            GPU of a Mac that is only named; empty without a policy for it.
-        probe: What a probe against fp64 found wrong; empty if nothing, or if it was not probed.
+        here: How halfstep runs it: ``native``, ``simulated`` or ``refused``; empty without a
+            policy for it.
         rates: Measured FLOP/s, by product.
     """
 
     form: str
     status: Status
     here: str = ""
-    probe: str = ""
     rates: dict[str, float] = field(default_factory=dict)
 
 
@@ -116,7 +113,7 @@ def diagnose(device: torch.device, products: tuple[Product, ...] = ()) -> Diagno
                 rates.setdefault(row["format"], {})[key] = row["gemm_flops_per_second"]
     forms = tuple(
         FormRow(form, chosen.kind.status(form), here.get(form, ""),
-                _probed(device, form, here.get(form, "")), rates.get(form, {}))
+                rates.get(form, {}))
         for form in FORMS
     )  # fmt: skip
     times = _times(rates, chosen.policy.partition("-")[0], products)
@@ -126,7 +123,7 @@ def diagnose(device: torch.device, products: tuple[Product, ...] = ()) -> Diagno
         str(device), name_of(device), chosen.kind.family, chosen.policy, chosen.reason,
         chosen.kind.source, True, forms, *_bytes(chosen.kind), times,
         tuple(word for word in _INSTRUCTIONS if word in known),
-        tuple(_notes(device, chosen.policy, forms, times)),
+        tuple(_notes(device, chosen.policy, times)),
     )  # fmt: skip
 
 
@@ -172,17 +169,12 @@ def read_product(text: str) -> Product:
     return m, k, n
 
 
-def _probed(device: torch.device, form: str, here: str) -> str:
-    """What a probe found wrong with a format that runs natively."""
-    return failed_probe(device, DTYPES[form]) if form in DTYPES and here == "native" else ""
 
 
 def _expected(kind: DeviceKind, form: str) -> str:
-    """How halfstep would run a format on a device that is not here; a Mac's are probed there."""
+    """How halfstep would run a format on a device that is not here."""
     if form not in ("tf32", *DTYPES):
         return ""
-    if kind.type == "mps":
-        return "probed" if form in DTYPES else "refused"
     status = kind.status(form)
     simulated = status == "emulated" and kind.type == "cpu"
     return "native" if status == "native" else "simulated" if simulated else "refused"
@@ -210,12 +202,8 @@ def _times(
     return seconds(form) / seconds("fp32")
 
 
-def _notes(
-    device: torch.device, policy: str, forms: tuple[FormRow, ...], times: float | None
-) -> list[str]:
-    notes: list[str] = [
-        f"{row.form}: a probe found it wrong here ({row.probe})" for row in forms if row.probe
-    ]
+def _notes(device: torch.device, policy: str, times: float | None) -> list[str]:
+    notes: list[str] = []
     if times is not None and times > 1:
         notes.append(
             f"products in {policy.partition('-')[0]} took {times:.2f} times as long as in fp32 at "
@@ -232,7 +220,7 @@ def _notes(
                 f"{', '.join(built)}): install a build of torch that has"
             )
     if device.type == "mps":
-        notes.append("halfstep was never run on a Mac's GPU; the probes above are all it knows")
+        notes.append("halfstep was never run on a Mac's GPU")
     found = support(POLICIES[policy], device)
     if found.status != "native":
         status = found.status

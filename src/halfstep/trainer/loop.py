@@ -208,7 +208,7 @@ class _Books:
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
             recorder = part("trainer.run.capture:recorder")
-            session.precision.on_incurable = recorder(session, path, config.run.capture)
+            session.precision.outcome.on_incurable = recorder(session, path, config.run.capture)
 
     def __enter__(self) -> _Books:
         return self

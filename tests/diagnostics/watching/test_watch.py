@@ -24,7 +24,7 @@ from halfstep import load_numerics, watch
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
 from halfstep.kernels.forward import loaded
-from halfstep.precision.casting import native_ops
+from halfstep.precision.casting import op_casts
 from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
@@ -205,7 +205,7 @@ def foreign(steps: int, make, policy: str, name: str):
 def test_models_of_transformers_keep_their_bits(policy, name, monkeypatch):
     ran = Counter()
     for kernel in ("attention", "norm", "dropout", "gelu"):
-        room = native_ops.attention if kernel == "attention" else native_ops.rows
+        room = op_casts.attention if kernel == "attention" else op_casts.rows
         kernel += "_tanh" * (kernel == "gelu")
         monkeypatch.setattr(room, kernel, counting(getattr(room, kernel), kernel, ran))
     losses, weights, _ = foreign(3, unwatched, policy, name)

@@ -148,11 +148,11 @@ class Recorder:
         self._precision = require(
             precision, Precision, "Recorder(precision)", "a halfstep.Precision"
         )
-        if precision.on_incurable is not None:
+        if precision.outcome.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
         self._log = StepLog(str(precision.policy), folder, precision.choices[1])
         self._log.open(self._step)
-        precision.on_incurable = self._failed
+        precision.outcome.on_incurable = self._failed
         self._last: tuple[int, Judged] | None = None  # a step that may end the loop
 
     @property
@@ -180,7 +180,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write nothing more."""
-        self._precision.on_incurable = None
+        self._precision.outcome.on_incurable = None
         self._log.close()
 
     def __enter__(self) -> Self:

@@ -89,7 +89,7 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
 
     Args:
         values: The tensor's statistics.
-        form: The format, such as :data:`halfstep.FP16`, or its name.
+        form: The format, such as :data:`halfstep.formats.FP16`, or its name.
         k: The exponent of the loss scale.
 
     Returns:

@@ -24,8 +24,7 @@ from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCa
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
-from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.probe import failed_lists, failed_probe
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -117,29 +116,13 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
             )
         return Support("native", f"{what} on compute capability {here}")
     if device.type == "mps" and torch.backends.mps.is_available():
-        return _on_a_mac(policy, device)
+        if policy == POLICIES["fp32"]:
+            return Support("native", "a Mac's GPU computes in fp32")
+        return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
     reason = f"device {device.type!r} is not supported yet"
     if device.type == "mps":
         reason = "torch sees no GPU of a Mac (mps)"
     return Support("refused", reason, _nearest_on_cpu(policy))
-
-
-def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
-    """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
-    if policy.tf32:
-        return Support("refused", "a Mac's GPU has no tf32", "fp32")
-    wrong = failed_probe(device, policy.compute_dtype)
-    if not wrong and policy.casts_per_op:
-        wrong = failed_lists(device, policy.compute_dtype)
-    name = dtype_name(policy.compute_dtype)
-    if not wrong:
-        return Support("native", f"a live probe of this Mac's GPU found {name} right")
-    on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
-    return Support(
-        "refused",
-        f"a live probe of this Mac's GPU found {name} wrong ({wrong})",
-        "fp32" if on_fp32 else _nearest_on_cpu(policy),
-    )
 
 
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:

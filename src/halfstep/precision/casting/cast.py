@@ -16,9 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.casting.region import Region
-from halfstep.precision.low_bit.clock import Clock
-from halfstep.precision.low_bit.linear import LowBitLinear
+from halfstep.precision.low_bit.linear import Clock, LowBitLinear, Region
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32

@@ -12,11 +12,13 @@ Shapes: N tokens, K input features, O output features.
 
 from __future__ import annotations
 
-import weakref
 import zlib
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -26,12 +28,8 @@ from torch.distributed.tensor import DTensor
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
 from halfstep.precision.casting.autocast import active_autocast
-from halfstep.precision.casting.region import Region
-from halfstep.precision.low_bit.clock import Clock, CopiedClock
-from halfstep.precision.low_bit.hadamard import mixed
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
 from halfstep.precision.policy.rules import Placement, plain_name
 
@@ -39,6 +37,60 @@ _LOW = torch.bfloat16
 Draw = tuple[int, int, int]
 """Seed, step and stream: what the random bits of an operand are a pure function of."""
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Region:
+    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
+
+    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
+    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
+    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Clock:
+    """Gives random bits for a step.
+
+    Attributes:
+        step: How many steps have been taken or skipped; the owner counts.
+
+    Args:
+        rank: Which part of each batch this process sees, so that ranks draw other bits.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.step = rank, 0
+        self._drawn: dict[int, int] = {}
+        self._drawn_at = 0
+
+    def draw(self, stream: int) -> tuple[int, int, int]:
+        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+        if self._drawn_at != self.step:
+            self._drawn.clear()
+            self._drawn_at = self.step
+        drawn = self._drawn.get(stream, 0)
+        self._drawn[stream] = drawn + 1
+        return drawn + (self.rank << 16), self.step, stream
+
+
+def make_clock() -> Clock:
+    """The clock of this process in a training run."""
+    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class LowBitLinear(Region):
@@ -55,10 +107,6 @@ class LowBitLinear(Region):
         self.name, self.key = placement.name, plain_name(placement.name)
         self.stream = zlib.crc32(self.key.encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
-
-    def of_copy(self, module: nn.Module) -> LowBitLinear:
-        """The same recipe for a copy of the layer, at the step that the run is at then."""
-        return CopiedLinear(self, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
@@ -81,7 +129,7 @@ class LowBitLinear(Region):
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
         y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
-        return self.output(y_NO.view(*x.shape[:-1], y_NO.shape[-1]), x)
+        return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     def is_low(self, weight: Tensor) -> bool:
         """Whether the layer multiplies below 16 bits here, where the recipe does.
@@ -91,15 +139,7 @@ class LowBitLinear(Region):
         active = active_autocast()
         if active is not None and not active.policy.recipes():
             return False
-        return self._is_in_16_bits(weight, None if active is None else active.policy)
-
-    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
-        """Whether the layer computes in 16 bits, within the context of a policy or outside."""
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
-
-    def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """The result, in the format that what follows takes."""
-        return y
 
     def _check(self, x: Tensor, recipe: Recipe) -> None:
         """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
@@ -109,39 +149,6 @@ class LowBitLinear(Region):
                 f"input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 and fp16. "
                 "Convert it with x.float(), if that is meant"
             )
-
-
-class CopiedLinear(LowBitLinear):
-    """The forward of a copy of such a layer, whose weights are fp32 whatever the model's are.
-
-    It multiplies below 16 bits in contexts of policies with a recipe and of torch's autocast; in
-    that of another policy, and outside, it is plain. It does not keep the copy alive, which would
-    else live on, with its weights, until Python looks for cycles.
-    """
-
-    def __init__(self, original: LowBitLinear, module: nn.Module) -> None:
-        self._copy = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")
-        self.recipe, self.clock = original.recipe, CopiedClock(original.clock)
-        self.name, self.key = original.name, original.key
-        self.stream, self.by_rows = original.stream, original.by_rows
-
-    @property
-    def module(self) -> nn.Module:
-        """The copy."""
-        module = self._copy()
-        if module is None:
-            raise ReferenceError(f"the copy of layer {self.name or 'of the model'} is gone")
-        return module
-
-    def _is_in_16_bits(self, weight: Tensor, policy: PrecisionPolicy | None) -> bool:
-        """Whether the context says so: fp32 weights do not tell of a policy that stores."""
-        stores = policy is not None and policy.param_dtype == _LOW
-        return stores or torch.is_autocast_enabled(weight.device.type)
-
-    def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """The result, in fp32 for fp32 layers where only the model's own weights are 16 bits."""
-        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -265,7 +272,7 @@ def operand(
         dtype: bf16 or fp32, of the values.
         draw: The random bits that round it stochastically; None rounds to nearest.
         rows: How many rows the result has: those of ``x``, and zeros.
-        mix: Whether the rows, tokens in bf16, are mixed first; see ``hadamard.py``.
+        mix: Whether the rows, tokens in bf16, are mixed first; see :func:`mixed`.
         scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
 
     Returns:
@@ -321,3 +328,41 @@ def _draw(scheme: Scheme, layer: LowBitLinear, product: str) -> Draw | None:
     if not scheme.stochastic:
         return None
     return layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
+
+
+TOKENS = 16
+"""How many tokens are mixed."""
+
+SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], device="cpu") / 4.0
+"""fp32, (16,): the sign of each token, times the matrix's norm."""
+
+
+def mixed(x_NF: Tensor) -> Tensor:
+    """Numbers whose tokens are mixed, 16 at a time, by a random Hadamard matrix.
+
+    It spreads outliers over 16 tokens before a weight's gradient. Both operands of the product are
+    multiplied by it, and it cancels there, since it is orthogonal::
+
+        y = H S x / 4    S the diagonal matrix of fixed random signs, H Sylvester's matrix of +-1
+
+    The arithmetic is defined here, so that every device and kernel has the same bits: ``x`` times
+    +-1/4, four rounds of sums and differences in fp32 (of tokens 1, 2, 4 and 8 apart), and one
+    rounding to bf16. Each term of a number goes through four additions, so that before the last
+    rounding the number is off by at most 4 u / (1 - 4 u) times the sum of magnitudes, u = 2^-24.
+
+    **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4, for the 16 tokens;
+    TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``, for the signs; Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2nd ed., 4.2, for the bound.
+
+    Args:
+        x_NF: bf16, (N tokens, F features); N a multiple of 16.
+
+    Returns:
+        bf16, of the same shape.
+    """
+    blocks, features = x_NF.shape[0] // TOKENS, x_NF.shape[1]
+    y = x_NF.reshape(blocks, TOKENS, features).float() * SIGNS.to(x_NF.device)[:, None]
+    for apart in (1, 2, 4, 8):
+        a, b = y.reshape(blocks, TOKENS // 2 // apart, 2, apart, features).unbind(2)
+        y = torch.stack((a + b, a - b), 2)
+    return y.to(x_NF.dtype).reshape(x_NF.shape)

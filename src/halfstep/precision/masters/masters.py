@@ -278,13 +278,10 @@ class MasterWeights:
     # Between the model and the optimizers
 
     @contextmanager
-    def installed(self, yes: bool = True) -> Iterator[None]:
-        """Inside the context, the optimizers' groups and states hold targets, not parameters.
-
-        With False they hold the parameters there, for the user's code.
-        """
+    def installed(self) -> Iterator[None]:
+        """Inside the context, the optimizers' groups and states hold targets, not parameters."""
         before = self._installed
-        self._install(yes)
+        self._install(True)
         try:
             yield
         finally:

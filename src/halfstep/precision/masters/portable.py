@@ -4,10 +4,9 @@ The same holds of a model whose steps are watched.
 
 * ``copy.deepcopy`` of the model, of a part of it or of a parameter gives fp32 weights with the
   exact trained values, and no hooks. So an average of weights, a target network or a momentum
-  encoder made from such a copy follows updates that 16 bits would lose. Its layers below 16 bits
-  keep their recipe, by which they multiply in the policy's context, as those of the model do.
+  encoder made from such a copy follows updates that 16 bits would lose. Its layers have no recipe.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
-* ``torch.jit.script`` compiles such a copy without recipes.
+* ``torch.jit.script`` compiles such a copy.
 
 Python and torch learn of this by attributes on each object (``__reduce_ex__`` and the like), which
 :func:`make_plain_` removes.
@@ -16,7 +15,6 @@ Python and torch learn of this by attributes on each object (``__reduce_ex__`` a
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -24,20 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
-from halfstep.errors import PrecisionError
-from halfstep.precision.casting.cast import keep_fused_paths_off
-from halfstep.precision.casting.region import Region
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.policy import LOW
 
-_OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__", "__deepcopy__")
-_PLAIN: Any = "halfstep: a copy without recipes"
-"""A key of the memo of such a ``copy.deepcopy``; Python's own keys are numbers."""
+_OF_A_MODULE = ("__reduce_ex__", "__prepare_scriptable__")
 _OF_A_PARAMETER = ("__deepcopy__", "__reduce_ex__")
-_DEPTH = 40  # most frames between AveragedModel's constructor and the copy of a nested parameter
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -92,10 +83,6 @@ def make_modules_portable_(model: nn.Module, ours: Callable[[object], bool]) -> 
             own = weakref.ref(module)
             module.__dict__["__reduce_ex__"] = partial(_reduce_module, own, ours)
             module.__dict__["__prepare_scriptable__"] = partial(_plain_copy, own)
-            forward = module.__dict__.get("forward")
-            keeps = isinstance(forward, Region) and forward.of_copy(module) is not None
-            if keeps and not hasattr(type(module), "__deepcopy__"):
-                module.__dict__["__deepcopy__"] = partial(_copy_with_recipe, own, ours)
             changed.append(module)
     return changed
 
@@ -130,22 +117,6 @@ def _reduce_module(
     return made, arguments, state, *rest
 
 
-def _copy_with_recipe(
-    module: Callable[[], Any], ours: Callable[[object], bool], memo: dict[Any, Any]
-) -> Any:
-    """``__deepcopy__`` of a layer below 16 bits: a copy that multiplies by the same recipe."""
-    held = module()
-    make, arguments, state, *_ = held.__reduce_ex__(4)
-    made = memo[id(held)] = make(*arguments)
-    made.__setstate__(copy.deepcopy(state, memo))
-    forward = held.__dict__["forward"].of_copy(made)
-    if forward is not None and _PLAIN not in memo:
-        made.forward = forward
-        made.register_forward_pre_hook(keep_fused_paths_off)
-        make_modules_portable_(made, ours)
-    return made
-
-
 def _without_ours(state: Mapping[str, Any], ours: Callable[[object], bool]) -> dict[str, Any]:
     plain = {key: value for key, value in state.items() if key not in _OF_A_MODULE}
     if ours(plain.get("forward")):
@@ -163,7 +134,7 @@ def _without_ours(state: Mapping[str, Any], ours: Callable[[object], bool]) -> d
 
 def _plain_copy(module: Callable[[], Any]) -> Any:
     """``__prepare_scriptable__``: a copy that shares no weight with the model in training."""
-    return copy.deepcopy(module(), {_PLAIN: True})
+    return copy.deepcopy(module())
 
 
 def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
@@ -175,27 +146,9 @@ def _reduce_parameter(parameter: Callable[[], Any], protocol: Any) -> Any:
 
 def _exact_copy(parameter: Callable[[], Any], exact: Exact, memo: Any) -> nn.Parameter:
     """``__deepcopy__`` of a 16-bit parameter: a copy with its exact fp32 values."""
-    if _averages():
-        raise PrecisionError(
-            "torch.optim.swa_utils.AveragedModel of a model with 16-bit weights would average "
-            "in 16 bits and lose most of its updates. Use halfstep.EMA(model, decay) as "
-            "Precision(..., ema=...), which averages the exact weights"
-        )
     held, read = parameter(), exact()
     values = held.detach().float() if read is None else read(held)
     return nn.Parameter(values, held.requires_grad)
-
-
-def _averages() -> bool:
-    """Whether an AveragedModel is being constructed somewhere up the stack."""
-    frame = sys._getframe(2)
-    for _ in range(_DEPTH):
-        if isinstance(frame.f_locals.get("self"), AveragedModel):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 # Which weights ``model.load_state_dict`` has changed.

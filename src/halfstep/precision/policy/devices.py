@@ -17,7 +17,6 @@ from typing import Literal
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.probe import failed_lists, failed_probe
 
 Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -160,10 +159,9 @@ DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
         family="Apple M", type="mps",
         models=r"\bM[1-9]( (PRO|MAX|ULTRA))?$|APPLE M\d|\bMPS\b|MAC", examples=("M1", "M3 Max"),
-        native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason="multiplies fp16 natively, and M1 and M2 emulate bf16; the loss is scaled (halfstep "
-            "was never run on one)",
-        source="huggingface/transformers#40458",
+        native=_forms("fp32"), policy="fp32",
+        reason="computes in fp32 (halfstep was never run on one)",
+        source="none: nothing is claimed",
     ),
     DeviceKind(
         family="CPU with AMX", type="cpu", flags=frozenset({"amx_bf16"}),
@@ -217,7 +215,7 @@ class Choice:
 
 
 def choose(device: torch.device) -> Choice:
-    """The policy that ``auto`` takes on a device; allocates nothing, except to probe a Mac's GPU.
+    """The policy that ``auto`` takes on a device; allocates nothing.
 
     A device that cannot be used at all gets fp32, which :func:`halfstep.support` then refuses with
     the reason.
@@ -226,11 +224,6 @@ def choose(device: torch.device) -> Choice:
     if kind is None:
         return Choice("fp32", f"torch has no {device.type} device here")
     name = name_of(device)
-    wrong = ""
-    if device.type == "mps":
-        wrong = failed_probe(device, torch.float16) or failed_lists(device, torch.float16)
-    if wrong:
-        return Choice("fp32", f"{name}: a live probe found fp16 wrong ({wrong})", kind)
     return Choice(kind.policy, reason_of(kind, name), kind)
 
 
@@ -292,15 +285,11 @@ def name_of(device: torch.device) -> str:
 
 
 def default_device(index: int = 0) -> torch.device:
-    """The device that ``auto`` means: CUDA where there is one, a Mac's GPU, or else the CPU.
-
-    A Mac's GPU counts where a live probe finds its fp32 right.
-    """
+    """The device that ``auto`` means: CUDA where there is one, a Mac's GPU, or else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", index)
-    mps = torch.device("mps")
-    if torch.backends.mps.is_available() and not failed_probe(mps, torch.float32):
-        return mps
+    if torch.backends.mps.is_available():
+        return torch.device("mps")
     return torch.device("cpu")
 
 

@@ -280,14 +280,12 @@ RECIPES: dict[str, PrecisionPolicy] = {
     for name in ("fp8", "fp8-block", "mxfp8", "nvfp4")
 }
 """The policies below 16 bits: ``bf16-mixed`` with a recipe for linear layers."""
-_ALIASES = {
-    "fp32": "32 32-true float32 fp32-true no",
-    "bf16-mixed": "bf16 bfloat16 mixed_bfloat16 amp_bf16",
-    "fp16-mixed": "fp16 float16 half 16 mixed_float16 16-mixed amp amp_fp16",
-    "bf16-pure": "bf16-true",
-    "fp16-pure": "16-true fp16-true",
+ALIASES = {
+    "no": "fp32",
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16-mixed"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16-mixed"),
 }
-ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known.split()}
+"""Other names of policies, as people type them."""
 
 
 def _spell(policy: PrecisionPolicy) -> str:

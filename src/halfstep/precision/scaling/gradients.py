@@ -258,16 +258,14 @@ class Examiner:
         own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
         self._dense_norm: Norm = own[0].norm if own else global_norm
 
-    def judge(
-        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], *, first: bool = True
-    ) -> Judged:
+    def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         """Judge this rank's loss, and the gradient of each target; the host waits once.
 
-        A finite step is tested for a spike, too, unless it is not the ``first`` evaluation of a
-        closure. All ranks find the same: loss, norm and window are bit-equal on all of them.
+        A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
+        bit-equal on all of them.
         """
         judged = self._finite(loss, gradients)
-        if self._spikes is None or judged.broken or not first:
+        if self._spikes is None or judged.broken:
             return judged
         return replace(judged, spike=self._spikes.test(judged.loss, judged.norm))
 

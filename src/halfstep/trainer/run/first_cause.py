@@ -69,11 +69,11 @@ class CauseSearch:
         file = self._path / CAUSES
         if self._session.world.is_main and file.exists():  # a resumed run writes them again
             keep_lines(file, self._session.step)
-        self._session.precision.on_broken = self._look
+        self._session.precision.outcome.on_broken = self._look
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._session.precision.on_broken = None
+        self._session.precision.outcome.on_broken = None
 
     def begin(self, batches: Sequence[Batch], seeds: Sequence[int]) -> None:
         """Remember the micro-batches of the step that begins, and their dropout seeds."""

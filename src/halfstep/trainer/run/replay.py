@@ -119,7 +119,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
 def _take(session: Session, before: Finding, own: str) -> Replayed:
     """Take the session's next step, and compare it with what was found before."""
     judged: list[Judged] = []
-    session.precision.on_incurable = judged.append
+    session.precision.outcome.on_incurable = judged.append
     weights = {name: value.clone() for name, value in session.precision.masters.items()}
     try:
         result = attempt(session)
