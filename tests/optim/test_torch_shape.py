@@ -38,12 +38,6 @@ def test_foreach_and_fused_choose_nothing(cls, name, value):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_foreach_and_fused_together_are_torch_s_error(cls):
-    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
-        cls([weights()], lr=0.1, foreach=True, fused=True)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 def test_maximize_is_the_step_with_the_negated_gradient(cls):
     p, q = weights(), weights()
     up, down = cls([p], lr=0.1, maximize=True), cls([q], lr=0.1)
@@ -124,19 +118,6 @@ def test_a_rate_on_a_device_is_refused(cls):
         optimizer.add_param_group(group)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_errors_of_parameter_lists_are_torch_s(cls):
-    p = weights()
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        cls([])
-    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
-        cls(p)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        cls([{"params": [p]}, {"params": [p]}])
-    with pytest.raises(ValueError, match="Some param names are missing"):
-        cls([("w", p), weights()])
-
-
 # --- names, closures, gradients -----------------------------------------------------------------
 
 
@@ -208,20 +189,6 @@ def test_a_state_whose_numbers_are_in_another_order_goes_by_position():
     assert torch.equal(ours.state[q]["exp_avg"], before[1])
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_state_of_before_these_options_loads(cls):
-    p, q = weights(), weights()
-    ours, other = cls([p], lr=0.1), cls([q], lr=0.1, maximize=True)
-    run(ours, p)
-    state = ours.state_dict()
-    for key in ("maximize", "foreach", "fused", "differentiable", "capturable", "amsgrad"):
-        state["param_groups"][0].pop(key, None)
-    q.data.copy_(p.detach())
-    other.load_state_dict(state)
-    other.param_groups[0]["maximize"] = False
-    assert torch.equal(run(ours, p), run(other, q))
-
-
 @pytest.mark.parametrize(("cls", "peer"), PEERS)
 def test_states_go_to_torch_and_back(cls, peer):
     p, q = weights(), weights()
@@ -243,18 +210,6 @@ def test_the_state_of_torch_s_sgd_without_momentum_is_taken():
     ours = SGD([p], lr=0.1)
     ours.load_state_dict(state)
     run(ours, p)
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_torch_s_adamw_does_not_take_8_bit_codes_for_moments(name):
-    p, q = weights(), weights()
-    ours, theirs = AdamW([p], moments="8bit"), torch.optim.AdamW([q])
-    run(ours, p)
-    state = through_a_file(ours.state_dict())
-    assert name not in state["state"][0]
-    theirs.load_state_dict(state)
-    with pytest.raises(KeyError, match="exp_avg"):
-        run(theirs, q, 1)
 
 
 def test_an_8_bit_state_of_before_has_its_codes_under_the_moment_s_own_name():

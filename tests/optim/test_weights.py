@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.optim.optimizers import AdamW
 from halfstep.optim.storage import weights
 from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24
-from optim.test_bytes import peak_of
 from reference import floats
 
 N = 3000  # several chunks of the size that the tests set
@@ -110,17 +109,6 @@ def test_what_the_user_writes_is_the_master(write, update):
         assert written.sum() > 1000  # else the test looks at nothing
 
 
-def test_a_pruned_weight_trains_on_from_0():
-    """One step after ``zero_`` used to make half of the weights NaN: 0 and a remainder of -1."""
-    p = nn.Parameter(torch.randn(512, dtype=torch.bfloat16))
-    optimizer = SGD([p], lr=0.5, update="split")
-    optimizer.write_master_(p, torch.randn(512))
-    with torch.no_grad():
-        p.zero_()
-    optimizer.step(gradients={p: torch.ones(512)})
-    assert (p == -0.5).all()
-
-
 # --- construction -------------------------------------------------------------------------------
 
 
@@ -153,16 +141,6 @@ def test_every_tensor_starts_from_its_own_random_bits(update):
     read = [optimizer.read_master(p) for p in tensors]
     assert not torch.equal(read[0], read[1])
     assert not torch.equal(read[1], read[2])
-
-
-@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler.*")
-@pytest.mark.parametrize(("update", "bytes_"), [("split", 2), ("split24", 1), ("stochastic", 0)])
-def test_storing_masters_needs_no_memory_but_the_remainder(update, bytes_):
-    n = 4_000_000
-    p, value = nn.Parameter(torch.ones(n, dtype=torch.bfloat16)), torch.full((n,), 1.001)
-    optimizer = AdamW([p], update=update)
-    # a chunk's temporaries are a few MB; those of the whole tensor would be more than 100
-    assert peak_of(lambda: optimizer.write_master_(p, value)) <= bytes_ * n + 8_000_000
 
 
 # --- modes, counters, formulas ------------------------------------------------------------------

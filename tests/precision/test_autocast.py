@@ -15,7 +15,6 @@ from torch._functorch import config as functorch_config
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.casting.autocast import (
     Autocast,
-    Support,
     active_autocast,
     cpu_has_bf16,
     require_support,
@@ -78,14 +77,6 @@ def test_a_cpu_runs_every_policy_but_tf32(name):
     assert require_support(POLICIES[name], CPU) == found
 
 
-@pytest.mark.parametrize(("flags", "status"), [(True, "native"), (False, "simulated")])
-def test_bf16_on_a_cpu_says_whether_it_is_native(monkeypatch, flags, status):
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: flags)
-    for name in ("bf16-mixed", "bf16-master", "bf16-pure"):
-        assert support(POLICIES[name], CPU).status == status
-    assert support(POLICIES["fp32"], CPU).status == "native"
-
-
 def test_cpu_has_bf16_reads_the_flags_of_this_cpu():
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -105,24 +96,6 @@ def test_tf32_on_a_cpu_is_refused_naming_fp32():
     with pytest.raises(PrecisionError, match="tf32 cannot be honoured on cpu"):
         autocast(POLICIES["tf32"], CPU)
     assert switches() == before
-
-
-def offered_on_cpu(nearest: str) -> Support:
-    """How a CPU runs what a refusal offers as "<policy> on --device cpu"."""
-    policy, device = nearest.split(" on --device ")
-    assert device == "cpu"
-    return support(parse_policy(policy), CPU)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_cuda_without_a_device_is_refused_before_anything_runs(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = support(POLICIES[name], CUDA)
-    assert found.status == "refused"
-    assert "no CUDA device" in found.reason
-    assert offered_on_cpu(found.nearest).status != "refused"
-    with pytest.raises(PrecisionError, match=r"cannot be honoured on cuda.*no CUDA device"):
-        require_support(POLICIES[name], CUDA)
 
 
 def pretend_gpu(monkeypatch, capability) -> None:
@@ -154,24 +127,6 @@ def test_the_nearest_policy_on_volta_and_turing(monkeypatch, name, nearest, capa
     assert support(parse_policy(name), CUDA).nearest == nearest
     with pytest.raises(PrecisionError, match=f"the nearest that can is {nearest}"):
         require_support(parse_policy(name), CUDA)
-
-
-@pytest.mark.parametrize("capability", [(5, 2), (6, 1), (7, 0), (7, 5), (8, 0)])
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_nearest_policy_can_itself_be_honoured(monkeypatch, name, capability):
-    pretend_gpu(monkeypatch, capability)
-    found = support(POLICIES[name], CUDA)
-    if found.status == "refused":
-        assert support(parse_policy(found.nearest), CUDA).status != "refused"
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
-def test_other_devices_are_refused_and_what_is_offered_can_be_honoured(name, device):
-    found = support(POLICIES[name], torch.device(device))
-    assert found.status == "refused"
-    assert device in found.reason
-    assert offered_on_cpu(found.nearest).status != "refused"
 
 
 # --- the context ----------------------------------------------------------------------------------
@@ -485,15 +440,6 @@ def test_what_is_called_on_entering_comes_first_and_its_error_enters_nothing():
     assert active_autocast() is None
 
 
-def test_only_the_innermost_context_casts():
-    weight, x = torch.ones(2, 2).bfloat16(), torch.ones(2, 2)
-    with context_of("bf16-master"):
-        assert F.linear(x, weight).dtype == torch.bfloat16
-        with context_of("fp32"), pytest.raises(RuntimeError):
-            F.linear(x, weight)  # a module of 16 bits has no place under fp32
-        assert F.linear(x, weight).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     "policy",
     ["bf16-mixed,keep_fp32=*norm", "bf16-master", "bf16-split", "fp16-pure", "bf16-module"],
@@ -543,23 +489,6 @@ def gradients(outer_forward, outer_backward, model_type, x, y) -> list[torch.Ten
     return [output.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("model_type", [mlp, ConvNet])
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_fp32_is_fp32_although_the_process_allows_less(model_type, precision):
-    generator = torch.Generator().manual_seed(0)
-    x, y = batches(1, rows=512)[0]
-    if model_type is ConvNet:
-        x = torch.randn(8, 3, 16, 16, generator=generator)
-        y = torch.randn(8, 8, generator=generator)
-    torch.set_float32_matmul_precision("highest")
-    expected = gradients(contextlib.nullcontext, contextlib.nullcontext, model_type, x, y)
-    torch.set_float32_matmul_precision(precision)
-    if precision == "medium":
-        torch.backends.mkldnn.conv.fp32_precision = "bf16"
-    got = gradients(contextlib.nullcontext, contextlib.nullcontext, model_type, x, y)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 def outer() -> contextlib.AbstractContextManager[None]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -591,18 +520,6 @@ def test_backward_inside_the_autocast_block_is_the_same_backward(name):
             precision.backward(loss)
         results.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_mixed_products_really_run_in_the_compute_dtype():
-    # 1 + 2^-9 is no bf16 and 1 + 2^-12 no fp16 number: if operands are rounded, the product is 1.
-    for name, beyond in (("bf16-mixed", 2.0**-9), ("fp16-mixed", 2.0**-12)):
-        model = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            model.weight.fill_(1 + beyond)
-        precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with precision.autocast():
-            assert model(torch.ones(1, 1)).item() == 1.0
-        assert model.weight.item() == 1 + beyond
 
 
 @pytest.mark.parametrize("name", [*DYNAMIC, "bf16-mixed", "bf16-master", "bf16-pure"])

@@ -1,9 +1,7 @@
 """Every door and every companion of a training loop, with layers below 16 bits."""
 
 import copy
-import gc
 import io
-import weakref
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.casting.cast import low_bit_of
-from halfstep.precision.policy.devices import cpu_has_bf16
 
 POLICY = "nvfp4,simulate=yes"
 
@@ -66,20 +63,6 @@ def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(run, polic
     plain = gradients(lambda model, x: model(x), policy)
     for a, b in zip(plain, gradients(run, policy), strict=True):
         assert torch.equal(a, b)
-
-
-def test_compile_in_one_graph_runs_or_is_refused():
-    torch._dynamo.reset()
-    plain = gradients(lambda model, x: model(x))
-    # a dispatch mode, which simulates products where the CPU has none, lets no graph be made
-    refused = (torch._dynamo.exc.Unsupported, *(() if cpu_has_bf16() else (RuntimeError,)))
-    try:
-        found = gradients(
-            lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-        )
-    except refused:
-        return
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -144,29 +127,6 @@ def test_a_layer_inside_a_module_with_a_rule_keeps_its_recipe_in_autocast():
         model(batch())
 
 
-def test_a_device_that_is_not_here_leads_to_one_that_runs():
-    for device in ("cuda", "mps"):
-        found = halfstep.support("nvfp4", device)
-        if found.status == "refused" and "torch sees no" in found.reason:
-            assert found.nearest == "nvfp4,simulate=yes on --device cpu"
-
-
-def test_an_input_of_other_features_is_torchs_error():
-    model, precision = made()
-    with precision.autocast(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model[0].up(torch.ones(3, 65))
-
-
-def test_no_tokens_and_one():
-    model, precision = made()
-    for shape in ((0, 64), (64,), (1, 64), (2, 0, 64)):
-        with precision.autocast():
-            y = model(torch.zeros(shape))
-        y.sum().backward()
-        assert y.shape == shape
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
 # torch's own, where Dynamo breaks its graph
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("policy", [POLICY, "mxfp8,simulate=yes", "fp8,simulate=yes"])
@@ -195,24 +155,6 @@ def test_a_number_that_is_not_finite_reaches_the_guard_and_its_first_cause(polic
     assert all(torch.equal(a, b) for a, b in zip(before, faulty.parameters(), strict=True))
     cause = str(halfstep.first_cause(precision, lambda: loss(batch())))
     assert "Fault" in cause, cause
-
-
-def test_a_weight_that_is_not_finite_is_found_in_its_layer():
-    model, precision = made()
-    with torch.no_grad():
-        model[1].up.weight[0, 0] = float("inf")
-    with precision.autocast():
-        loss = model(batch()).square().mean()
-    with pytest.raises(NonFiniteError, match=r"1\.up\.weight"):
-        precision.step(loss)
-
-
-def test_close_gives_back_a_plain_model_and_a_new_recipe_may_follow():
-    model, precision = made()
-    precision.close()
-    assert all(low_bit_of(module) is None for module in model.modules())
-    _, precision = made("mxfp8,simulate=yes", model=model)
-    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
 
 
 def through_a_pickle(model):
@@ -309,34 +251,6 @@ def test_passes_of_a_copy_change_nothing_in_the_run():
                zip(found[0][1].values(), found[1][1].values(), strict=True))  # fmt: skip
 
 
-def test_a_copy_may_get_a_precision_of_its_own():
-    model, precision = made("mxfp8,simulate=yes")
-    copied = copy.deepcopy(model)
-    _, other = made("bf16-mixed", model=copied)
-    assert all(low_bit_of(module) is None for module in copied.modules())
-    assert low_bit_of(model[0].up) is not None
-    other.close()
-    copied = copy.deepcopy(model)
-    _, other = made("fp8,simulate=yes", model=copied)
-    assert str(low_bit_of(copied[0].up).recipe) == "fp8"
-    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
-    other.close()
-    precision.close()
-    assert low_bit_of(model[0].up) is None
-
-
-@pytest.mark.parametrize("policy", ["mxfp8,simulate=yes", STORED])
-def test_a_copy_is_plain_in_the_context_of_a_policy_without_a_recipe(policy):
-    model, _precision = made(policy)
-    copied, plain = copy.deepcopy(model), nn.Sequential(Block(), Block())
-    plain.load_state_dict(copied.state_dict())
-    for other in ("bf16-mixed", "fp16-mixed", "fp32"):
-        expected = evaluated(plain, halfstep.autocast(other, "cpu"))
-        assert torch.equal(evaluated(copied, halfstep.autocast(other, "cpu")), expected), other
-    copied, plain, x = copied.bfloat16(), plain.bfloat16(), batch().bfloat16()
-    assert torch.equal(copied(x), plain(x))  # no context at all
-
-
 @pytest.mark.parametrize(
     ("policy", "without"), [("mxfp8,simulate=yes", "bf16-mixed"), (STORED, "bf16-split")]
 )
@@ -350,43 +264,6 @@ def test_a_model_is_plain_in_the_context_of_another_policy_without_a_recipe(poli
         assert torch.equal(evaluated(model, halfstep.autocast(other, "cpu")), expected), other
         assert not torch.equal(expected.float(), own.float())
     assert torch.equal(evaluated(model, precision.autocast()), own)
-
-
-def test_a_copy_is_freed_as_soon_as_it_is_dropped():
-    """Not when Python looks for cycles: a loop that copies would hold many models at a time."""
-    model, _precision = made("fp8,simulate=yes")
-    gc.disable()
-    try:
-        copied = copy.deepcopy(model)
-        weight = weakref.ref(copied[0].up.weight)
-        del copied
-        assert weight() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
-def test_a_copy_is_scripted_as_a_plain_model():
-    model, _precision = made("mxfp8,simulate=yes")
-    copied = copy.deepcopy(model)
-    for each in (model, copied):
-        scripted = torch.jit.script(each[0].up)
-        assert torch.equal(scripted(batch()), nn.functional.linear(
-            batch(), model[0].up.weight, model[0].up.bias))  # fmt: skip
-        assert low_bit_of(each[0].up) is not None
-
-
-def test_evaluation_draws_nothing_and_is_the_same_in_every_mode():
-    model, precision = made()
-    model.eval()
-    outputs = []
-    for context in (torch.no_grad, torch.no_grad, torch.inference_mode):
-        with context(), precision.autocast():
-            outputs.append(model(batch()))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
-    state = copy.deepcopy(precision.state_dict())
-    assert str(state) == str(precision.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -461,27 +338,6 @@ def test_a_conv1d_layer_rounds_as_a_linear_layer_of_its_transposed_weight():
         assert torch.allclose(a, b, rtol=2**-7, atol=2**-7 * float(b.detach().abs().max()))
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_lora_is_kept_by_the_line_that_the_error_gives():
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(
-        r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(gpt2(), settings)
-    with pytest.raises(PrecisionError, match=r"lora_A\.default has 4 outputs") as error:
-        made(model=model)
-    keep = str(error.value).rpartition(" ")[2]
-    assert keep.startswith("keep_bf16=base_model.model.transformer.h.*.attn.c_attn.lora_A.default|")
-    model, precision = made(f"{POLICY},{keep}", model=model)
-    ids = torch.randint(96, (2, 16))
-    with precision.autocast():
-        out = model(input_ids=ids, labels=ids)
-    assert precision.step(out.loss).applied
-    low = [name for name, module in model.named_modules() if low_bit_of(module)]
-    assert len(low) == 8
-    assert any(name.endswith("c_attn.base_layer") for name in low)
-
-
 RECIPES = ("fp8", "fp8-block", "mxfp8", "nvfp4")
 
 
@@ -538,20 +394,6 @@ def test_an_input_that_is_no_activation_is_refused_by_the_layer(recipe, dtype):
     )
     with pytest.raises(PrecisionError, match=message):
         wide(recipe, torch.ones(4, 128).to(dtype))
-
-
-def test_a_number_is_torchs_error():
-    with pytest.raises(RuntimeError, match="at least 1D"):
-        wide("mxfp8", torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_in_fp64_is_refused_by_the_weight(recipe):
-    with pytest.raises(PrecisionError, match=r"0\.weight is fp64.*model\.float\(\)"):
-        halfstep.Precision(
-            f"{recipe},simulate=yes", (m := nn.Sequential(nn.Linear(128, 128).double())),
-            torch.optim.SGD(m.parameters(), lr=0.1),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -9,8 +9,6 @@ from halfstep.precision.casting import autocast
 from halfstep.precision.casting.op_casts import AutocastCasts
 from halfstep.precision.policy import devices, probe
 from halfstep.precision.policy.policy import POLICIES
-from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer import memory
 from halfstep.trainer.environment import choose_device
 
 MPS = torch.device("mps")
@@ -90,14 +88,6 @@ def test_devices_by_name(mac):
         choose_device("mps:1")
 
 
-def test_its_memory(mac, monkeypatch):
-    mac()
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 9 * 10**9)
-    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 2 * 10**9)
-    assert memory.memory_bytes(MPS) == 9 * 10**9
-    assert memory.free_bytes(MPS) == 7 * 10**9
-
-
 # The lists of torch's autocast on a CPU differ from CUDA's, and halfstep's are CUDA's: the one must
 # fail and the other pass.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,16 +104,3 @@ def test_every_entry_of_the_lists_can_fail(monkeypatch):
         wrong = (lambda x: x) if fp32 else (lambda x: x.float())
         monkeypatch.setattr(probe, "_LISTS", {name: (wrong, fp32)})
         assert name in probe.failed_lists.__wrapped__(cpu, torch.bfloat16), run
-
-
-def test_fp64_is_computed_on_the_host():
-    """No fp64 tensor is made on a device that has none."""
-
-    class Mac:
-        device = MPS
-
-        def cpu(self):
-            return torch.ones(2)
-
-    assert in_fp64(Mac()).dtype == torch.float64
-    assert in_fp64(torch.ones(2)).device.type == "cpu"

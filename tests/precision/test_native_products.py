@@ -190,12 +190,6 @@ def test_a_layer_takes_the_native_product_where_the_device_has_it(scheme, tensor
         assert ((a - b).abs() <= 2 * 2.0**-8 * (b.abs() + 128**-0.5)).all()
 
 
-def test_simulate_is_native_where_the_device_can(tensorcores):
-    assert halfstep.support("nvfp4,simulate=yes", "cpu").status == "native"
-    products("nvfp4,simulate=yes")
-    assert set(tensorcores.calls) == {("BlockWise1x16", "BlockWise1x16")}
-
-
 class Cuda:
     """What ``why_not_native`` asks of a GPU that is not here."""
 

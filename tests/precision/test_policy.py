@@ -121,14 +121,6 @@ def test_a_combination_that_cannot_run_is_refused_with_its_reason(fields, messag
         PrecisionPolicy(**fields)
 
 
-def test_a_policy_is_a_frozen_value():
-    policy = PrecisionPolicy(compute_dtype=B16)
-    assert policy == POLICIES["bf16-mixed"]
-    assert hash(policy) == hash(POLICIES["bf16-mixed"])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.compute_dtype = F32  # type: ignore[misc]
-
-
 def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():
     policy = PrecisionPolicy(
         compute_dtype=F16,

@@ -6,7 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.recipe import SCHEMES, Recipe
+from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -154,13 +154,6 @@ def test_a_shared_layer_with_two_recipes_is_refused():
         place(parse_policy("bf16-mixed,rules=a:mxfp8|b:nvfp4"), model)
 
 
-def test_attention_that_does_not_call_its_layers_stays_in_bf16():
-    assert recipes("mxfp8", nn.TransformerEncoderLayer(64, 4, 128)) == {
-        "linear1": "mxfp8",
-        "linear2": "mxfp8",
-    }
-
-
 def test_without_simulate_it_is_refused_where_it_is_not_native():
     for policy in ("fp8", "mxfp8", "nvfp4", "bf16-mixed,rules=a:fp8-block"):
         found = halfstep.support(policy, "cpu")
@@ -170,14 +163,6 @@ def test_without_simulate_it_is_refused_where_it_is_not_native():
     model = nn.Linear(64, 64)
     with pytest.raises(PrecisionError, match="nearest that can is mxfp8,simulate=yes"):
         halfstep.Precision("mxfp8", model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_every_scheme_is_of_formats_that_exist_and_says_where_it_comes_from():
-    for scheme in SCHEMES.values():
-        for operand in (scheme.inputs, scheme.weights, scheme.gradients):
-            form = halfstep.formats.BLOCK_FORMATS[operand]
-            assert (1 if form.block is None else form.block[1]) == scheme.block
-        assert scheme.source
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,3 @@ def test_a_damaged_state_is_refused_as_a_whole(name, what):
     with pytest.raises(PrecisionError):
         parts[2].load_state_dict(saved)
     assert differences(before, frozen_state(parts)) == []
-
-
-def test_reading_the_state_changes_nothing():
-    parts = make("fp16-master")
-    train(parts, range(1))
-    before = frozen_state(parts)
-    parts[2].state_dict()
-    assert differences(before, frozen_state(parts)) == []
