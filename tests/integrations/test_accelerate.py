@@ -466,6 +466,7 @@ def test_precision_refuses_an_optimizer_that_accelerate_has_wrapped():
         halfstep.Precision("mxfp8,simulate=yes", model, optimizer)
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_tells_its_skips(capsys):
     lines = EXAMPLE.read_text().splitlines()
     assert sum(bool(re.search(r"  # \d", line)) for line in lines) == 2  # the changed ones

@@ -13,6 +13,7 @@ from torch import nn
 import halfstep.integrations.grad_scaler
 from halfstep import GradScaler, NonFiniteError, PrecisionError
 from integrations.test_grad_scaler import INF, NAN, Two, made, step
+from reference.cases import every_case
 from reference.loss_scale import exponents
 
 DOCS = Path(__file__).parents[2] / "docs" / "grad-scaler.md"
@@ -46,8 +47,7 @@ def test_the_scale_never_falls_where_gradients_are_destroyed(options):
     assert scaler.last_step.applied
 
 
-@pytest.mark.parametrize(
-    "options",
+@every_case(
     [
         {"init_scale": 0.5, "strict": True},
         {"init_scale": 2.0**25, "strict": True},
@@ -63,7 +63,7 @@ def test_the_scale_never_falls_where_gradients_are_destroyed(options):
         {"strict": True, "growth_factor": INF},
         {"strict": True, "backoff_factor": 0.0},
         {"names": [("weight", 3)]},
-    ],
+    ]
 )
 def test_what_cannot_be_honoured_is_refused(options):
     with pytest.raises(PrecisionError, match="allowed"):

@@ -384,6 +384,7 @@ def test_the_accelerator_of_a_trainer_can_be_pickled(tmp_path):
     assert other.unscale_gradients.__self__.accelerator is other
 
 
+@pytest.mark.slow
 def test_the_example_shows_lost_updates_and_a_cause(capsys):
     main = runpy.run_path(str(EXAMPLE))["main"]
     main.__globals__.update(STEPS=20, PACKAGES=("http", "xml"))

@@ -28,6 +28,7 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(multiplier):
     assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", ROUNDING)
 def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):

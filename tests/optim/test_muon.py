@@ -17,6 +17,7 @@ from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
 from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
+from reference.cases import every_case
 from reference.training import through_a_file
 
 SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
@@ -112,6 +113,7 @@ def same_products():
     return contextlib.nullcontext() if cpu_has_bf16() else SimulatedProducts(torch.bfloat16)
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("each_kernel")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -142,6 +144,7 @@ def test_learning_rates_are_adjusted_as_torch_adjusts_them():
             assert adjustment(kind, *shape) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_low_momentum_is_right_on_average(moments):
     """The direction uses the momentum before it is rounded: the first step is the same."""
@@ -171,6 +174,7 @@ def test_low_momentum_is_right_on_average(moments):
     assert not torch.equal(values[0], values[1])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", ROUNDING)
 def test_any_memory_order_gives_the_same_numbers(way, moments):
@@ -255,8 +259,7 @@ def test_groups_of_adamw_step_as_adamw_does(way, moments):
 # --- options, states ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_case(
     [
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
@@ -271,7 +274,7 @@ def test_groups_of_adamw_step_as_adamw_does(way, moments):
         ),
         ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
         ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
-    ],
+    ]
 )
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(PrecisionError, match=message):

@@ -353,6 +353,7 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
 
 
+@pytest.mark.slow
 def test_flags_that_a_compiler_does_not_know_are_left_out(kernel, fresh_build, monkeypatch):
     """As Apple's clang knows no -fopenmp, and ARM compilers no -mprefer-vector-width."""
     text = (
@@ -391,6 +392,7 @@ def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
     assert not isinstance(native.native_kernel(), NativeKernel)
 
 
+@pytest.mark.slow
 def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monkeypatch):
     """The compiler writes half a file and waits; this process builds meanwhile as well."""
     slow = script(
@@ -428,6 +430,7 @@ WRONG = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):

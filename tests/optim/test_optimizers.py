@@ -15,6 +15,7 @@ from halfstep.optim.storage.state import in_dtype, stored_moment
 from halfstep.precision.masters.rounding import ROUNDING
 from optim import oracles
 from reference import floats
+from reference.cases import every_case
 from reference.training import through_a_file
 
 OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
@@ -152,6 +153,7 @@ def regression(moments: str, steps: int = 300) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_low_precision_moments_reach_the_loss_of_fp32_moments(moments):
     start, full = regression("fp32")
@@ -166,6 +168,7 @@ def nearest8(v: np.ndarray) -> np.ndarray:
     return floats.nearest(v, floats.table(8, 3), math.inf)
 
 
+@pytest.mark.slow
 def test_a_second_moment_follows_gradients_that_shrink():
     """Half of each block falls from 1 to 0.1, the rest stays: windows do not move."""
     n, steps, beta2 = 2048, 2000, 0.999
@@ -194,8 +197,7 @@ def test_a_second_moment_follows_gradients_that_shrink():
 # --- options and errors -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
+@every_case(
     [
         ("adamw", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
         ("adamw", {"betas": (1.0, 0.9)}, ["betas", "1.0", "0 <= beta < 1"]),
@@ -212,7 +214,7 @@ def test_a_second_moment_follows_gradients_that_shrink():
         ("lion", {"lr": -1.0}, ["lr", ">= 0"]),
         ("lion", {"betas": (0.9, 1.0)}, ["betas", "0 <= beta < 1"]),
         ("lion", {"weight_decay": -1.0}, ["weight_decay", ">= 0"]),
-    ],
+    ]
 )
 def test_a_number_out_of_range_is_named_with_what_is_allowed(name, options, words):
     with pytest.raises(ValueError, match="allowed") as caught:
@@ -361,6 +363,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["channels_last", "transposed"])
 @pytest.mark.parametrize("gradient_layout", ["contiguous", "as the weight", "strided", "expanded"])
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -391,6 +394,7 @@ def test_weights_and_gradients_in_any_memory_order(layout, gradient_layout, mome
     assert p.stride() == laid.stride()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_a_weight_that_is_part_of_a_larger_tensor_is_stepped_in_its_place(moments, way):
@@ -490,6 +494,7 @@ def model_of(name: str, way: str, moments: str, seed: int = 0):
     return parameters, optimizer
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -671,6 +676,7 @@ def test_a_state_saved_in_another_memory_order_goes_on(moments, last):
 # --- with the rest of torch ---------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("unscale", [False, True])

@@ -75,6 +75,7 @@ def oracle(weight: np.ndarray, remainder: np.ndarray, update: str) -> np.ndarray
     return (remainder != 0) & other
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("update", MODES)
 @pytest.mark.parametrize("write", WRITES)

@@ -48,6 +48,7 @@ def test_an_unknown_answer_is_refused(text):
         make("fp32", on_nonfinite=text)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_skip_leaves_out_k_in_a_row_and_then_stops(policy, poison):
@@ -225,6 +226,7 @@ def test_averages_in_the_weights_places_are_not_trained_on(policy):
     assert step(model, precision).applied
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("on_skip", ["hold", "advance"])
 @pytest.mark.parametrize("name", ["adamw-loop", "adamw-foreach", "adamw-fused", "stranger"])
 def test_schedules_hold_or_advance_and_the_average_holds(on_skip, name):

@@ -1,6 +1,7 @@
 """Which device runs which policy, and the context that makes it so."""
 
 import contextlib
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from halfstep.precision.casting.autocast import (
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.fp32_pins import Pins
 from halfstep.precision.policy.rules import place
+from reference.cases import every_case
 from reference.training import CPU_POLICIES, DYNAMIC, batches, loss_of, mlp, mse, scaled
 from reference.witness import Witness
 
@@ -98,6 +100,20 @@ def test_tf32_on_a_cpu_is_refused_naming_fp32():
     assert switches() == before
 
 
+@every_case(itertools.product(POLICIES, ("cuda", "mps", "xpu", "meta")))
+def test_what_is_offered_instead_can_be_honoured(name, device):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        found = support(POLICIES[name], torch.device(device))
+        assert found.status == "refused"
+        assert ("no CUDA device" if device == "cuda" else device) in found.reason
+        policy, on = found.nearest.split(" on --device ")
+        assert on == "cpu"
+        assert support(parse_policy(policy), CPU).status != "refused"
+        with pytest.raises(PrecisionError, match="cannot be honoured on"):
+            require_support(POLICIES[name], torch.device(device))
+
+
 def pretend_gpu(monkeypatch, capability) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -116,6 +132,8 @@ def test_compute_capability_decides(monkeypatch, name, capability):
     expected = "native" if capability >= FIRST[name.split("-")[0]] else "refused"
     assert found.status == expected
     assert f"{capability[0]}.{capability[1]}" in found.reason
+    if expected == "refused":
+        assert support(parse_policy(found.nearest), CUDA).status != "refused"
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
@@ -234,6 +252,7 @@ def test_on_cuda_the_cuda_switches_are_pinned(monkeypatch):
         assert switches() == before
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("generic", ["none", "tf32", "ieee"])
 @pytest.mark.parametrize("above", ["none", "tf32", "bf16"])
 @pytest.mark.parametrize("own", ["none", "tf32", "bf16"])
@@ -545,6 +564,7 @@ def test_formats_without_instructions_are_simulated_in_forward_and_backward(
 # --- one context around a whole loop --------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", CPU_POLICIES)
 @pytest.mark.parametrize("how", ["with", "decorator"])
 def test_a_context_around_the_loop_computes_with_the_weights_as_they_are(name, how):

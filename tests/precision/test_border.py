@@ -21,6 +21,7 @@ from halfstep.distributed import (
 )
 from halfstep.errors import HalfstepError
 from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
+from reference.cases import every_case
 from reference.training import mlp
 
 
@@ -191,7 +192,7 @@ def wrong_calls():
     }
 
 
-@pytest.mark.parametrize("call", wrong_calls())
+@every_case(wrong_calls())
 def test_a_wrong_call_ends_in_one_of_our_errors(call):
     with pytest.raises(HalfstepError) as error:
         wrong_calls()[call]()

@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.precision.casting.buffers import check_buffers, kind_of_buffer
+from reference.cases import every_case
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 PLAIN = nn.Module()
@@ -42,9 +43,7 @@ BY_NAME = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [(n, k) for k, ns in BY_NAME.items() for n in ns.split()]
-)
+@every_case([(n, k) for k, ns in BY_NAME.items() for n in ns.split()])
 def test_kinds_by_name(name, kind):
     values = (
         torch.tensor([3.0, 7.0, 11.0]) if kind == "positions" else torch.tensor([0.3, 7.1, 2.5])
@@ -80,7 +79,7 @@ BY_VALUE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values"), BY_VALUE)
+@every_case(BY_VALUE)
 def test_kinds_by_value(kind, values):
     assert kind_of_buffer("thing", values, PLAIN) == kind
 

@@ -63,6 +63,7 @@ def test_an_optimizer_made_for_another_format_is_refused():
 SAVED = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit", "bf16-kahan")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("later", SAVED)
 @pytest.mark.parametrize("first", SAVED)
 def test_masters_load_into_every_other_policy(first, later):

@@ -1,5 +1,6 @@
 """Loss scaling: golden sequences, torch's own scaler as witness, states, refusals, exactness."""
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from halfstep.precision.scaling.loss_scale import (
     StaticLossScale,
     make_loss_scale,
 )
+from reference.cases import every_case
 from reference.loss_scale import exponents
 
 FLAGS = [c == "1" for c in "000010001101000000"]
@@ -148,7 +150,7 @@ BAD_STATES = {
 }
 
 
-@pytest.mark.parametrize("state", [*BAD_STATES.values()], ids=[*BAD_STATES])
+@every_case([*BAD_STATES.values()])
 def test_a_bad_state_is_refused_and_changes_nothing(state):
     scale = dynamic(**OPTIONS)
     trajectory(scale, [False, True])
@@ -168,41 +170,42 @@ def test_the_two_groups_are_all_fields():
     assert set(FLOATS) | set(INTEGERS) == set(LOSS_SCALE_FIELDS)
 
 
-@pytest.mark.parametrize("field", FLOATS)
-@pytest.mark.parametrize(
-    "value",
-    [
-        0,
-        0.0,
-        -1,
-        -2.0,
-        3.0,
-        1.5,
-        0.1,
-        math.nan,
-        math.inf,
-        -math.inf,
-        2**2000,
-        True,
-        "2",
-        None,
-        [2.0],
-    ],
+@every_case(
+    itertools.product(
+        FLOATS,
+        [
+            0,
+            0.0,
+            -1,
+            -2.0,
+            3.0,
+            1.5,
+            0.1,
+            math.nan,
+            math.inf,
+            -math.inf,
+            2**2000,
+            True,
+            "2",
+            None,
+            [2.0],
+        ],
+    )
 )
 def test_numbers_that_are_no_powers_of_two_are_refused(field, value):
     with pytest.raises(PrecisionError, match=field):
         LossScaleConfig(kind="dynamic", **{field: value})
 
 
-@pytest.mark.parametrize("field", INTEGERS)
-@pytest.mark.parametrize("value", [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None])
+@every_case(
+    itertools.product(INTEGERS, [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None])
+)
 def test_counts_that_are_no_positive_integers_are_refused(field, value):
     with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
         LossScaleConfig(kind="dynamic", **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@every_case(
     [
         ({"growth_factor": 1.0}, "growth_factor > 1"),
         ({"growth_factor": 0.5}, "growth_factor > 1"),
@@ -215,7 +218,7 @@ def test_counts_that_are_no_positive_integers_are_refused(field, value):
         ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
         ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
         ({"kind": None}, "allowed: none, static, dynamic"),
-    ],
+    ]
 )
 def test_contradictions_are_refused(options, message):
     with pytest.raises(PrecisionError, match=message):

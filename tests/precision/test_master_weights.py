@@ -104,6 +104,7 @@ def test_push_rounds_to_nearest_even_bit_for_bit(dtype):
     assert torch.equal(master, values)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MASTERS)
 def test_after_every_step_the_weights_are_the_rounded_masters(name, optimizer):

@@ -106,6 +106,7 @@ def spread(rows, columns, seed=0):
     return (x * torch.randint(-6, 7, x.shape, generator=generator).exp2()).bfloat16()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("product", OPERANDS)
 def test_what_torch_gets_stands_for_the_quantised_operands(scheme, product, monkeypatch):

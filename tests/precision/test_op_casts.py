@@ -29,6 +29,7 @@ from halfstep.precision.casting.op_table import (
     spellings,
 )
 from halfstep.precision.policy.rules import place
+from reference.cases import every_case
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ MIXED_POLICIES = ["bf16-mixed", "fp16-mixed"]
 # --- the table ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted({n for t in (AUTOCAST, MIXED) for k in t for n in t[k]}))
+@every_case(sorted({n for t in (AUTOCAST, MIXED) for k in t for n in t[k]}))
 def test_every_entry_is_a_function_of_torch(name):
     found = list(spellings(name))
     assert found, "the table names an operation that this torch does not have"
@@ -189,6 +190,7 @@ def test_functions_that_are_not_looked_into_have_nothing_of_the_table_inside():
         assert not known & {*look.seen}, leaf
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", MIXED_POLICIES)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "within"])

@@ -56,6 +56,7 @@ def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
     assert all(p.grad is None for p in model[1].parameters())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["mop", "pom", "mpo", "opm", "pmo"])
 @pytest.mark.parametrize("policy", MAKE)
 def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):

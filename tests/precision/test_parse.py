@@ -8,12 +8,12 @@ import torch
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from halfstep.precision.explain import explain_policy
 from halfstep.precision.policy.policy import _spell
+from reference.cases import every_case
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
+@every_case(
     [
         ("bf16-mixd", "bf16-mixed"),
         ("fp16mixed", "fp16-mixed"),
@@ -24,7 +24,7 @@ F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
         ("tf32-mixed", "tf32"),
         ("float16-mixed", "fp16-mixed"),
         ("bfloat16_true", "bfloat16"),
-    ],
+    ]
 )
 def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
     with pytest.raises(PrecisionError) as caught:
@@ -69,8 +69,7 @@ def test_what_is_no_text_is_answered_with_what_to_write(value, message):
         parse_policy(value)
 
 
-@pytest.mark.parametrize(
-    ("spec", "name"),
+@every_case(
     [
         ("params=fp32", "fp32"),
         ("compute=tf32", "tf32"),
@@ -92,7 +91,7 @@ def test_what_is_no_text_is_answered_with_what_to_write(value, message):
         ("bf16-master,moments=fp32", "bf16-master"),
         ("bf16-kahan,moments=bf16", "bf16-kahan"),
         ("bf16-master,update=split", "bf16-split"),
-    ],
+    ]
 )
 def test_a_field_string_fills_in_what_follows(spec, name):
     assert parse_policy(spec) == POLICIES[name]
@@ -121,8 +120,7 @@ def test_field_strings_that_are_no_preset():
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
+@every_case(
     [
         ("param=bf16", "unknown policy key 'param', did you mean 'params'. Allowed: params, compu"),
         ("colour=bf16", "unknown policy key 'colour'. Allowed: params"),
@@ -152,7 +150,7 @@ def test_field_strings_that_are_no_preset():
         ("master=bf16", "params=fp32 with master=bf16"),
         ("params=bf16,master=bf16,grad=fp32", "grad=fp32 with master=bf16"),
         ("output=bf16", "output=bf16: the loss is always computed in fp32"),
-    ],
+    ]
 )
 def test_a_bad_field_string_is_refused_with_its_reason(spec, message):
     with pytest.raises(PrecisionError, match=message):

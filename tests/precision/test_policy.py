@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
+from reference.cases import every_case
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale,
@@ -44,7 +45,7 @@ def test_the_table_is_complete():
     assert set(POLICIES) == set(TABLE)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@every_case(TABLE)
 def test_policy_is_the_table_s_row(name):
     policy = POLICIES[name]
     got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
@@ -59,7 +60,7 @@ def test_policy_is_the_table_s_row(name):
     assert policy.rules == ()
 
 
-@pytest.mark.parametrize("name", TABLE)
+@every_case(TABLE)
 def test_a_policy_prints_its_name_and_its_name_parses_to_it(name):
     assert str(POLICIES[name]) == POLICIES[name].name == name
     assert parse_policy(name) == POLICIES[name]
@@ -67,14 +68,13 @@ def test_a_policy_prints_its_name_and_its_name_parses_to_it(name):
     assert parse_policy(f"  {name}\n") == POLICIES[name]
 
 
-@pytest.mark.parametrize("name", ALIASES)
+@every_case(ALIASES)
 def test_every_alias_prints_back_canonically(name):
     for alias in ALIASES[name].split():
         assert str(parse_policy(alias)) == name
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
+@every_case(
     [
         ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
         ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
@@ -114,7 +114,7 @@ def test_every_alias_prints_back_canonically(name):
             {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
             "compute=tf32 .*needs params=fp32",
         ),
-    ],
+    ]
 )
 def test_a_combination_that_cannot_run_is_refused_with_its_reason(fields, message):
     with pytest.raises(PrecisionError, match=message):

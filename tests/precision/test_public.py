@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import halfstep
+from reference.cases import every_case
 
 STUB = Path(halfstep.__file__).with_name("__init__.pyi")
 NAMES = {
@@ -47,7 +48,7 @@ def test_the_promised_names_are_there():
     assert set(NAMES) >= PROMISED
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_case(NAMES)
 def test_every_public_name_resolves_to_the_object_of_its_module(name):
     module = __import__(f"halfstep.{NAMES[name]}", fromlist=[name])
     assert getattr(halfstep, name) is getattr(module, name)
@@ -82,6 +83,7 @@ def test_examples_in_docstrings_are_right():
         assert result.failed == 0, name
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_module_that_windows_lacks():
     """The trainer does, and says so; what Python lacks on Windows is taken away here."""
     code = (
@@ -118,7 +120,7 @@ def written() -> str:
     return "\n".join(p.read_text(encoding="utf-8") for p in (*pages, DOCS / "README.md"))
 
 
-@pytest.mark.parametrize(("module", "name"), EXPORTED)
+@every_case(EXPORTED)
 def test_every_public_name_is_documented(module, name):
     value = getattr(importlib.import_module(module), name)
     assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", written()), "no page of docs/ names it"

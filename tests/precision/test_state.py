@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfstep import Precision, PrecisionError
+from reference.cases import every_case
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
@@ -124,6 +125,7 @@ def frozen_state(parts):
     return copy.deepcopy((snapshot(*parts), parts[2].state_dict()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("to", CPU_POLICIES)
 @pytest.mark.parametrize("of", CPU_POLICIES)
 def test_a_state_of_another_policy_is_refused(of, to):
@@ -182,10 +184,8 @@ def damage(name: str):
     return ways
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    # one policy of each kind of state: nothing, a scale, masters and a scale
-    [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)],
+@every_case(
+    [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)]
 )
 def test_a_damaged_state_is_refused_as_a_whole(name, what):
     source = make(name)

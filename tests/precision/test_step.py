@@ -59,6 +59,7 @@ def true_step(data) -> tuple[float, float, list[Tensor]]:
 NEAR = {"fp32": 20 * 2.0**-24, "bf16": 20 * 2.0**-9, "fp16": 20 * 2.0**-12}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_the_result_tells_the_truth(name, optimizer):
@@ -192,6 +193,7 @@ class Weighted(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("parts", [2, 4, 32])
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-master"])
 def test_k_micro_batches_equal_one_batch_of_k(name, parts):
