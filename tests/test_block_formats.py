@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import hashlib
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -33,7 +32,6 @@ from halfstep.formats import (
 )
 from halfstep.precision.masters.rounding import random_bits
 from reference import blocks
-from reference.cases import every_case
 
 ALL = [
     *BLOCK_FORMATS.values(),
@@ -72,7 +70,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
 # The definition
 
 
-@every_case(itertools.product(ALL, [*blocks.PIECES, "patterns"]))
+@every()
+@pytest.mark.parametrize("name", [*blocks.PIECES, "patterns"])
 def test_codes_scales_and_numbers_are_those_of_the_definition(form, name):
     x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
     codes, scales, numbers = blocks.quantize(x, form.element.name, form.rule, form.block)
@@ -185,7 +184,9 @@ def test_every_code_is_a_bf16_number(element):
     assert torch.equal(element.round_to(numbers), numbers)
 
 
-@every_case(itertools.product(ALL, [*blocks.PIECES, "patterns"], [torch.float32, torch.bfloat16]))
+@every()
+@pytest.mark.parametrize("name", [*blocks.PIECES, "patterns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_operands_are_bf16_numbers_and_with_their_scales_the_dequantised(form, name, dtype):
     x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
     x = torch.from_numpy(x).to(dtype)

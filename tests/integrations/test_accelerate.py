@@ -183,21 +183,6 @@ def test_options_reach_the_scaler():
     assert caught.value.cause == "loss_scale_floor"
 
 
-def test_strict_is_the_default_and_max_consecutive_skips_stops():
-    acc, _, model, optimizer = prepared(init_scale=1.0)
-    acc.backward(loss_of(model, 0, {0: INF}.items()))
-    with pytest.raises(NonFiniteError, match="smallest loss scale 1 "):
-        optimizer.step()
-    acc, _, model, optimizer = prepared("fused", max_consecutive_skips=2)
-    for step in range(3):
-        acc.backward(loss_of(model, step, {1: INF, 2: INF}.items()))
-        if step < 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    with pytest.raises(NonFiniteError, match="2 steps in a row skipped"):
-        optimizer.step()
-
-
 # Several optimizers
 
 
@@ -268,44 +253,6 @@ def test_alternating_losses_as_in_a_gan(clip):
     assert same(bits(first), bits(oracle[0]))
     assert same(bits(second), bits(oracle[1]))
     assert scaler.skipped_total == 1
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_gradients_that_wait_for_their_step_follow_a_change_of_scale(clip):
-    acc, scaler, first, second, one, two = pair()
-    oracle = net(2)
-    slow = OPTIMIZERS["sgd"](oracle.parameters())
-    for step in range(4):
-        acc.backward(loss_of(first, step, {0: INF, 1: INF}.items()) + loss_of(second, step))
-        if clip:
-            acc.clip_grad_norm_(first.parameters(), 1e9)
-        one.step()
-        one.zero_grad()
-        loss_of(oracle, step).backward()
-    two.step()
-    slow.step()
-    assert scaler.get_scale() == 2.0**8
-    assert same(bits(second), bits(oracle))
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_infinities_that_wait_count_with_their_own_step(clip):
-    """Clipping for the first optimizer unscales the second one's gradients, and sees them."""
-    acc, scaler, first, second, one, two = pair()
-    scales = []
-    for step in range(2):
-        acc.backward(loss_of(first, step) + loss_of(second, step, {0: INF}.items()))
-        if clip:
-            acc.clip_grad_norm_(first.parameters(), 1e9)
-        one.step()
-        one.zero_grad()
-        scales.append(scaler.get_scale())
-    assert not one.step_was_skipped
-    two.step()
-    scales.append(scaler.get_scale())
-    assert two.step_was_skipped
-    assert scaler.skipped_total == 1
-    assert scales == [2.0**10, 2.0**10, 2.0**9]
 
 
 # Saving

@@ -144,21 +144,6 @@ def test_skip_leaves_the_step_out_and_holds_the_schedule(kind, clip):
     assert same(bits(model), bits(acc.unwrap_model(expected)))
 
 
-def test_two_optimizers_of_one_loss():
-    acc = accelerator("bf16")
-    attach(acc)
-    first, second = net(1), net(2)
-    one, two = (OPTIMIZERS["fused"](m.parameters()) for m in (first, second))
-    first, second, one, two = acc.prepare(first, second, one, two)
-    acc.backward(loss_of(first, 0) + loss_of(second, 0, {0: NAN}.items()))
-    before = bits(first), bits(second)
-    one.step()  # the loss is broken, whoever steps; what update() raises waits for the other
-    with pytest.raises(NonFiniteError, match="the loss is nan"):
-        two.step()
-    assert same(bits(first), before[0])
-    assert same(bits(second), before[1])
-
-
 def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
     def run(steps, *, ours=True, load=None, save=None):
         acc = accelerator("bf16")

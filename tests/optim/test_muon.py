@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfstep import PrecisionError
-from halfstep.optim import AdamW, Muon, muon_groups
+from halfstep.optim import Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
@@ -16,8 +16,8 @@ from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
-from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
-from reference.cases import every_case
+from optim.test_optimizers import MOMENTS, numbers, parameter
+from every import every
 from reference.training import through_a_file
 
 SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
@@ -239,28 +239,15 @@ def test_the_helper_says_which_parameters_are_muon_s():
         muon_groups(Small(), adamw=["x.*"])
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("way", ["split", "stochastic"])
-def test_groups_of_adamw_step_as_adamw_does(way, moments):
-    p, q = parameter(300, dtype=torch.bfloat16), parameter(300, dtype=torch.bfloat16)
-    low = {"update": way, "moments": moments, "seed": 3}
-    group = {"params": [p], "use_muon": False}
-    both = Muon([group, {"params": [parameter((4, 6))]}], betas=(0.8, 0.9), lr=1e-2, **low)
-    alone = AdamW([q], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **low)
-    for step in range(3):
-        feed(both, step)
-        feed(alone, step)
-        both.step()
-        alone.step()
-    assert torch.equal(p, q)
-    assert_same(everything(alone), {k: v for k, v in everything(both).items() if k[0] == "0"})
-
-
 # --- options, states ----------------------------------------------------------------------------
 
 
-@every_case(
-    [
+def test_options_that_mean_nothing_are_refused():
+    def check(options, message):
+        with pytest.raises(PrecisionError, match=message):
+            Muon([parameter((3, 4))], **options)
+
+    every([
         ({"lr": -1.0}, "Invalid learning rate: -1.0"),
         ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value"),
@@ -274,11 +261,7 @@ def test_groups_of_adamw_step_as_adamw_does(way, moments):
         ),
         ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
         ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
-    ]
-)
-def test_options_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(PrecisionError, match=message):
-        Muon([parameter((3, 4))], **options)
+    ], check)
 
 
 def test_what_is_no_matrix_is_refused_by_name():

@@ -30,14 +30,6 @@ def run(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 5) -> to
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("value", [None, True, False])
-@pytest.mark.parametrize("name", ["foreach", "fused"])
-def test_foreach_and_fused_choose_nothing(cls, name, value):
-    p, q = weights(), weights()
-    assert torch.equal(run(cls([p], lr=0.1, **{name: value}), p), run(cls([q], lr=0.1), q))
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 def test_maximize_is_the_step_with_the_negated_gradient(cls):
     p, q = weights(), weights()
     up, down = cls([p], lr=0.1, maximize=True), cls([q], lr=0.1)
@@ -58,16 +50,6 @@ def test_capturable_is_refused_with_the_way_out(cls):
     with pytest.raises(PrecisionError, match="capturable=True"):
         cls([{"params": [weights()], "capturable": True}])
     cls([weights()], capturable=False)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_differentiable_is_refused_with_the_reason(cls):
-    with pytest.raises(PrecisionError, match=r"differentiable=True.*autograd"):
-        cls([weights()], differentiable=True)
-    optimizer = cls([weights()], differentiable=False)
-    with pytest.raises(PrecisionError, match="differentiable=True"):
-        optimizer.add_param_group({"params": [weights()], "differentiable": True})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_amsgrad_is_refused_with_the_reason_and_the_way_out():
@@ -201,15 +183,6 @@ def test_states_go_to_torch_and_back(cls, peer):
     p.data.copy_(q.detach())
     ours.load_state_dict(through_a_file(theirs.state_dict()))
     assert (run(ours, p) - run(theirs, q)).abs().max() < 1e-6
-
-
-def test_the_state_of_torch_s_sgd_without_momentum_is_taken():
-    p = weights()
-    state = torch.optim.SGD([p], lr=0.1).state_dict()
-    state["state"] = {0: {"momentum_buffer": None}}  # as torch 2.3 saved it
-    ours = SGD([p], lr=0.1)
-    ours.load_state_dict(state)
-    run(ours, p)
 
 
 def test_an_8_bit_state_of_before_has_its_codes_under_the_moment_s_own_name():

@@ -113,16 +113,6 @@ def test_what_the_user_writes_is_the_master(write, update):
 # --- construction -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["split", "kahan", "nearest"])
-def test_only_modes_that_round_by_chance_draw_random_bits(monkeypatch, update):
-    def refuse(*args, **kwargs):
-        raise AssertionError("random bits were drawn")
-
-    monkeypatch.setattr(weights, "random_bits", refuse)
-    p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
-    AdamW([p], update=update).write_master_(p, torch.rand(300))
-
-
 @pytest.mark.usefixtures("_small_chunks")
 @pytest.mark.parametrize("update", ["split24", "stochastic"])
 def test_every_tensor_starts_from_its_own_random_bits(update):
@@ -182,19 +172,3 @@ def test_steps_are_counted_beyond_what_fp32_holds():
         drawn.append(p.detach().clone())
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])
-
-
-@pytest.mark.usefixtures("each_kernel")
-def test_a_huge_gradient_has_a_finite_second_moment_as_in_torch():
-    ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
-    optimizers = AdamW([ours], lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
-    gradient = torch.tensor([1.0, 4e19, -4e19, 5e20])
-    for p, optimizer in zip((ours, theirs), optimizers, strict=True):
-        p.grad = gradient.clone()
-        optimizer.step()
-    v = optimizers[0].state[ours]["exp_avg_sq"]
-    assert v.isfinite().all()
-    # the same three roundings; torch may fuse the last product into the sum
-    wanted = optimizers[1].state[theirs]["exp_avg_sq"]
-    assert ((v - wanted).abs() <= wanted * 2.0**-22).all()
-    assert (ours[1:].abs() > 9e-3).all()  # it moves

@@ -178,14 +178,6 @@ def test_ordinary_overflow_does_not_use_up_the_skips():
     assert not step(model, precision, 4, "loss").applied
 
 
-@pytest.mark.filterwarnings("ignore:the step is left out")
-def test_an_applied_step_gives_the_skips_back():
-    model, _, precision = make("fp32", on_nonfinite="skip:1")
-    for number in range(3):
-        assert not step(model, precision, 2 * number, "loss").applied
-        assert step(model, precision, 2 * number + 1).applied
-
-
 def test_a_refused_step_leaves_no_gradient_behind():
     model, optimizer, precision = make("bf16-master")
     late = nn.Parameter(torch.ones(2))

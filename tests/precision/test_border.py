@@ -21,7 +21,7 @@ from halfstep.distributed import (
 )
 from halfstep.errors import HalfstepError
 from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
-from reference.cases import every_case
+from every import every
 from reference.training import mlp
 
 
@@ -192,10 +192,12 @@ def wrong_calls():
     }
 
 
-@every_case(wrong_calls())
-def test_a_wrong_call_ends_in_one_of_our_errors(call):
-    with pytest.raises(HalfstepError) as error:
-        wrong_calls()[call]()
-    # what is allowed, or what to do instead
-    assert any(word in str(error.value) for word in ("allowed", "Allowed", "write"))
-    assert " object at 0x" not in str(error.value)
+def test_a_wrong_call_ends_in_one_of_our_errors():
+    def check(call):
+        with pytest.raises(HalfstepError) as error:
+            wrong_calls()[call]()
+        # what is allowed, or what to do instead
+        assert any(word in str(error.value) for word in ("allowed", "Allowed", "write"))
+        assert " object at 0x" not in str(error.value)
+
+    every(wrong_calls(), check)

@@ -8,7 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.precision.casting.buffers import check_buffers, kind_of_buffer
-from reference.cases import every_case
+from every import every
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 PLAIN = nn.Module()
@@ -43,12 +43,14 @@ BY_NAME = {
 }
 
 
-@every_case([(n, k) for k, ns in BY_NAME.items() for n in ns.split()])
-def test_kinds_by_name(name, kind):
-    values = (
-        torch.tensor([3.0, 7.0, 11.0]) if kind == "positions" else torch.tensor([0.3, 7.1, 2.5])
-    )
-    assert kind_of_buffer(name, values, PLAIN) == kind
+def test_kinds_by_name():
+    def check(name, kind):
+        values = (
+            torch.tensor([3.0, 7.0, 11.0]) if kind == "positions" else torch.tensor([0.3, 7.1, 2.5])
+        )
+        assert kind_of_buffer(name, values, PLAIN) == kind
+
+    every([(n, k) for k, ns in BY_NAME.items() for n in ns.split()], check)
 
 
 causal = torch.ones(5, 5).tril()
@@ -79,9 +81,11 @@ BY_VALUE = [
 ]
 
 
-@every_case(BY_VALUE)
-def test_kinds_by_value(kind, values):
-    assert kind_of_buffer("thing", values, PLAIN) == kind
+def test_kinds_by_value():
+    def check(kind, values):
+        assert kind_of_buffer("thing", values, PLAIN) == kind
+
+    every(BY_VALUE, check)
 
 
 @pytest.mark.parametrize("dtype", [B16, F16])

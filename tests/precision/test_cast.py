@@ -3,8 +3,7 @@
 import copy
 import dataclasses
 import pickle
-from collections import OrderedDict, defaultdict, namedtuple
-from types import MappingProxyType
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -73,17 +72,6 @@ def test_torch_s_own_tuples_are_kept():
     assert cast_floating(torch.Size([2, 3]), BF16) == torch.Size([2, 3])
     packed = cast_floating(nn.utils.rnn.pack_sequence([torch.ones(2, 2)]), BF16)
     assert packed.data.dtype == BF16
-
-
-@pytest.mark.parametrize(
-    "mapping",
-    [defaultdict(list, a=torch.ones(2)), MappingProxyType({"a": torch.ones(2)})],
-    ids=["defaultdict", "mappingproxy"],
-)
-def test_mappings_that_are_not_built_from_a_mapping_alone(mapping):
-    result = cast_floating(mapping, BF16)
-    assert result["a"].dtype == BF16
-    assert type(result) is type(mapping)
 
 
 class WithBuffers(nn.Module):

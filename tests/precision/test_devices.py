@@ -129,13 +129,6 @@ def test_a_device_that_the_table_lacks_is_refused(name):
         kind_named(name)
 
 
-def test_a_number_alone_is_answered_with_the_whole_name():
-    with pytest.raises(PrecisionError, match=r"devices, did you mean 'RTX 3090 TI'\?"):
-        kind_named("3090-Ti")
-    with pytest.raises(PrecisionError, match=r"devices; it has names"):
-        kind_named("1234")
-
-
 def test_amd_and_unknown_gpus(monkeypatch):
     pretend_gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.4")

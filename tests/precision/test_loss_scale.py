@@ -14,7 +14,7 @@ from halfstep.precision.scaling.loss_scale import (
     StaticLossScale,
     make_loss_scale,
 )
-from reference.cases import every_case
+from every import every
 from reference.loss_scale import exponents
 
 FLAGS = [c == "1" for c in "000010001101000000"]
@@ -150,14 +150,16 @@ BAD_STATES = {
 }
 
 
-@every_case([*BAD_STATES.values()])
-def test_a_bad_state_is_refused_and_changes_nothing(state):
-    scale = dynamic(**OPTIONS)
-    trajectory(scale, [False, True])
-    before = dict(vars(scale))
-    with pytest.raises(PrecisionError):
-        scale.load_state_dict(state)
-    assert vars(scale) == before
+def test_a_bad_state_is_refused_and_changes_nothing():
+    def check(state):
+        scale = dynamic(**OPTIONS)
+        trajectory(scale, [False, True])
+        before = dict(vars(scale))
+        with pytest.raises(PrecisionError):
+            scale.load_state_dict(state)
+        assert vars(scale) == before
+
+    every([*BAD_STATES.values()], check)
 
 
 # --- configurations -------------------------------------------------------------------------------
@@ -170,8 +172,12 @@ def test_the_two_groups_are_all_fields():
     assert set(FLOATS) | set(INTEGERS) == set(LOSS_SCALE_FIELDS)
 
 
-@every_case(
-    itertools.product(
+def test_numbers_that_are_no_powers_of_two_are_refused():
+    def check(field, value):
+        with pytest.raises(PrecisionError, match=field):
+            LossScaleConfig(kind="dynamic", **{field: value})
+
+    every(itertools.product(
         FLOATS,
         [
             0,
@@ -190,23 +196,23 @@ def test_the_two_groups_are_all_fields():
             None,
             [2.0],
         ],
-    )
-)
-def test_numbers_that_are_no_powers_of_two_are_refused(field, value):
-    with pytest.raises(PrecisionError, match=field):
-        LossScaleConfig(kind="dynamic", **{field: value})
+    ), check)
 
 
-@every_case(
-    itertools.product(INTEGERS, [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None])
-)
-def test_counts_that_are_no_positive_integers_are_refused(field, value):
-    with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
-        LossScaleConfig(kind="dynamic", **{field: value})
+def test_counts_that_are_no_positive_integers_are_refused():
+    def check(field, value):
+        with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
+            LossScaleConfig(kind="dynamic", **{field: value})
+
+    every(itertools.product(INTEGERS, [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None]), check)
 
 
-@every_case(
-    [
+def test_contradictions_are_refused():
+    def check(options, message):
+        with pytest.raises(PrecisionError, match=message):
+            LossScaleConfig(**{"kind": "dynamic", **options})
+
+    every([
         ({"growth_factor": 1.0}, "growth_factor > 1"),
         ({"growth_factor": 0.5}, "growth_factor > 1"),
         ({"backoff_factor": 1.0}, "> backoff_factor"),
@@ -218,8 +224,4 @@ def test_counts_that_are_no_positive_integers_are_refused(field, value):
         ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
         ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
         ({"kind": None}, "allowed: none, static, dynamic"),
-    ]
-)
-def test_contradictions_are_refused(options, message):
-    with pytest.raises(PrecisionError, match=message):
-        LossScaleConfig(**{"kind": "dynamic", **options})
+    ], check)

@@ -212,45 +212,6 @@ def model_loss(model, precision):
         return model(batch()).float().square().mean()
 
 
-def test_a_copy_of_16_bit_weights_multiplies_by_the_recipe_too():
-    """Its weights are the fp32 masters, which round to the model's; what is no product is fp32."""
-    model, precision = made(STORED)
-    precision.step(model_loss(model, precision))
-    copied = copy.deepcopy(model)
-    assert copied[0].up.weight.dtype == torch.float32
-    x, seen = batch().to(torch.bfloat16), {}
-    for name, layer in (("model", model[0].up), ("copy", copied[0].up)):
-        with torch.no_grad(), precision.autocast():
-            seen[name] = layer(x.float() if name == "copy" else x)
-    assert seen["copy"].dtype == torch.float32
-    assert torch.equal(seen["copy"], seen["model"].float())
-    plain = copied[0].up.weight @ x.float().t()
-    assert not torch.equal(seen["copy"], (plain.t() + copied[0].up.bias))
-    assert torch.isfinite(evaluated(copied, precision.autocast())).all()
-    with torch.no_grad():
-        outside = copied[0].up(x.float())
-    assert torch.allclose(outside, plain.t() + copied[0].up.bias, atol=1e-5)  # fp32 sums
-
-
-def test_passes_of_a_copy_change_nothing_in_the_run():
-    """No random bits: a copy may even be trained."""
-    found = []
-    for copies in (0, 1):
-        model, precision = made(POLICY)
-        for number in range(3):
-            loss = model_loss(model, precision)
-            for _ in range(copies):
-                other = copy.deepcopy(model)
-                with precision.autocast():
-                    (10 * other(batch(7))).float().square().mean().backward()
-                assert other[0].up.weight.grad.any(), number
-            precision.step(loss)
-        found.append([precision.state_dict(), model.state_dict()])
-    assert str(found[0]) == str(found[1])
-    assert all(torch.equal(a, b) for a, b in
-               zip(found[0][1].values(), found[1][1].values(), strict=True))  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("policy", "without"), [("mxfp8,simulate=yes", "bf16-mixed"), (STORED, "bf16-split")]
 )
@@ -291,31 +252,6 @@ def test_what_autograd_cannot_do_with_it_is_refused():
             gradient.sum().backward()
         with pytest.raises(PrecisionError, match=r"torch\.func.*keep_bf16"):
             torch.func.vmap(model)(torch.randn(2, 3, 64))
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "n_positions": 32}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends))
-
-
-def test_conv1d_layers_of_gpt2_have_the_recipe_and_its_tied_head_has_not():
-    model, precision = made(model=gpt2())
-    low = [name for name, module in model.named_modules() if low_bit_of(module)]
-    assert len(low) == 8
-    assert "lm_head" not in low
-    ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(8):
-        with precision.autocast():
-            out = model(input_ids=ids, labels=ids)
-        losses.append(precision.step(out.loss).loss)
-    assert losses[-1] < losses[0]
-    with precision.autocast(), torch.no_grad():
-        made_ids = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert made_ids.shape == (2, 8)
 
 
 def test_a_conv1d_layer_rounds_as_a_linear_layer_of_its_transposed_weight():

@@ -76,23 +76,6 @@ def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
         assert torch.equal(into["p"].state_dict()["masters"][name], master), name
 
 
-@pytest.mark.parametrize("policy", MAKE)
-def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
-    model = net()
-    optimizer, precision = under(policy, model)
-    step(model, precision)
-    model[1] = nn.Linear(4, 3)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    assert step(model, precision).applied
-    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
-    assert step(model, precision).applied
-    saved = precision.state_dict()
-    assert saved["masters"]["1.weight"].shape == (3, 4)
-    precision.load_state_dict(saved)
-    precision.take_weights_()
-    assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
-
-
 SCALED = ["fp16-mixed", "fp16-master"]
 # Rounding to fp16 of operands and results in a forward and a backward of two layers.
 NEAR = {"rtol": 0.02, "atol": 1e-3}
@@ -116,18 +99,6 @@ def test_a_gradient_of_the_input_is_unscaled_and_its_loss_is_none_of_the_step(po
     assert precision.step(loss).loss == loss.item()
 
 
-@pytest.mark.parametrize("policy", SCALED)
-def test_parameters_of_a_loss_module_get_unscaled_gradients(policy):
-    model, centre = net(), nn.Parameter(torch.tensor([0.5]))
-    reference, own = net(), nn.Parameter(torch.tensor([0.5]))
-    (reference(X) - own).square().mean().backward()
-    _, precision = under(policy, model)
-    with precision.autocast():
-        loss = (model(X) - centre).square().mean()
-    precision.backward(loss)
-    torch.testing.assert_close(centre.grad, own.grad, **NEAR)
-
-
 @pytest.mark.parametrize("policy", MAKE)
 def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(policy):
     (model, other), losses = (net(), net()), []
@@ -145,23 +116,6 @@ def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(p
     for name, master in precision.state_dict()["masters"].items():
         assert torch.equal(master, exact[name]), name
     assert len({*losses}) == 3
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
-def test_a_group_that_came_later_belongs_to_one_precision_too(policy):
-    model = net()
-    optimizer, precision = under(policy, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    step(model, precision)
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    step(model, precision)
-    with pytest.raises(PrecisionError, match="trained by another Precision"):
-        under("fp32", model[1])
-    del optimizer.param_groups[-1]
-    step(model, precision)
-    _, other = under("fp32", model[1])
-    other.close()
-    precision.close()
-    precision.close()
 
 
 class Waits:
@@ -199,37 +153,6 @@ def test_a_second_optimizer_would_update_16_bit_weights_in_16_bits(policy):
     assert precision.step().applied
     precision.close()
     second.step()
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-pure"])
-def test_a_second_optimizer_is_free_where_it_trains_as_the_policy_does(policy):
-    model = net()
-    _, precision = under(policy, model, torch.optim.SGD(model[1].parameters(), lr=0.1))
-    second = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    precision.backward(loss_of(model, precision))
-    second.step()
-    assert precision.step().applied
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer that lets another one step, as Lookahead does."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master"])
-def test_an_optimizer_inside_of_another_may_step(policy):
-    model = net()
-    _, precision = under(policy, model, Around(torch.optim.SGD(model.parameters(), lr=0.1)))
-    before = model[0].weight.detach().clone()
-    assert step(model, precision).applied
-    assert not torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("policy", MAKE)

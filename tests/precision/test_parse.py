@@ -8,13 +8,21 @@ import torch
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from halfstep.precision.explain import explain_policy
 from halfstep.precision.policy.policy import _spell
-from reference.cases import every_case
+from every import every
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@every_case(
-    [
+def test_a_typing_error_is_answered_with_what_was_meant():
+    def check(typed, meant):
+        with pytest.raises(PrecisionError) as caught:
+            parse_policy(typed)
+        message = str(caught.value)
+        assert f"unknown precision policy {typed!r}, did you mean {meant!r}?" in message
+        for name in POLICIES:
+            assert name in message
+
+    every([
         ("bf16-mixd", "bf16-mixed"),
         ("fp16mixed", "fp16-mixed"),
         ("bf16-masters", "bf16-master"),
@@ -24,15 +32,7 @@ F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
         ("tf32-mixed", "tf32"),
         ("float16-mixed", "fp16-mixed"),
         ("bfloat16_true", "bfloat16"),
-    ]
-)
-def test_a_typing_error_is_answered_with_what_was_meant(typed, meant):
-    with pytest.raises(PrecisionError) as caught:
-        parse_policy(typed)
-    message = str(caught.value)
-    assert f"unknown precision policy {typed!r}, did you mean {meant!r}?" in message
-    for name in POLICIES:
-        assert name in message
+    ], check)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,11 @@ def test_what_is_no_text_is_answered_with_what_to_write(value, message):
         parse_policy(value)
 
 
-@every_case(
-    [
+def test_a_field_string_fills_in_what_follows():
+    def check(spec, name):
+        assert parse_policy(spec) == POLICIES[name]
+
+    every([
         ("params=fp32", "fp32"),
         ("compute=tf32", "tf32"),
         ("compute=fp32", "fp32"),
@@ -91,10 +94,7 @@ def test_what_is_no_text_is_answered_with_what_to_write(value, message):
         ("bf16-master,moments=fp32", "bf16-master"),
         ("bf16-kahan,moments=bf16", "bf16-kahan"),
         ("bf16-master,update=split", "bf16-split"),
-    ]
-)
-def test_a_field_string_fills_in_what_follows(spec, name):
-    assert parse_policy(spec) == POLICIES[name]
+    ], check)
 
 
 def test_fields_after_a_name_change_that_policy():
@@ -120,8 +120,12 @@ def test_field_strings_that_are_no_preset():
     )
 
 
-@every_case(
-    [
+def test_a_bad_field_string_is_refused_with_its_reason():
+    def check(spec, message):
+        with pytest.raises(PrecisionError, match=message):
+            parse_policy(spec)
+
+    every([
         ("param=bf16", "unknown policy key 'param', did you mean 'params'. Allowed: params, compu"),
         ("colour=bf16", "unknown policy key 'colour'. Allowed: params"),
         ("params=bf16,", "unknown policy key ''"),
@@ -150,11 +154,7 @@ def test_field_strings_that_are_no_preset():
         ("master=bf16", "params=fp32 with master=bf16"),
         ("params=bf16,master=bf16,grad=fp32", "grad=fp32 with master=bf16"),
         ("output=bf16", "output=bf16: the loss is always computed in fp32"),
-    ]
-)
-def test_a_bad_field_string_is_refused_with_its_reason(spec, message):
-    with pytest.raises(PrecisionError, match=message):
-        parse_policy(spec)
+    ], check)
 
 
 def write(folder, text: str) -> str:

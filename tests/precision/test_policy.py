@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
-from reference.cases import every_case
+from every import every
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale,
@@ -45,37 +45,47 @@ def test_the_table_is_complete():
     assert set(POLICIES) == set(TABLE)
 
 
-@every_case(TABLE)
-def test_policy_is_the_table_s_row(name):
-    policy = POLICIES[name]
-    got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
-    *wanted, kind = TABLE[name]
-    assert [*got, policy.update, policy.moment_format] == wanted
-    assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
-    assert policy.has_masters == (kind == "masters")
-    assert policy.is_pure == (kind == "pure")
-    assert policy.casts_per_op == (kind == "op")
-    # bf16-split and its kin, and no other preset, need an optimizer that knows their way
-    assert policy.needs_own_optimizer == (policy.update != "nearest")
-    assert policy.rules == ()
+def test_policy_is_the_table_s_row():
+    def check(name):
+        policy = POLICIES[name]
+        got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
+        *wanted, kind = TABLE[name]
+        assert [*got, policy.update, policy.moment_format] == wanted
+        assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
+        assert policy.has_masters == (kind == "masters")
+        assert policy.is_pure == (kind == "pure")
+        assert policy.casts_per_op == (kind == "op")
+        # bf16-split and its kin, and no other preset, need an optimizer that knows their way
+        assert policy.needs_own_optimizer == (policy.update != "nearest")
+        assert policy.rules == ()
+
+    every(TABLE, check)
 
 
-@every_case(TABLE)
-def test_a_policy_prints_its_name_and_its_name_parses_to_it(name):
-    assert str(POLICIES[name]) == POLICIES[name].name == name
-    assert parse_policy(name) == POLICIES[name]
-    assert parse_policy(POLICIES[name]) is POLICIES[name]
-    assert parse_policy(f"  {name}\n") == POLICIES[name]
+def test_a_policy_prints_its_name_and_its_name_parses_to_it():
+    def check(name):
+        assert str(POLICIES[name]) == POLICIES[name].name == name
+        assert parse_policy(name) == POLICIES[name]
+        assert parse_policy(POLICIES[name]) is POLICIES[name]
+        assert parse_policy(f"  {name}\n") == POLICIES[name]
+
+    every(TABLE, check)
 
 
-@every_case(ALIASES)
-def test_every_alias_prints_back_canonically(name):
-    for alias in ALIASES[name].split():
-        assert str(parse_policy(alias)) == name
+def test_every_alias_prints_back_canonically():
+    def check(name):
+        for alias in ALIASES[name].split():
+            assert str(parse_policy(alias)) == name
+
+    every(ALIASES, check)
 
 
-@every_case(
-    [
+def test_a_combination_that_cannot_run_is_refused_with_its_reason():
+    def check(fields, message):
+        with pytest.raises(PrecisionError, match=message):
+            PrecisionPolicy(**fields)
+
+    every([
         ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
         ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
         ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
@@ -114,11 +124,7 @@ def test_every_alias_prints_back_canonically(name):
             {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
             "compute=tf32 .*needs params=fp32",
         ),
-    ]
-)
-def test_a_combination_that_cannot_run_is_refused_with_its_reason(fields, message):
-    with pytest.raises(PrecisionError, match=message):
-        PrecisionPolicy(**fields)
+    ], check)
 
 
 def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():

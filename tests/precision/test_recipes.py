@@ -6,10 +6,9 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.recipe import Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from reference.cases import every_case
+from every import every
 
 SPELLINGS = [
     "fp8",
@@ -52,17 +51,11 @@ def recipes(policy, model=None):
     return {p.name: str(p.recipe) for p in place(parse_policy(policy), model).low}
 
 
-@every_case(SPELLINGS)
-def test_a_policy_is_spelled_as_it_was_written(spelling):
-    assert str(parse_policy(spelling)) == spelling
+def test_a_policy_is_spelled_as_it_was_written():
+    def check(spelling):
+        assert str(parse_policy(spelling)) == spelling
 
-
-def test_a_policy_with_every_field_given_keeps_its_recipe():
-    policy = parse_policy("params=bf16,update=kahan,recipe=mxfp8,simulate=yes,moments=8bit")
-    assert parse_policy(str(policy)) == policy
-    odd = parse_policy("params=fp32,compute=bf16,reduce=bf16,scale=static,init_scale=4,recipe=fp8")
-    assert parse_policy(str(odd)) == odd
-    assert odd.recipe == Recipe("fp8", "fp8", "fp8")
+    every(SPELLINGS, check)
 
 
 def test_a_file_gives_recipes_by_product(tmp_path):
@@ -81,8 +74,12 @@ def test_a_file_gives_recipes_by_product(tmp_path):
     assert found["blocks.1.up"] == "nvfp4"
 
 
-@every_case(
-    [
+def test_what_makes_no_sense_is_refused_with_what_would():
+    def check(text, words):
+        with pytest.raises(PrecisionError, match=words):
+            parse_policy(text)
+
+    every([
         ("nvpf4", "did you mean 'nvfp4'"),
         ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
         ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
@@ -94,11 +91,7 @@ def test_a_file_gives_recipes_by_product(tmp_path):
         ("mxfp8,simulate=perhaps", "allowed: yes, no"),
         ("mxfp8,recipe=bf17", "did you mean 'bf16'"),
         ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
-    ]
-)
-def test_what_makes_no_sense_is_refused_with_what_would(text, words):
-    with pytest.raises(PrecisionError, match=words):
-        parse_policy(text)
+    ], check)
 
 
 def test_an_unknown_product_in_a_file_is_refused(tmp_path):
@@ -184,18 +177,3 @@ def test_explain_says_what_scales_cost_and_where_products_are_native(policy, sca
         assert f"native   {policy:<8} on CUDA, from compute capability {since} on" in text
         assert "bytes    16 " in text
     assert "scales" not in str(halfstep.explain("bf16-mixed"))
-
-
-def test_explain_says_which_products_run_in_which_blocks():
-    text = str(halfstep.explain("nvfp4,simulate=yes"))
-    assert "fprop    nvfp4    inputs e2m1 in 1x16 blocks x weights e2m1 in 16x16 blocks" in text
-    assert "gradients rounded stochastically, Hadamard over 16 tokens" in text
-    whole = str(halfstep.explain("fp8"))
-    assert (
-        "gradients e5m2 with one scale for the tensor x weights e4m3fn with one scale for the "
-        "tensor" in whole
-    )
-    rows = str(halfstep.explain_model("mxfp8,keep_bf16=head", Model())).splitlines()
-    compute = {row.split()[0]: row.split()[3] for row in rows[1:-1]}
-    assert compute["blocks.0.up"] == "mxfp8"
-    assert compute["head"] == compute["table"] == "bf16"

@@ -14,13 +14,11 @@ from halfstep.optim.optimizers import AdamW
 from halfstep.precision.casting.cast import (
     Region,
     add_regions_,
-    around_model,
     cast_floating,
-    cast_to_policy_,
     remove_regions_,
 )
 from halfstep.precision.policy.rules import place
-from reference.cases import every_case
+from every import every
 from reference.training import batches, differences, loss_of, mlp, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -79,8 +77,16 @@ def fp32_names(policy, model) -> set[str]:
 # --- which module is in which format -------------------------------------------------------------
 
 
-@every_case(
-    [
+def test_placement():
+    def check(rules, expected):
+        if expected is None:
+            with pytest.raises(PrecisionError, match="rule '' is empty"):
+                with_rules("bf16-master", *rules)
+            return
+        found = fp32_names(with_rules("bf16-master", *rules), Net())
+        assert found == set(expected.split(" ")) if expected else found == set()
+
+    every([
         ([], ""),
         ([("head", "fp32")], "head"),
         ([("*norm*", "fp32")], "blocks.0.norm blocks.1.norm"),
@@ -107,15 +113,7 @@ def fp32_names(policy, model) -> set[str]:
         ([("type:LayerNorm", "fp32"), ("blocks.1*", "bf16")], "blocks.0.norm"),
         ([("*", "fp32"), ("blocks*", "bf16")], " stem head"),
         ([("", "fp32")], None),
-    ]
-)
-def test_placement(rules, expected):
-    if expected is None:
-        with pytest.raises(PrecisionError, match="rule '' is empty"):
-            with_rules("bf16-master", *rules)
-        return
-    found = fp32_names(with_rules("bf16-master", *rules), Net())
-    assert found == set(expected.split(" ")) if expected else found == set()
+    ], check)
 
 
 def test_a_star_is_every_module_and_the_model_itself():
@@ -139,21 +137,21 @@ def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
 # --- spelling ------------------------------------------------------------------------------------
 
 
-@every_case(
-    [
+def test_rules_are_read_and_spelled_back():
+    def check(text, rules):
+        policy = parse_policy(text)
+        assert policy.rules == tuple(rules)
+        assert str(policy) == text
+        assert replace(policy, rules=()) == parse_policy(re.sub(",(rules|keep_fp32)=.*", "", text))
+
+    every([
         ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
         ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
         ("bf16-master,rules=*:fp32|blocks.*:bf16", [("*", "fp32"), ("blocks.*", "bf16")]),
         ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
         ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
         ("fp32,keep_fp32=head", [("head", "fp32")]),
-    ]
-)
-def test_rules_are_read_and_spelled_back(text, rules):
-    policy = parse_policy(text)
-    assert policy.rules == tuple(rules)
-    assert str(policy) == text
-    assert replace(policy, rules=()) == parse_policy(re.sub(",(rules|keep_fp32)=.*", "", text))
+    ], check)
 
 
 FILE = """
@@ -201,8 +199,12 @@ def test_bad_rules_in_a_file(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
-@every_case(
-    [
+def test_bad_rules_in_a_field_string():
+    def check(text, message):
+        with pytest.raises(PrecisionError, match=message):
+            parse_policy(text)
+
+    every([
         ("bf16,keep_fp32=", "rule '' is empty"),
         ("bf16,keep_fp32=a|", "rule '' is empty"),
         ("bf16,keep_fp32=type:", "rule 'type:' is empty"),
@@ -214,11 +216,7 @@ def test_bad_rules_in_a_file(tmp_path, text, message):
         ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
         ("bf16,keep_fp32=a,keep_fp32=b", "gives a key twice"),
         ("bf16,keepfp32=a", "unknown policy key 'keepfp32', did you mean 'keep_fp32'"),
-    ]
-)
-def test_bad_rules_in_a_field_string(text, message):
-    with pytest.raises(PrecisionError, match=message):
-        parse_policy(text)
+    ], check)
 
 
 def test_a_pattern_that_could_be_read_as_a_file_is_refused():
@@ -345,12 +343,6 @@ def test_attention_is_one_piece():
     message = "separates 0.out_proj from 0, a MultiheadAttention.*write a rule for 0 as a whole"
     refused("bf16-mixed", model, message, ("0", "fp32"), ("*.out_proj", "bf16"))
     prepared("bf16-master", model, ("0", "fp32"))
-
-
-def test_frozen_16_bit_parameters_of_an_fp32_module_under_mixed():
-    model = Net()
-    model.stem.to(B16).requires_grad_(False)
-    refused("bf16-mixed", model, r"keep stem.weight, stem.bias in fp32.*\.float", ("stem", "fp32"))
 
 
 def test_what_16_bits_cannot_do_a_rule_can():
@@ -483,42 +475,6 @@ def test_an_exception_leaves_autocast_as_it_was(error):
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master", "fp16-mixed"])
-def test_back_to_16_bits_inside_of_fp32(name):
-    low = low_dtype(name)
-    spy = Spy(nn.Linear(8, 8))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.LayerNorm(8), spy), nn.Linear(8, 2))
-    precision, model = prepared(name, model, ("1", "fp32"), ("1.1", name[:4]))
-    inside = []
-    model[1][1].register_forward_hook(lambda m, args, output: inside.append((args, output)))
-    with precision.autocast():
-        model(torch.randn(3, 4))
-    (args, given), (_, _, output, autocast_on) = inside[0], spy.seen[0]
-    assert args[0].dtype == F32
-    assert autocast_on == name.endswith("mixed")
-    assert output.dtype == low
-    assert given.dtype == F32
-    stored = F32 if name.endswith("mixed") else low
-    assert spy.inner.weight.dtype == stored
-    assert model[1][0].weight.dtype == F32
-
-
-@pytest.mark.parametrize("name", [*LOW, *OWN])
-def test_a_model_is_evaluated_under_rules_as_it_is_trained(name):
-    rules = (("*.norm", "fp32"), ("head", "fp32"))
-    precision, model = prepared(name, Net(), *rules)
-    other = Net()
-    cast_to_policy_(other, precision.policy)
-    other.load_state_dict(model.state_dict())  # bf16-sr rounds stochastically from the start
-    x = torch.randn(3, 4)
-    with torch.no_grad():
-        with precision.autocast():
-            expected = model(x)
-        with around_model(precision.policy, other, torch.device("cpu")):
-            given = x if name.endswith("mixed") else x.to(low_dtype(name))
-            assert torch.equal(other(given).float(), expected)
-
-
 # --- masters and updates -------------------------------------------------------------------------
 
 
@@ -539,25 +495,6 @@ def test_an_fp32_parameter_is_its_own_master(name):
     for n, p in model.named_parameters():
         assert torch.equal(p, masters[n].to(p.dtype)), n
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-master", "bf16-pure", "bf16-split"])
-def test_resume_with_rules_is_bitwise(name):
-    rules = (("*.norm", "fp32"), ("head", "fp32"))
-    runs = []
-    for stop in (None, 2):
-        precision, model = prepared(name, Net(), *rules)
-        parts = (model, precision.optimizers[0], precision)
-        for i, (x, y) in enumerate(batches(4)):
-            if i == stop:
-                saved = copy.deepcopy([part.state_dict() for part in parts])
-                precision, model = prepared(name, Net(), *rules)
-                parts = (model, precision.optimizers[0], precision)
-                for part, state in zip(parts, saved, strict=True):
-                    part.load_state_dict(state)
-            precision.step(loss_of(model, precision, (x, y)))
-        runs.append(model.state_dict())
-    assert not differences(*runs)
 
 
 # --- the wrapped forward -------------------------------------------------------------------------
@@ -661,17 +598,3 @@ def test_explain_model_counts_the_bytes_of_each_module():
         ["total", str(40 * 18 + 16 * 16 + 2 * 72 * 18 + 16 * 16 + 2 * 4)],
     ]
     assert all(module.weight.dtype == F32 for module in (model.stem, model.head))
-
-
-def test_explain_model_of_other_policies():
-    text = explain_model("bf16-mixed,keep_fp32=wte", Tied())
-    rows = [line.split() for line in text.splitlines()]
-    assert rows[1] == ["wte", "Embedding", "fp32", "fp32", "wte", str(20 * 16)]
-    assert rows[2] == ["lm_head", "Linear", "fp32", "bf16", "-", "0"]  # counted with wte
-    # halfstep's optimizers keep the moments of fp32 parameters in the policy's format too
-    text = explain_model("bf16-kahan,keep_fp32=*", Tied())
-    assert text.splitlines()[-1].split() == ["total", str(20 * (4 + 4 + 2 * 2))]
-    text = explain_model("bf16-pure,keep_fp32=*", Tied())
-    assert text.splitlines()[-1].split() == ["total", str(20 * (4 + 4 + 2 * 4))]
-    with pytest.raises(PrecisionError, match="matches no module"):
-        explain_model("bf16-mixed,keep_fp32=x", Tied())

@@ -350,13 +350,6 @@ def test_the_ends_and_the_ties_of_bf16(a, b, expected):
 
 
 @both_formats
-def test_nan_and_inf_pass_through(low):
-    assert product([math.inf, 1.0], [1.0, 1.0], low).item() == math.inf
-    assert math.isnan(product([math.inf, 1.0], [0.0, 1.0], low).item())
-    assert math.isnan(product([math.nan, 1.0], [1.0, 1.0], low).item())
-
-
-@both_formats
 def test_long_sums_are_accumulated_in_fp32(low):
     # In fp16 accumulation 2048 + 1 stays 2048, in bf16 256; a tensor core's fp32 does not.
     ones = torch.ones(4096, dtype=low)
@@ -379,17 +372,6 @@ def test_other_dtypes_are_untouched(dtype, low):
     assert all(dtypes <= {dtype} for _, dtypes in witness.seen)
 
 
-@pytest.mark.parametrize(("low", "other"), MIXED)
-def test_operands_of_two_dtypes_are_refused_as_torch_refuses_them(other, low):
-    # A GPU would stop here; a simulation that goes on hides the bug until then.
-    a, b = half(3, 4).to(low), half(4, 5, seed=1).to(other)
-    for left, right in ((a, b), (b.T, a.T)):
-        with pytest.raises(RuntimeError):
-            left @ right
-        with SIMULATED[low](), pytest.raises(RuntimeError):
-            left @ right
-
-
 @both_formats
 def test_nothing_stays_switched_on(low):
     a, b = half(4, 64).to(low), half(64, 3, seed=1).to(low)
@@ -406,15 +388,3 @@ def test_nothing_stays_switched_on(low):
     with Witness() as witness:
         a @ b
     assert witness.seen == [("aten.mm.default", {low})]
-
-
-@both_formats
-def test_entering_twice_is_entering_once(low):
-    a, b = half(4, 64).to(low), half(64, 3, seed=1).to(low)
-    with SIMULATED[low]():
-        once = a @ b
-        with SIMULATED[low]():
-            twice = a @ b
-        after = a @ b
-    assert torch.equal(once, twice)
-    assert torch.equal(once, after)

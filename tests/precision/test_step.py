@@ -286,20 +286,6 @@ def test_clipping_scales_the_update_by_the_definition(name, max_norm):
     assert result.grad_norm == pytest.approx(norm, rel=near, abs=0)  # before clipping
 
 
-def test_clipping_in_fp32_equals_torch_s():
-    data = batches(1)
-    model, _, precision = build("fp32", "sgd")
-    run(model, precision, data, max_norm=0.25)
-    plain = mlp()
-    own = OPTIMIZERS["sgd"](plain.parameters())
-    mse(plain(data[0][0]), data[0][1]).backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
-    own.step()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        # norms of 58 terms in fp32, then 4 roundings; updates are at most lr * 0.25
-        assert (a - b).abs().max() <= 62 * U32 * 0.1 * 0.25 + U32
-
-
 def test_huge_finite_gradients_are_clipped_and_not_skipped():
     # 1e30 squared overflows fp32; the gradients are finite, so the step is a good one.
     for name in ("fp32", "bf16-mixed", "bf16-master"):
@@ -315,14 +301,6 @@ def test_huge_finite_gradients_are_clipped_and_not_skipped():
         moved = precision.named_parameters()["linear.weight"].detach() - before
         # weights below 0.25 round at 2^-26; factor and product at 2^-24 relative
         assert (moved + 1 / math.sqrt(48)).abs().max() <= 2.0**-22
-
-
-def test_tiny_gradients_are_not_reported_as_zero():
-    # 1e-25 squared underflows fp32. "grad_norm: 0" reads as "converged".
-    model = Weighted()
-    precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=1.0))
-    result = precision.step(model(torch.full((1, 16), 1e-25)).sum())
-    assert result.grad_norm == pytest.approx(math.sqrt(48) * 1e-25, rel=2.0**-20, abs=0)
 
 
 # --- scaling is exact -----------------------------------------------------------------------------
@@ -405,16 +383,6 @@ def test_outputs_are_fp32_as_every_policy_promises(name):
         args, kwargs = inputs()
         with precision.autocast():
             assert unwrap(model(*args, **kwargs)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_a_16_bit_loss_is_scaled_and_reported_in_fp32(name):
-    model, _, precision = build(scaled(name))
-    x, _ = batches(1)[0]
-    with precision.autocast():
-        loss = model(x).square().mean().to(torch.bfloat16)
-    value = loss.item()
-    assert precision.step(loss).loss == value
 
 
 # --- an optimizer that changes after Precision was made -------------------------------------------
