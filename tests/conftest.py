@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HALFSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import from benchmarks/, whose modules have names that other folders have too."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    names = {path.stem for path in folder.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name in names & sys.modules.keys():
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 @pytest.fixture
@@ -119,7 +133,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests marked ``covering``, leave each value of each parameter to the quick tier.
 
     A product of layouts, optimizers and formats asks one question many times over: the tests that
-    see no new value are marked slow, and `make test-all` runs them.
+    see no new value are marked slow, and `make test-all` runs them. ``covering(ends=True)`` leaves
+    only the first and the last of those that see one.
     """
     products: dict[str, list[Any]] = {}
     for item in items:
@@ -128,6 +143,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in products.values():
         several = [case for case in cases if hasattr(case, "callspec")]
         kept = covering(case.callspec.params for case in several)
+        if kept and cases[0].get_closest_marker("covering").kwargs.get("ends"):
+            kept = {min(kept), max(kept)}
         for number, case in enumerate(several):
             if number not in kept:
                 case.add_marker(pytest.mark.slow)

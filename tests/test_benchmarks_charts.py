@@ -18,8 +18,7 @@ def texts(svg):
     "name", [name if name == "peers" else pytest.param(name, marks=pytest.mark.slow)
              for name in NAMES]
 )  # fmt: skip
-def test_a_chart_is_that_of_its_results(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_a_chart_is_that_of_its_results(name, benchmarks):
     import charts
 
     assert {*charts.CHARTS, "demo"} == set(NAMES)

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def h100(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+def h100(benchmarks):
     import h100
 
     return h100
@@ -25,9 +23,8 @@ def run(h100, folder, *words):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize(
-    "parts", [["0", "A", "C", "D", "E", "F"], pytest.param(["B"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["0", "A", "C", "D", "E", "F"], ["B"]])
 def test_every_part_is_measured(parts, h100, tmp_path, capsys):
     options = "--policies", "bf16-mixed", "--minutes", "60"
     rows = run(h100, tmp_path, *options, "--parts", *parts)

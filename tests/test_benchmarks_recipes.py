@@ -11,11 +11,6 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def test_judge_is_a_regression_on_recipes_and_seeds(benchmarks):
     from scipy import stats
 
@@ -43,6 +38,7 @@ def test_judge_is_a_regression_on_recipes_and_seeds(benchmarks):
     assert judged["a"]["sd"] == pytest.approx(np.std(table[1], ddof=1))
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_goes_on(benchmarks, monkeypatch, tmp_path):
     import recipes
 

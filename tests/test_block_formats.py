@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import halfstep.formats.blocks
+from every import every
 from halfstep.errors import PrecisionError
 from halfstep.formats import (
     BLOCK_FORMATS,
@@ -38,12 +40,8 @@ ALL = [
     replace(BLOCK_FORMATS["mxfp8-e5m2"], name="mxfp8-e5m2-floor", rule="floor"),
 ]
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("block_formats.json").read_text())
-COMMIT, RELEASE = "36027d82", "0.18.0"
+COMMIT = "36027d82"
 MX = [form for form in ALL if form.scale is E8M0]
-
-
-def every(forms=ALL):
-    return pytest.mark.parametrize("form", forms, ids=lambda form: form.name)
 
 
 def digest(t: Tensor) -> str:
@@ -70,79 +68,50 @@ def equal(a: Tensor, b: Tensor) -> bool:
 # The definition
 
 
-@every()
-@pytest.mark.parametrize("name", [*blocks.PIECES, "patterns"])
-def test_codes_scales_and_numbers_are_those_of_the_definition(form, name):
-    x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
-    codes, scales, numbers = blocks.quantize(x, form.element.name, form.rule, form.block)
-    found = form.quantize(torch.from_numpy(x))
-    assert np.array_equal(found.codes.view(torch.uint8).numpy(), codes)
-    stored = found.scales if form.rule == "amax" else found.scales.view(torch.uint8)
-    assert np.array_equal(stored.numpy().reshape(scales.shape), scales)
-    back = replace(found, outer=None).dequantize(torch.float32)
-    with np.errstate(over="ignore", under="ignore"):
-        assert np.array_equal(back.numpy(), numbers.astype(np.float32))
+def test_codes_scales_and_numbers_are_those_of_the_definition():
+    def check(form, name):
+        x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
+        codes, scales, numbers = blocks.quantize(x, form.element.name, form.rule, form.block)
+        found = form.quantize(torch.from_numpy(x))
+        assert np.array_equal(found.codes.view(torch.uint8).numpy(), codes)
+        stored = found.scales if form.rule == "amax" else found.scales.view(torch.uint8)
+        assert np.array_equal(stored.numpy().reshape(scales.shape), scales)
+        back = replace(found, outer=None).dequantize(torch.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            assert np.array_equal(back.numpy(), numbers.astype(np.float32))
 
-
-@every()
-def test_the_oracle_s_own_pieces_reach_the_ends(form):
-    """The inputs have zero blocks, signed zeros, subnormal, largest and saturating numbers."""
-    if form.block is None or form.rule == "two-level":
-        return
-    everything = np.stack([blocks.piece(name, 256) for name in blocks.PIECES])
-    tiles = np.abs(everything.reshape(len(everything), 256, -1, form.block[1])).max(-1)
-    assert (tiles == 0).any()
-    assert (everything == 0).any()
-    assert np.signbit(everything[everything == 0]).any()
-    assert (np.abs(everything[everything != 0]) < 2.0**-126).any()
-    assert np.abs(everything).max() > 2.0**127
-    codes = form.quantize(torch.from_numpy(everything)).codes.view(torch.uint8)
-    signless = codes & (0x80 >> (8 - form.element.bits)) - 1
-    held = torch.unique(signless).numel()
-    # every magnitude of the element format occurs
-    assert held == len(blocks.ELEMENTS[form.element.name])
+    every(itertools.product(ALL, [*blocks.PIECES, "patterns"]), check)
 
 
 # The peers
 
 
-@every()
 @pytest.mark.parametrize("side", [256, pytest.param(1024, marks=pytest.mark.slow)])
-def test_codes_and_scales_equal_torchao_s_and_the_nvfp4_reference_s(form, side):
+def test_codes_and_scales_equal_torchao_s_and_the_nvfp4_reference_s(side):
     """10.5 million numbers in the slow tier, 0.7 million in the quick one, 0 may differ."""
-    if form.name not in GOLDEN[COMMIT]:
-        pytest.fail(f"no golden entry for {form.name}")
-    for name in blocks.PIECES:
+
+    def check(form, name):
         got = codes_and_scales(form, blocks.piece(name, side))
-        assert got == GOLDEN[COMMIT][form.name][f"{name} {side}"], name
+        assert got == GOLDEN[COMMIT][form.name][f"{name} {side}"]
+
+    every(itertools.product(ALL, blocks.PIECES), check)
 
 
-@every()
-def test_every_bf16_pattern_equals_the_peers(form):
-    assert codes_and_scales(form, finite_patterns()) == GOLDEN[COMMIT][form.name]["bf16 patterns"]
+def test_every_bf16_pattern_equals_the_peers():
+    def check(form):
+        assert (
+            codes_and_scales(form, finite_patterns()) == GOLDEN[COMMIT][form.name]["bf16 patterns"]
+        )
+
+    every(ALL, check)
 
 
-@every(MX)
-def test_the_scales_of_blocks_that_are_not_finite_equal_torchao_s(form):
-    _, scales = codes_and_scales(form, blocks.bf16_patterns())
-    assert [scales] == GOLDEN[COMMIT][form.name]["not finite"]
+def test_the_scales_of_blocks_that_are_not_finite_equal_torchao_s():
+    def check(form):
+        _, scales = codes_and_scales(form, blocks.bf16_patterns())
+        assert [scales] == GOLDEN[COMMIT][form.name]["not finite"]
 
-
-@every([form for form in ALL if form.name in GOLDEN[RELEASE]])
-def test_release_0_18_of_torchao_differs_where_its_mistakes_are_and_nowhere_else(form):
-    """It divides by 2^-126 or 1 where it stores 2^-127, and its rceil rounds a logarithm."""
-    different = {
-        name
-        for name, hashes in GOLDEN[RELEASE][form.name].items()
-        if hashes != GOLDEN[COMMIT][form.name][name]
-    }
-    expected = set()
-    if form.scale is E8M0:
-        expected = {"smallest 256", "smallest 1024", "bf16 patterns"}
-        expected |= {"ties 256", "ties 1024"} if form.rule == "rceil" else set()
-    if form.rule == "rceil":  # a few of a million random numbers stand just above a limit
-        different -= {"wide 1024", "largest 1024"}
-    assert different == expected
+    every(MX, check)
 
 
 # What a bf16 product relies on
@@ -156,19 +125,21 @@ def numbers_of(form: BlockFormat, codes: Tensor, scales: Tensor) -> Tensor:
     return scales[:, None].double() * element
 
 
-@every(MX)
-def test_every_mx_number_is_a_bf16_number_but_at_the_ends_of_its_range(form):
-    count = len(blocks.ELEMENTS[form.element.name])
-    scales = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
-    numbers = numbers_of(form, torch.arange(count), scales)
-    exact = numbers.bfloat16().double() == numbers
-    # Below, bf16 ends at 2^-133; above, at less than 2^128.
-    assert torch.equal(~exact, (numbers >= 2.0**128) | (numbers % 2.0**-133 != 0))
-    fine = 2.0 ** (-133 - math.log2(form.element.min_subnormal))
-    coarse = 2.0**128 / form.element.max
-    inside = (scales >= fine) & (scales < coarse)
-    assert exact[inside].all()
-    assert inside.sum() >= 230  # of 255 scales
+def test_every_mx_number_is_a_bf16_number_but_at_the_ends_of_its_range():
+    def check(form):
+        count = len(blocks.ELEMENTS[form.element.name])
+        scales = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
+        numbers = numbers_of(form, torch.arange(count), scales)
+        exact = numbers.bfloat16().double() == numbers
+        # Below, bf16 ends at 2^-133; above, at less than 2^128.
+        assert torch.equal(~exact, (numbers >= 2.0**128) | (numbers % 2.0**-133 != 0))
+        fine = 2.0 ** (-133 - math.log2(form.element.min_subnormal))
+        coarse = 2.0**128 / form.element.max
+        inside = (scales >= fine) & (scales < coarse)
+        assert exact[inside].all()
+        assert inside.sum() >= 230  # of 255 scales
+
+    every(MX, check)
 
 
 def test_every_nvfp4_code_times_every_block_scale_is_a_bf16_number():
@@ -177,64 +148,67 @@ def test_every_nvfp4_code_times_every_block_scale_is_a_bf16_number():
     assert torch.equal(numbers.bfloat16().double(), numbers)
 
 
-@pytest.mark.parametrize("element", [E4M3FN, E5M2, E2M1], ids=lambda form: form.name)
-def test_every_code_is_a_bf16_number(element):
-    numbers = torch.from_numpy(blocks.ELEMENTS[element.name])
-    assert torch.equal(numbers.bfloat16().double(), numbers)
-    assert torch.equal(element.round_to(numbers), numbers)
+def test_operands_are_bf16_numbers_and_with_their_scales_the_dequantised():
+    def check(form, name, dtype):
+        x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
+        x = torch.from_numpy(x).to(dtype)
+        values, left = form.operand(x)
+        if dtype == torch.bfloat16 or name != "smallest":
+            assert equal(values.bfloat16().float(), values)
+        back = (
+            values
+            if left is None
+            else form.join(form.split(values, -1) * form.spread(left, -1), -1)
+        )
+        assert equal(back, form.quantize(x).dequantize())
+        assert equal(form.fake_quantize(x), form.quantize(x).dequantize(dtype))
 
-
-@every()
-@pytest.mark.parametrize("name", [*blocks.PIECES, "patterns"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_operands_are_bf16_numbers_and_with_their_scales_the_dequantised(form, name, dtype):
-    x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
-    x = torch.from_numpy(x).to(dtype)
-    values, left = form.operand(x)
-    if dtype == torch.bfloat16 or name != "smallest":
-        assert equal(values.bfloat16().float(), values)
-    back = values if left is None else form.join(form.split(values, -1) * form.spread(left, -1), -1)
-    assert equal(back, form.quantize(x).dequantize())
-    assert equal(form.fake_quantize(x), form.quantize(x).dequantize(dtype))
+    every(
+        itertools.product(ALL, [*blocks.PIECES, "patterns"], (torch.float32, torch.bfloat16)), check
+    )
 
 
 # Layouts and arguments
 
 
-@every()
-@pytest.mark.parametrize("dim", [-1, -2, 0, 1])
-def test_a_dim_is_quantised_as_if_it_were_the_last(form, dim):
-    x = torch.from_numpy(blocks.piece("blocks apart", 256))
-    key = random_bits(3, 1, x.shape)
-    for bits in (None, key):
-        turned = x if dim in (-1, 1) else x.t().contiguous()
-        turned_bits = None if bits is None else (bits if dim in (-1, 1) else bits.t().contiguous())
-        want = form.quantize(turned, bits=turned_bits)
-        got = form.quantize(x, dim, bits=bits)
-        undo = (lambda t: t) if dim in (-1, 1) else (lambda t: t.t() if t.ndim else t)
-        assert torch.equal(undo(got.codes.view(torch.uint8)), want.codes.view(torch.uint8))
-        assert torch.equal(undo(got.scales.float()), want.scales.float())
-        assert torch.equal(undo(got.dequantize()), want.dequantize())
-        assert torch.equal(undo(form.fake_quantize(x, dim, bits=bits)), want.dequantize())
+def test_a_dim_is_quantised_as_if_it_were_the_last():
+    def check(form, dim):
+        x = torch.from_numpy(blocks.piece("blocks apart", 256))
+        key = random_bits(3, 1, x.shape)
+        for bits in (None, key):
+            turned = x if dim in (-1, 1) else x.t().contiguous()
+            turned_bits = (
+                None if bits is None else (bits if dim in (-1, 1) else bits.t().contiguous())
+            )
+            want = form.quantize(turned, bits=turned_bits)
+            got = form.quantize(x, dim, bits=bits)
+            undo = (lambda t: t) if dim in (-1, 1) else (lambda t: t.t() if t.ndim else t)
+            assert torch.equal(undo(got.codes.view(torch.uint8)), want.codes.view(torch.uint8))
+            assert torch.equal(undo(got.scales.float()), want.scales.float())
+            assert torch.equal(undo(got.dequantize()), want.dequantize())
+            assert torch.equal(undo(form.fake_quantize(x, dim, bits=bits)), want.dequantize())
+
+    every(itertools.product(ALL, (-1, -2, 0, 1)), check)
 
 
-@every()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_strides_batches_and_dtypes_make_no_difference(form, dtype):
-    x = torch.from_numpy(blocks.piece("wide bf16", 512)).to(dtype)
-    want = form.quantize(x.float())
-    sparse = torch.zeros(512, 1024, dtype=dtype)
-    sparse[:, ::2] = x
-    for view in (x, x.t().contiguous().t(), sparse[:, ::2]):
-        got = form.quantize(view)
-        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-        assert torch.equal(got.scales, want.scales)
-        assert torch.equal(form.fake_quantize(view), want.dequantize(dtype))
-    if form.block is not None and form.rule != "two-level":  # no scale over the whole tensor
-        batch = form.quantize(x.view(4, 128, 512))
-        assert torch.equal(
-            batch.codes.view(torch.uint8).flatten(0, 1), want.codes.view(torch.uint8)
-        )
+def test_strides_batches_and_dtypes_make_no_difference():
+    def check(form, dtype):
+        x = torch.from_numpy(blocks.piece("wide bf16", 512)).to(dtype)
+        want = form.quantize(x.float())
+        sparse = torch.zeros(512, 1024, dtype=dtype)
+        sparse[:, ::2] = x
+        for view in (x, x.t().contiguous().t(), sparse[:, ::2]):
+            got = form.quantize(view)
+            assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+            assert torch.equal(got.scales, want.scales)
+            assert torch.equal(form.fake_quantize(view), want.dequantize(dtype))
+        if form.block is not None and form.rule != "two-level":  # no scale over the whole tensor
+            batch = form.quantize(x.view(4, 128, 512))
+            assert torch.equal(
+                batch.codes.view(torch.uint8).flatten(0, 1), want.codes.view(torch.uint8)
+            )
+
+    every(itertools.product(ALL, (torch.float32, torch.bfloat16, torch.float16)), check)
 
 
 def test_shapes_of_codes_and_scales():
@@ -286,52 +260,52 @@ def test_what_does_not_fit_is_refused_with_sizes_and_what_to_do():
     assert block_format("nvfp4") is NVFP4 is block_format(NVFP4)
 
 
-def test_formats_are_values():
-    assert replace(MXFP8, rule="floor", name="mxfp8-floor") == BLOCK_FORMATS["mxfp8-floor"]
-    assert len({*BLOCK_FORMATS.values()}) == len(BLOCK_FORMATS)
-    with pytest.raises(AttributeError):
-        MXFP8.rule = "floor"
-
-
 # Numbers that are not finite, or beyond
 
 
-@every()
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_block_with_a_number_that_is_not_finite_becomes_nan_and_no_other(form, bad, dtype):
-    x = torch.from_numpy(blocks.piece("narrow bf16", 256)).to(dtype)
-    clean = x.clone()
-    x[130, 40] = bad
-    rows, columns = form.block or (256, 256)
-    block = (
-        slice(130 // rows * rows, 130 // rows * rows + rows),
-        slice(40 // columns * columns, 40 // columns * columns + columns),
+def test_a_block_with_a_number_that_is_not_finite_becomes_nan_and_no_other():
+    def check(form, bad, dtype):
+        x = torch.from_numpy(blocks.piece("narrow bf16", 256)).to(dtype)
+        clean = x.clone()
+        x[130, 40] = bad
+        rows, columns = form.block or (256, 256)
+        block = (
+            slice(130 // rows * rows, 130 // rows * rows + rows),
+            slice(40 // columns * columns, 40 // columns * columns + columns),
+        )
+        clean[block] = 0  # what two-level scales of the whole tensor are made of
+        want = form.quantize(clean).dequantize()
+        want[block] = math.nan
+        found = form.quantize(x)
+        assert equal(found.dequantize(), want)
+        assert equal(form.fake_quantize(x), want.to(dtype))
+        if form.element is not E2M1:
+            assert found.codes[block].float().isnan().all()
+
+    every(
+        itertools.product(ALL, (math.inf, -math.inf, math.nan), (torch.float32, torch.bfloat16)),
+        check,
     )
-    clean[block] = 0  # what two-level scales of the whole tensor are made of
-    want = form.quantize(clean).dequantize()
-    want[block] = math.nan
-    found = form.quantize(x)
-    assert equal(found.dequantize(), want)
-    assert equal(form.fake_quantize(x), want.to(dtype))
-    if form.element is not E2M1:
-        assert found.codes[block].float().isnan().all()
 
 
-@pytest.mark.parametrize("form", [FP8_TENSOR, NVFP4], ids=lambda form: form.name)
-def test_a_known_largest_magnitude_takes_the_place_of_the_tensor_s(form):
-    x = torch.from_numpy(blocks.piece("narrow", 256))
-    amax = x.abs().amax()
-    same = form.quantize(x, amax=amax)
-    assert torch.equal(same.codes.view(torch.uint8), form.quantize(x).codes.view(torch.uint8))
-    delayed = form.quantize(x, amax=amax / 4)
-    assert delayed.dequantize().abs().amax() <= amax / 4 * (1 + 2**-20)  # it saturates: fp32 scales
-    assert torch.equal(form.fake_quantize(x, amax=amax / 4), delayed.dequantize())
-    for bad in (math.inf, math.nan):  # another rank has overflowed
-        assert form.quantize(x, amax=torch.tensor(bad)).dequantize().isnan().all()
-        assert form.fake_quantize(x, amax=torch.tensor(bad)).isnan().all()
-    x[0, 0] = math.inf
-    assert form.quantize(x, amax=amax).dequantize()[0, 0].isnan()
+def test_a_known_largest_magnitude_takes_the_place_of_the_tensor_s():
+    def check(form):
+        x = torch.from_numpy(blocks.piece("narrow", 256))
+        amax = x.abs().amax()
+        same = form.quantize(x, amax=amax)
+        assert torch.equal(same.codes.view(torch.uint8), form.quantize(x).codes.view(torch.uint8))
+        delayed = form.quantize(x, amax=amax / 4)
+        assert delayed.dequantize().abs().amax() <= amax / 4 * (
+            1 + 2**-20
+        )  # it saturates: fp32 scales
+        assert torch.equal(form.fake_quantize(x, amax=amax / 4), delayed.dequantize())
+        for bad in (math.inf, math.nan):  # another rank has overflowed
+            assert form.quantize(x, amax=torch.tensor(bad)).dequantize().isnan().all()
+            assert form.fake_quantize(x, amax=torch.tensor(bad)).isnan().all()
+        x[0, 0] = math.inf
+        assert form.quantize(x, amax=amax).dequantize()[0, 0].isnan()
+
+    every((FP8_TENSOR, NVFP4), check)
 
 
 def test_floor_saturates_and_rceil_does_not():
@@ -340,6 +314,7 @@ def test_floor_saturates_and_rceil_does_not():
     assert MXFP8.fake_quantize(x)[0, 0] == 512
 
 
+@pytest.mark.slow
 def test_rceil_goes_up_exactly_where_the_block_would_saturate():
     """The fp32 reciprocal of the sources differs from an exact quotient for no mantissa."""
     fraction = torch.arange(2**23, dtype=torch.int32)
@@ -357,7 +332,11 @@ def test_rceil_goes_up_exactly_where_the_block_would_saturate():
 # Stochastic rounding
 
 
-@every()
+@pytest.mark.parametrize(
+    "form",
+    [f if f.name in ("mxfp8", "nvfp4") else pytest.param(f, marks=pytest.mark.slow) for f in ALL],
+    ids=lambda form: form.name,
+)
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(form):
     x = torch.from_numpy(blocks.piece("narrow", 256))
     _, y = form._scaled(x, -1, None)

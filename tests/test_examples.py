@@ -30,6 +30,7 @@ def test_minimal_loop_learns_under_every_policy(policy, capsys):
     assert sum(result.applied for result in results) == results[-1].skipped_total * -1 + 100
 
 
+@pytest.mark.slow
 def test_own_module_learns_digits(tmp_path):
     main = runpy.run_path(str(EXAMPLES / "own_module.py"))["main"]
     trained = main("bf16-mixed", str(tmp_path / "r"))

@@ -4,6 +4,7 @@ The oracle for fields is a view of the bits as an integer, cut by shifts; for ne
 list of all numbers that torch decodes from all patterns. Neither knows FloatFormat.
 """
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from every import every
 from halfstep.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, TF32
 from reference import floats
 
@@ -49,26 +51,29 @@ def same(left: float, right: float) -> bool:
     return left == right and math.copysign(1, left) == math.copysign(1, right)
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_fields_of_every_pattern_are_torch_s(name):
-    form = FORMATS[name]
-    patterns, values = every_pattern(name)
-    assert len(patterns) in (256, 65536)
-    for pattern, value in zip(patterns, values, strict=True):
-        if not math.isnan(value):
-            assert form.bits_of(value) == fields(pattern, name)
+def test_the_fields_of_every_pattern_are_torch_s():
+    def check(name):
+        form = FORMATS[name]
+        patterns, values = every_pattern(name)
+        assert len(patterns) in (256, 65536)
+        for pattern, value in zip(patterns, values, strict=True):
+            if not math.isnan(value):
+                assert form.bits_of(value) == fields(pattern, name)
+
+    every(WIDTHS, check)
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_nan_is_a_pattern_that_torch_reads_as_nan(name, sign):
-    exponent, mantissa, integer = WIDTHS[name]
-    s, e, m = FORMATS[name].bits_of(math.copysign(NAN, sign))
-    assert s == (sign < 0)
-    pattern = torch.tensor((s << exponent | e) << mantissa | m, dtype=torch.int32)
-    assert pattern.to(integer).view(FORMATS[name].dtype).isnan()
-    # Quiet: IEEE 754-2019 6.2.1. E4M3FN has but one NaN of either sign, all ones.
-    assert m == (2**mantissa - 1 if name == "e4m3fn" else 2 ** (mantissa - 1))
+def test_nan_is_a_pattern_that_torch_reads_as_nan():
+    def check(name, sign):
+        exponent, mantissa, integer = WIDTHS[name]
+        s, e, m = FORMATS[name].bits_of(math.copysign(NAN, sign))
+        assert s == (sign < 0)
+        pattern = torch.tensor((s << exponent | e) << mantissa | m, dtype=torch.int32)
+        assert pattern.to(integer).view(FORMATS[name].dtype).isnan()
+        # Quiet: IEEE 754-2019 6.2.1. E4M3FN has but one NaN of either sign, all ones.
+        assert m == (2**mantissa - 1 if name == "e4m3fn" else 2 ** (mantissa - 1))
+
+    every(itertools.product(WIDTHS, (1.0, -1.0)), check)
 
 
 def test_fp32_fields_equal_numpy_on_patterns_from_everywhere():
@@ -90,47 +95,51 @@ def test_tf32_fields_are_the_upper_19_bits_of_fp32():
             assert TF32.bits_of(value) == (pattern >> 18, pattern >> 10 & 255, pattern & 1023)
 
 
-@pytest.mark.parametrize(
-    ("form", "value"),
-    [
-        (FP16, 0.1), (FP16, 65505.0), (FP16, 65536.0), (FP16, 2.0**-25), (FP16, 1 + 2.0**-11),
-        (BF16, 257.0), (BF16, 1e39), (E4M3FN, INF), (E4M3FN, -INF), (E4M3FN, 480.0), (E5M2, 1.1),
-        (FP32, 0.1), (FP32, 2.0**24 + 1), (FP32, 5e-324), (TF32, 1 + 2.0**-11),
-    ],
-)  # fmt: skip
-def test_a_value_that_the_format_does_not_hold_has_no_bits(form, value):
-    with pytest.raises(ValueError, match=f"{form.name} does not hold"):
-        form.bits_of(value)
+NOT_HELD = [
+    (FP16, 0.1), (FP16, 65505.0), (FP16, 65536.0), (FP16, 2.0**-25), (FP16, 1 + 2.0**-11),
+    (BF16, 257.0), (BF16, 1e39), (E4M3FN, INF), (E4M3FN, -INF), (E4M3FN, 480.0), (E5M2, 1.1),
+    (FP32, 0.1), (FP32, 2.0**24 + 1), (FP32, 5e-324), (TF32, 1 + 2.0**-11),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_neighbours_of_every_number_are_the_next_that_torch_knows(name):
-    form = FORMATS[name]
-    _, values = every_pattern(name)
-    numbers = sorted({value for value in values if not math.isnan(value)})
-    beyond = NAN if name == "e4m3fn" else INF
-    for value in numbers:
-        index = bisect_left(numbers, value)
-        below = numbers[index - 1] if index else -beyond
-        above = numbers[index + 1] if index + 1 < len(numbers) else beyond
-        # == does not tell -0 from 0; the signs of zeros have a test of their own
-        for got, expected in zip(form.neighbours(value), (below, above), strict=True):
-            assert got == expected or (math.isnan(got) and math.isnan(expected))
+def test_a_value_that_the_format_does_not_hold_has_no_bits():
+    for form, value in NOT_HELD:
+        with pytest.raises(ValueError, match=f"{form.name} does not hold"):
+            form.bits_of(value)
 
 
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_neighbours_of_what_lies_between_enclose_it(name):
-    form = FORMATS[name]
-    table = floats.table(*WIDTHS[name][:2], finite_only=name == "e4m3fn")
-    numbers = np.unique(np.concatenate([-table, table])).tolist()
-    generator = np.random.default_rng(1)
-    inside = generator.uniform(numbers[0], numbers[-1], 500)
-    small = generator.uniform(-1, 1, 500) * 2.0 ** generator.uniform(-140, 3, 500)
-    for value in [*inside.tolist(), *small.tolist(), 5e-324, -5e-324]:
-        got = form.neighbours(value)
-        assert got[0] == numbers[bisect_left(numbers, value) - 1]
-        assert got[1] == numbers[bisect_right(numbers, value)]
-        assert got[0] < value < got[1]
+def test_the_neighbours_of_every_number_are_the_next_that_torch_knows():
+    def check(name):
+        form = FORMATS[name]
+        _, values = every_pattern(name)
+        numbers = sorted({value for value in values if not math.isnan(value)})
+        beyond = NAN if name == "e4m3fn" else INF
+        for value in numbers:
+            index = bisect_left(numbers, value)
+            below = numbers[index - 1] if index else -beyond
+            above = numbers[index + 1] if index + 1 < len(numbers) else beyond
+            # == does not tell -0 from 0; the signs of zeros have a test of their own
+            for got, expected in zip(form.neighbours(value), (below, above), strict=True):
+                assert got == expected or (math.isnan(got) and math.isnan(expected))
+
+    every(WIDTHS, check)
+
+
+def test_the_neighbours_of_what_lies_between_enclose_it():
+    def check(name):
+        form = FORMATS[name]
+        table = floats.table(*WIDTHS[name][:2], finite_only=name == "e4m3fn")
+        numbers = np.unique(np.concatenate([-table, table])).tolist()
+        generator = np.random.default_rng(1)
+        inside = generator.uniform(numbers[0], numbers[-1], 500)
+        small = generator.uniform(-1, 1, 500) * 2.0 ** generator.uniform(-140, 3, 500)
+        for value in [*inside.tolist(), *small.tolist(), 5e-324, -5e-324]:
+            got = form.neighbours(value)
+            assert got[0] == numbers[bisect_left(numbers, value) - 1]
+            assert got[1] == numbers[bisect_right(numbers, value)]
+            assert got[0] < value < got[1]
+
+    every(WIDTHS, check)
 
 
 def test_fp32_neighbours_equal_numpy_nextafter():
@@ -146,21 +155,23 @@ def test_fp32_neighbours_equal_numpy_nextafter():
         assert FP32.neighbours(value) == (low, high)
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_neighbours_around_zero_and_beyond_the_range(form):
-    tiny = form.min_subnormal
-    for zero in (0.0, -0.0):
-        assert form.neighbours(zero) == (-tiny, tiny)
-    assert same(form.neighbours(tiny)[0], 0.0)
-    assert same(form.neighbours(-tiny)[1], -0.0)  # IEEE 754-2019 5.3.1: nextUp(-tiny) is -0
-    beyond = NAN if form.finite_only else INF
-    for value in (form.max, form.max * 1.5, INF):
-        low, high = form.neighbours(value)
-        assert same(high, beyond)
-        assert low == (form.max if value > form.max else form.max - form.ulp(form.max))
-        assert same(form.neighbours(-value)[0], -beyond)
-        assert form.neighbours(-value)[1] == -low
-    assert all(math.isnan(x) for x in form.neighbours(NAN))
+def test_neighbours_around_zero_and_beyond_the_range():
+    def check(form):
+        tiny = form.min_subnormal
+        for zero in (0.0, -0.0):
+            assert form.neighbours(zero) == (-tiny, tiny)
+        assert same(form.neighbours(tiny)[0], 0.0)
+        assert same(form.neighbours(-tiny)[1], -0.0)  # IEEE 754-2019 5.3.1: nextUp(-tiny) is -0
+        beyond = NAN if form.finite_only else INF
+        for value in (form.max, form.max * 1.5, INF):
+            low, high = form.neighbours(value)
+            assert same(high, beyond)
+            assert low == (form.max if value > form.max else form.max - form.ulp(form.max))
+            assert same(form.neighbours(-value)[0], -beyond)
+            assert form.neighbours(-value)[1] == -low
+        assert all(math.isnan(x) for x in form.neighbours(NAN))
+
+    every(FORMATS.values(), check)
 
 
 def test_decimal_digits():

@@ -13,6 +13,7 @@ import torch
 from tests.docs.blocks import reader
 
 import halfstep
+from every import every
 from halfstep.cli.grammar import read_words
 from halfstep.precision.explain import bytes_per_parameter
 from halfstep.precision.policy.devices import DEVICES, kind_named
@@ -36,15 +37,14 @@ def pictures(text):
     return re.findall(r"""(?:!\[[^\]]*\]\(|<img src=")([^)"]+)""", text)
 
 
-def test_there_are_commands_to_check():
+def test_every_command_is_one():
+    def check(line):
+        words = [word for word in shlex.split(line)[1:] if word != "..."]
+        name, _ = read_words(words)
+        assert name.split()[0] == words[0]
+
     assert len(COMMANDS) > 15
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_every_command_is_one(line):
-    words = [word for word in shlex.split(line)[1:] if word != "..."]
-    name, _ = read_words(words)
-    assert name.split()[0] == words[0]
+    every(COMMANDS, check)
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -236,26 +236,21 @@ def fences(page):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-BLOCKS = [  # those of docs/ are tried in tests/docs/test_blocks.py
-    pytest.param(page, number, block, id=f"{page}-{number}")
-    for page in NAMES
-    for number, block in enumerate(fences(page))
-]
-
-
-def test_there_are_blocks_to_run():
-    assert len(BLOCKS) > 1
-
-
-@pytest.mark.parametrize(("page", "number", "block"), BLOCKS)
-def test_a_block_of_python_runs(page, number, block, tmp_path, monkeypatch):
+def test_the_blocks_of_python_run(tmp_path, monkeypatch):
+    """Those of docs/ are tried in tests/docs/test_blocks.py."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
-    have = reader(block)
-    before = [p.detach().clone() for p in have["model"].parameters()]
-    model = have["model"]
-    exec(compile(block, f"{page}, block {number}", "exec"), have)
-    if "precision.step(" in block:  # a loop that trains nothing would run as well
-        assert any(
-            not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
-        )
+
+    def check(page, number, block):
+        have = reader(block)
+        before = [p.detach().clone() for p in have["model"].parameters()]
+        model = have["model"]
+        exec(compile(block, f"{page}, block {number}", "exec"), have)
+        if "precision.step(" in block:  # a loop that trains nothing would run as well
+            assert any(
+                not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
+            )
+
+    blocks = [(page, n, block) for page in NAMES for n, block in enumerate(fences(page))]
+    assert len(blocks) > 1
+    every(blocks, check)

@@ -1,13 +1,26 @@
-"""Two and four processes that all tests of a session share."""
+"""Two and four processes that all tests of a session share; what needs four runs nightly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from distributed.pool import Pool
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of four ranks slow: `make test` starts one pool, of two."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and isinstance(item, pytest.Function):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            if "pool4" in item.fixturenames or 4 in map(params.get, ("pool", "size", "ranks")):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 from unittest import mock
@@ -11,17 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import Trainer, TrainingArguments
-
 from halfstep.errors import NonFiniteError
 from halfstep.integrations.accelerate import attach
-from halfstep.integrations.hf_trainer import attach as attach_trainer
 
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
+
+
+@pytest.fixture(autouse=True)
+def packages():
+    """Imported when these tests run, not where they are collected."""
+    pytest.importorskip("accelerate")
+
+
+def accelerator(**options):
+    return importlib.import_module("accelerate").Accelerator(cpu=True, **options)
+
 
 BROKEN = {1: (0,), 3: (0, 1)}  # by step: ranks whose batch is not finite
 
@@ -37,14 +42,15 @@ def launched(rank):
         try:
             yield
         finally:
-            AcceleratorState._shared_state.clear()
-            PartialState._shared_state.clear()
-            GradientState._reset_state()
+            state = importlib.import_module("accelerate.state")
+            state.AcceleratorState._shared_state.clear()
+            state.PartialState._shared_state.clear()
+            state.GradientState._reset_state()
 
 
 def train(rank, init_scale):
     with launched(rank):
-        acc = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        acc = accelerator(gradient_accumulation_steps=2)
         assert (acc.num_processes, acc.distributed_type.name) == (2, "MULTI_CPU")
         scaler = attach(acc, init_scale=init_scale)
         torch.manual_seed(0)
@@ -86,7 +92,7 @@ def test_ranks_skip_together_and_stay_alike(pool2):
 def train_bf16(rank, on_nonfinite, value):
     """In step 1 the loss of rank 0 is broken; gradients are reduced, so everybody's are."""
     with launched(rank):
-        acc = Accelerator(cpu=True, mixed_precision="bf16")
+        acc = accelerator(mixed_precision="bf16")
         scaler = attach(acc, on_nonfinite=on_nonfinite)
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
@@ -142,16 +148,29 @@ class Regression(nn.Module):
         return {"loss": loss * math.nan if (self.calls, self.rank) == (3, 1) else loss}
 
 
+def trainer_of(model, rows, **options):
+    """The Trainer of transformers, which takes the rows in their order, with halfstep attached."""
+    transformers = importlib.import_module("transformers")
+
+    class Ordered(transformers.Trainer):
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    attached = {key: options.pop(key) for key in ("scaler", "folder") if key in options}
+    arguments = transformers.TrainingArguments(
+        use_cpu=True, report_to=[], max_steps=5, per_device_train_batch_size=4, save_strategy="no",
+        disable_tqdm=True, dataloader_pin_memory=False, **options,
+    )  # fmt: skip
+    trainer = Ordered(model, arguments, train_dataset=rows)
+    assert trainer.accelerator.num_processes == 2
+    importlib.import_module("halfstep.integrations.hf_trainer").attach(trainer, **attached)
+    return trainer
+
+
 def run_trainer(rank, folder, scaler):
     with launched(rank):
         torch.manual_seed(0)
-        arguments = TrainingArguments(
-            folder, use_cpu=True, report_to=[], max_steps=5, per_device_train_batch_size=4,
-            logging_steps=1, save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = Trainer(Regression(rank), arguments, train_dataset=Rows())
-        assert trainer.accelerator.num_processes == 2
-        attach_trainer(trainer, scaler=scaler)
+        trainer = trainer_of(Regression(rank), Rows(), output_dir=folder, scaler=scaler)
         try:
             trainer.train()
         except NonFiniteError as error:
@@ -160,6 +179,7 @@ def run_trainer(rank, folder, scaler):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaler", [False, True])
 def test_a_nan_loss_on_one_rank_stops_all(pool2, tmp_path, scaler):
     first, second = pool2.run(run_trainer, folder=str(tmp_path), scaler=scaler)
@@ -191,27 +211,20 @@ class Marked(Rows):
         return super().__getitem__(i) | {"mark": torch.tensor(float(i == 21))}
 
 
-class Ordered(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
 def first_cause_of(rank, folder, how):
     with launched(rank):
         torch.manual_seed(0)
-        arguments = TrainingArguments(
-            f"{folder}/out", use_cpu=True, report_to=[], max_steps=5, save_strategy="no",
-            per_device_train_batch_size=4, disable_tqdm=True, dataloader_pin_memory=False,
+        trainer = trainer_of(
+            Sick(how), Marked(), output_dir=f"{folder}/out", folder=f"{folder}/run",
             gradient_accumulation_steps=2,
         )  # fmt: skip
-        trainer = Ordered(Sick(how), arguments, train_dataset=Marked())
-        attach_trainer(trainer, folder=f"{folder}/run")
         with pytest.raises(NonFiniteError) as told:
             trainer.train()
         cause = told.value.first_cause
         return cause and (cause.op, cause.direction, cause.micro_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["forward", "backward"])
 def test_the_rank_that_made_it_names_the_first_cause(pool2, tmp_path, how):
     """Rows go to ranks four at a time: the 21st is the second of rank 1's third batch."""

@@ -41,8 +41,13 @@ def run(rank, corpus, path, parallel, policy):
     return [(f.step, f.repeated, f.found.reason, f.found.loss, f.verdict) for f in found]
 
 
-@pytest.mark.parametrize("parallel", ["data=2", "shard=2"])
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master"])
+@pytest.mark.parametrize(
+    ("parallel", "policy"),
+    [
+        ("shard=2", "bf16-master"),
+        pytest.param("data=2", "bf16-mixed", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_of_two_ranks_is_repeated_bit_for_bit_by_two(
     pool2, corpus, tmp_path, parallel, policy
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +13,7 @@ from distributed.test_gradient_reducer import definition, same_on_all
 from halfstep.distributed.comm_hook import sum_hook
 from halfstep.errors import PrecisionError
 
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 
 def loss_of(model, rank, count):
@@ -44,6 +43,7 @@ def shares(ranks, dtype="fp32"):
 
 @pytest.mark.parametrize("named_group", [True, False])
 def test_fp32_sums_are_the_full_batch(pool2, named_group):
+    """torch's DDP alone would average them."""
     found = pool2.run(with_ddp, reduce="fp32", named_group=named_group)
     same_on_all(found)
     model = Net()
@@ -57,41 +57,24 @@ def test_fp32_sums_are_the_full_batch(pool2, named_group):
         assert torch.allclose(got, model.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reduce", ["bf16", "fp16"])
+@pytest.mark.parametrize("reduce", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_16_bit_sums_are_rounded_once_per_rank_and_once(pool4, reduce, dtype):
-    found = pool4.run(with_ddp, reduce=reduce, dtype=dtype)
+def test_sums_are_rounded_once_per_rank_and_once(pool, reduce, dtype):
+    found = pool.run(with_ddp, reduce=reduce, dtype=dtype)
     same_on_all(found)
-    parts = shares(4, dtype)
+    parts = shares(pool.size, dtype)
     for name, got in unpacked(found[0]).items():
-        expected = definition([p[name] for p in parts], reduce, DTYPES[dtype])
-        assert torch.equal(got, expected.float()), name
-
-
-def test_16_bit_gradients_are_summed_in_fp32(pool4):
-    found = pool4.run(with_ddp, reduce="fp32", dtype="bf16")
-    same_on_all(found)
-    parts = shares(4, "bf16")
-    for name, got in unpacked(found[0]).items():
-        every = torch.stack([p[name].double() for p in parts])
+        if reduce != "fp32":
+            expected = definition([p[name] for p in parts], reduce, DTYPES[dtype])
+            assert torch.equal(got, expected.float()), name
+            continue
+        each = torch.stack([p[name].double() for p in parts])
         # one rounding to bf16, to a relative 2^-8, after three in fp32; a sum in bf16 has three
-        bound = 2.0**-8 * every.sum(0).abs() + 4 * 2.0**-24 * every.abs().sum(0)
-        assert bool(((got.double() - every.sum(0)).abs() <= bound).all()), name
+        last = 2.0**-8 if dtype == "bf16" else 2.0**-24
+        bound = last * each.sum(0).abs() + 4 * 2.0**-24 * each.abs().sum(0)
+        assert bool(((got.double() - each.sum(0)).abs() <= bound).all()), name
 
 
 def test_other_formats_are_refused():
     with pytest.raises(PrecisionError, match="reduce=fp64; allowed: fp32, bf16, fp16"):
         sum_hook(torch.float64)
-
-
-def test_ddp_alone_would_have_averaged(pool2):
-    """What the hook is for."""
-    for averaged in pool2.run(plain_ddp):
-        assert averaged == 1.5
-
-
-def plain_ddp(rank):
-    model = nn.Linear(1, 1, bias=False)
-    parallel = DistributedDataParallel(model)
-    parallel(torch.tensor([[1.0 + rank]])).sum().backward()
-    return float(model.weight.grad)

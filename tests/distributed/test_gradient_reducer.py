@@ -17,7 +17,6 @@ from distributed.reduction import (
     Net,
     Watch,
     backward,
-    batch,
     gradients,
     make,
     packed,
@@ -25,10 +24,11 @@ from distributed.reduction import (
     share,
     unpacked,
 )
+from every import every
 from halfstep.distributed.data.reducer import GradientReducer, broadcast_
 from halfstep.errors import PrecisionError
 
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 POLICIES = ("fp32", "bf16-mixed", "bf16-master", "fp16-master", "bf16-split", "bf16-sr",
             "bf16-kahan", "bf16-pure")  # fmt: skip
@@ -69,14 +69,12 @@ def same_on_all(found):
 
 
 SUMS = [
-    (2, "fp32", {"steps": 2}),
     (2, "fp32", {"steps": 2, "micro_batches": 3}),
+    (2, "fp32", {"micro_batches": 2, "overlap": False, "bucket_bytes": 300}),
     (2, "bf16", {"micro_batches": 2}),
     (4, "bf16", {"steps": 2, "bucket_bytes": 700}),
     (4, "fp16", {"steps": 2, "bucket_bytes": 700}),
-    (2, "bf16", {"steps": 2, "spare": (True, False)}),
     (2, "fp32", {"steps": 2, "spare": (True, False)}),
-    (2, "fp32", {"steps": 2, "spare": (False, False)}),
     (2, "bf16", {"steps": 2, "spare": (False, False), "bucket_bytes": 1}),
 ]
 
@@ -105,40 +103,6 @@ def test_ranks_get_the_sum_of_their_shares(request, policy, ranks, reduce, optio
     assert_sums(found, shares, policy, reduce)
 
 
-def test_shares_are_those_of_plain_torch():
-    """The oracle above rests on Precision for a rank's share; here on nothing of ours."""
-    model = Net()
-    tokens, targets = batch(0)
-    (F.cross_entropy(model(tokens, True), targets, reduction="sum") / 16).backward()
-    ours = share("fp32", 0)
-    plain = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert list(ours) == list(plain)
-    assert all(torch.equal(ours[n], plain[n]) for n in plain)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split"])
-def test_four_ranks_get_the_sum_to_rounding(pool4, policy):
-    found = pool4.run(reduced, policy=policy, reduce="fp32", bucket_bytes=500)
-    same_on_all(found)
-    shares = [share(policy, rank) for rank in range(4)]
-    for name, got in unpacked(found[0]).items():
-        parts = torch.stack([s[name].double() for s in shares])
-        # three additions in any order, each rounded to a relative 2^-24 of at most the sum of sizes
-        bound = 3 * 2.0**-24 * parts.abs().sum(0) * (1 + 1e-6)
-        assert bool(((got.double() - parts.sum(0)).abs() <= bound).all()), name
-
-
-@pytest.mark.parametrize("policy", ["bf16-pure", "fp16-pure"])
-def test_fp32_sums_of_16_bit_gradients_are_rounded_once(pool2, policy):
-    found = pool2.run(reduced, policy=policy, reduce="fp32")
-    kept = torch.bfloat16 if policy == "bf16-pure" else torch.float16
-    shares = [share(policy, rank) for rank in range(2)]
-    for name, (dtype, numbers) in found[0].items():
-        expected = (shares[0][name].float() + shares[1][name].float()).to(kept)
-        assert dtype == str(kept)
-        assert torch.equal(torch.from_numpy(numbers), expected.float())
-
-
 def test_only_earlier_micro_batches_reach_a_parameter(pool2):
     """Its bucket is never full in the last one, and its gradient must not be lost."""
     found = pool2.run(early_only)
@@ -155,18 +119,6 @@ def early_only(rank):
         precision.backward((model[1] * 0).sum())
     reducer.finish()
     return [float(p.grad) for p in model]
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
-def test_bucket_sizes_do_not_change_a_bit(pool2, pool4, policy):
-    for pool, reduce in ((pool2, "fp32"), (pool4, "bf16")):
-        options = {"policy": policy, "reduce": reduce, "micro_batches": 2}
-        one = pool.run(reduced, bucket_bytes=BIG, **options)
-        for size in (1, 300, 2000):
-            many = pool.run(reduced, bucket_bytes=size, **options)
-            same_on_all([one[0], *many])
-        late = pool.run(reduced, bucket_bytes=300, overlap=False, **options)
-        same_on_all([one[0], *late])
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
@@ -292,15 +244,14 @@ def overflow(rank):
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("bucket_bytes", [1, 500, BIG])
-def test_bytes_are_those_that_were_sent(pool2, pool4, reduce, bucket_bytes):
-    for pool in (pool2, pool4):
-        for counted, fp32, sent, start, during in pool.run(
-            watched, reduce=reduce, bucket_bytes=bucket_bytes
-        ):
-            assert counted == sent
-            assert fp32 == counted * (1 if reduce == "fp32" else 2)
-            assert start == 0, "nothing is sent before the last micro-batch"
-            assert (during > 0) == (bucket_bytes < BIG), "full buckets start within backward"
+def test_bytes_are_those_that_were_sent(pool, reduce, bucket_bytes):
+    for counted, fp32, sent, start, during in pool.run(
+        watched, reduce=reduce, bucket_bytes=bucket_bytes
+    ):
+        assert counted == sent
+        assert fp32 == counted * (1 if reduce == "fp32" else 2)
+        assert start == 0, "nothing is sent before the last micro-batch"
+        assert (during > 0) == (bucket_bytes < BIG), "full buckets start within backward"
 
 
 def watched(rank, reduce, bucket_bytes):
@@ -340,35 +291,6 @@ def layout(rank, policy):
     storages = {g.untyped_storage().data_ptr() for g in found.values()}
     named = precision.named_parameters()
     return len(storages), [(named[n].stride(), g.stride()) for n, g in found.items()]
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
-def test_five_steps_on_two_ranks_are_five_of_two_micro_batches(pool2, policy):
-    model = Net()
-    precision = make(policy, model, ranks=None)
-    for step in range(5):
-        for rank in range(2):
-            backward(precision, model, rank, step, step % 2 == 0)
-        precision.step()
-    for found in pool2.run(train, policy=policy):
-        for name, weight in model.state_dict().items():
-            assert torch.equal(unpacked(found)[name], weight), name
-
-
-def train(rank, policy):
-    model = Net()
-    if rank == 1:
-        for parameter in model.parameters():
-            parameter.data.add_(1.0)
-    broadcast_(model, dist.group.WORLD)
-    precision = make(policy, model)
-    reducer = GradientReducer(precision, dist.group.WORLD, torch.float32, bucket_bytes=400)
-    for step in range(5):
-        with reducer.last():
-            backward(precision, model, rank, step, step % 2 == 0)
-        reducer.finish()
-        assert precision.step().applied
-    return packed(model.state_dict())
 
 
 def test_one_rank_keeps_its_gradients(pool2):
@@ -429,11 +351,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_summed_is_refused(pool2, case):
-    for message in pool2.run(refused, case=case):
-        assert message is not None, "nothing was refused"
-        assert re.search(CASES[case], message), message
+def test_what_cannot_be_summed_is_refused(pool2):
+    def check(case):
+        for message in pool2.run(refused, case=case):
+            assert message is not None, "nothing was refused"
+            assert re.search(CASES[case], message), message
+
+    every(CASES, check)
 
 
 def refused(rank, case):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from distributed.parity import fingerprint, same_bits, whole
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan, plan_of
+from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
@@ -17,13 +18,20 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.config.optimizer import OptimizerConfig
 from halfstep.trainer.optimizer import make_optimizer
 
-transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def packages():
+    """Imported when these tests run, not where they are collected."""
+    pytest.importorskip("transformers")
+
 
 ROWS, LENGTH, WORDS, CLASSES = 8, 12, 53, 3
 
 
 def gpt2():
+    transformers = importlib.import_module("transformers")
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
@@ -33,6 +41,7 @@ def gpt2():
 
 
 def bert():
+    transformers = importlib.import_module("transformers")
     config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=16, num_labels=CLASSES,
@@ -60,17 +69,13 @@ def loss_sum(model, tokens, classes):
     return F.cross_entropy(logits, classes, reduction="sum")
 
 
-def run(rank, name, layout, policy, *, micro=1, steps=3, frozen="", poison=None):
+def run(rank, name, layout, policy, *, micro=1, steps=3):
     value = parse_policy(policy)
     strategy = choose_strategy(Layout.parse(layout), value, torch.device("cpu"))
     model = MODELS[name]().train()
-    for key, parameter in model.named_parameters():
-        parameter.requires_grad_(not (frozen and frozen in key))
     strategy.place_(model, plan_of(model))
     optimizer = make_optimizer(model, OptimizerConfig(learning_rate=1e-2), value)
-    precision = Precision(
-        value, model, optimizer, ranks=strategy.ranks, on_nonfinite="skip:1" if poison else "stop"
-    )
+    precision = Precision(value, model, optimizer, ranks=strategy.ranks)
     strategy.attach_(precision)
     results = []
     for step in range(steps):
@@ -81,8 +86,7 @@ def run(rank, name, layout, policy, *, micro=1, steps=3, frozen="", poison=None)
         for part in range(micro):
             here = slice(start + part * size // micro, start + (part + 1) * size // micro)
             with strategy.micro_batch(last=part == micro - 1), precision.autocast():
-                loss = loss_sum(model, tokens[here], classes[here]) / count
-                precision.backward(loss * (torch.nan if poison == (step, rank) else 1))
+                precision.backward(loss_sum(model, tokens[here], classes[here]) / count)
         strategy.finish()
         before = fingerprint(model, precision)
         results.append(precision.step())
@@ -117,45 +121,6 @@ def test_16_bit_weights_over_data_ranks_are_one_device_bit_for_bit(pool2, policy
     )
 
 
-@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
-def test_a_frozen_base_with_a_head_that_trains(pool2, layout):
-    many = pool2.run(run, name="bert", layout=layout, policy="bf16-mixed", frozen="bert.")
-    one = run(0, "bert", "data=1", "bf16-mixed", micro=2, frozen="bert.")
-    assert set(one[2]) == {"classifier.weight", "classifier.bias"}
-    same(many, one)
-
-
-@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_nan_of_one_ranks_batch_is_left_out_by_both(pool2, name, layout):
-    many = pool2.run(run, name=name, layout=layout, policy="bf16-mixed", poison=(1, 1))
-    assert [applied for _, applied, _ in many] == [[True, False, True]] * 2
-    for key, weight in many[0][2].items():
-        assert torch.equal(weight, many[1][2][key])
-        assert weight.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["bf16-module", "bf16-master", "bf16-split", "bf16-pure"])
-def test_every_way_of_keeping_weights_trains_sharded(pool2, name, policy):
-    (losses, applied, _), other = pool2.run(run, name=name, layout="shard=2", policy=policy)
-    assert losses == other[0]
-    assert applied == [True] * 3
-    one = run(0, name, "data=1", "bf16-mixed" if policy == "bf16-module" else policy, micro=2)
-    # losses of order 4 whose gradients were rounded by 2^-8 once more: see test_parity
-    assert losses == pytest.approx(one[0], rel=2.0**-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_copies_of_shards(pool4, name):
-    many = pool4.run(run, name=name, layout="data=2,shard=2", policy="fp32")
-    one = run(0, name, "data=1", "fp32", micro=4)
-    assert all(losses == many[0][0] for losses, _, _ in many)
-    assert many[0][0] == pytest.approx(one[0], rel=2.0**-18)  # another order of four sums
-
-
 def refused(rank, name):
     strategy = choose_strategy(Layout.parse("tensor=2"), parse_policy("fp32"), torch.device("cpu"))
     model = MODELS[name]()
@@ -183,10 +148,3 @@ def test_blocks_are_those_that_the_model_names(name, kind):
     assert [type(block).__name__ for block in blocks].count(kind) == 2
     inside = [m for block in blocks for m in block.modules() if m is not block]
     assert not set(map(id, blocks)) & set(map(id, inside))
-
-
-def test_a_model_that_says_nothing_is_refused_with_what_to_give():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"Sequential.*blocks\(\).*ParallelPlan\(blocks="):
-        plan_of(model)
-    assert ParallelPlan(blocks=(model[0],)).blocks == (model[0],)

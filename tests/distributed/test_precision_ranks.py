@@ -22,7 +22,7 @@ from halfstep.precision.agreement import MARK
 from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.step import Precision
 
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 SCALE = 256.0
 GROWS = f"init_scale={SCALE:g},growth_interval=1"

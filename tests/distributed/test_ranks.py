@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distributed.loops import Split
+from every import every
 from halfstep.errors import PrecisionError
 from halfstep.precision.agreement import (
     MARK,
@@ -23,7 +25,7 @@ from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 
 def drawn(seed, *shape, size=1.0):
@@ -50,20 +52,20 @@ def measured(rank, kind, size, ranks, share=None):
 KINDS = ("copies", "parts", "both", "halves", "uneven", "none here")
 
 
-@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_norm_is_that_of_the_whole_however_it_lies(request, ranks, kind, size):
-    pool = request.getfixturevalue(f"pool{ranks}")
-    found = pool.run(measured, kind=kind, size=size, ranks=ranks)
-    assert len(set(found)) == 1  # every rank takes the same branches
-    exact = math.sqrt(sum(drawn(s, 8, 4, size=size).double().square().sum().item() for s in (1, 2)))
-    # a norm of 32 to 64 numbers in fp32: its squares' sum and its root, a few units of 2^-24
-    assert found[0][1] == pytest.approx(exact, rel=8 * 2.0**-24)
-    assert found[0][0] == sum(1.5 + rank for rank in range(ranks)) / ranks
-    if kind == "copies" and size == 1.0:
-        one = OneRank().measure(torch.zeros(()), {1: [drawn(1, 8, 4), drawn(2, 8, 4)]}, global_norm)
-        assert found[0][1] == one[1]  # a square of fp32 fits into fp64, and its sums over copies
+def test_the_norm_is_that_of_the_whole_however_it_lies(pool):
+    def check(kind, size):
+        found = pool.run(measured, kind=kind, size=size, ranks=pool.size)
+        assert len(set(found)) == 1  # every rank takes the same branches
+        exact = math.sqrt(sum(drawn(s, 8, 4, size=size).double().square().sum() for s in (1, 2)))
+        # a norm of 32 to 64 numbers in fp32: its squares' sum and its root, a few units of 2^-24
+        assert found[0][1] == pytest.approx(exact, rel=8 * 2.0**-24)
+        assert found[0][0] == sum(1.5 + rank for rank in range(pool.size)) / pool.size
+        if kind == "copies" and size == 1.0:
+            whole = {1: [drawn(1, 8, 4), drawn(2, 8, 4)]}
+            one = OneRank().measure(torch.zeros(()), whole, global_norm)
+            assert found[0][1] == one[1]  # a square of fp32 fits into fp64, and sums over copies
+
+    every(itertools.product(KINDS, (1.0, 1e30, 1e-30)), check)
 
 
 def test_a_share_of_the_loss_is_what_it_counts(pool2):
@@ -82,12 +84,13 @@ def broken(rank, where, value):
     return ManyRanks(CPU).measure(loss, {1: gradients}, global_norm)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2, where, value):
-    for loss, norm in pool2.run(broken, where=where, value=value):
-        assert math.isfinite(loss) == (where == "gradient")
-        assert math.isfinite(norm) == (where == "loss")
+def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
+    def check(where, value):
+        for loss, norm in pool2.run(broken, where=where, value=value):
+            assert math.isfinite(loss) == (where == "gradient")
+            assert math.isfinite(norm) == (where == "loss")
+
+    every(itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf)), check)
 
 
 def opposite(rank):
@@ -108,7 +111,7 @@ def found_by(rank, marks, names):
         ([((), ()), ((), ())], (), ()),
         ([((), ()), ((), ("b",))], (), ("b",)),
         ([(("a",), ()), ((), ("b",))], ("a",), ("b",)),
-        ([((), ("a",)), (("a",), ())], ("a",), ()),  # NaN in one part, inf in another
+        ([((), ("a",)), (("a",), ())], ("a",), ("a",)),  # NaN in one part, inf in another
         ([((), ("c", "a")), ((), ("b",))], (), ("a", "b", "c")),  # in the order of the names
     ],
 )
@@ -123,11 +126,16 @@ def test_of_no_names_nothing_is_found(pool2):
 
 
 def worst(rank):
-    return ManyRanks(CPU).worst([rank, -rank, 5 - 3 * rank, -24 - rank])
+    marks = torch.tensor([float(rank), -float(rank), 0.5])
+    ManyRanks(CPU).worst_(marks)
+    return ManyRanks(CPU).worst([rank, -rank, 5 - 3 * rank, -24 - rank]), marks.tolist()
 
 
-def test_the_worst_is_the_largest_place_by_place(pool4):
-    assert pool4.run(worst) == [[3, 0, 5, -24]] * 4
+def test_the_worst_is_the_largest_place_by_place(pool2):
+    assert pool2.run(worst) == [([1, 0, 5, -24], [1.0, 0.0, 0.5])] * 2
+    marks = torch.tensor([1.0, -2.0])
+    OneRank().worst_(marks)
+    assert marks.tolist() == [1.0, -2.0]
 
 
 def default(rank):
@@ -137,19 +145,6 @@ def default(rank):
 def test_several_processes_agree_by_default_and_one_has_nobody_to_ask(pool2):
     assert pool2.run(default) == ["ManyRanks"] * 2
     assert isinstance(ranks_of_this_process(CPU), OneRank)
-
-
-def worst_in_place(rank):
-    marks = torch.tensor([float(rank), -float(rank), 0.5])
-    ManyRanks(CPU).worst_(marks)
-    return marks.tolist()
-
-
-def test_the_worst_in_place_is_the_largest_element_by_element(pool4):
-    assert pool4.run(worst_in_place) == [[3.0, 0.0, 0.5]] * 4
-    marks = torch.tensor([1.0, -2.0])
-    OneRank().worst_(marks)
-    assert marks.tolist() == [1.0, -2.0]
 
 
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks
@@ -212,9 +207,9 @@ def misfit(rank, model_parallel):
         ManyRanks(CPU, model_parallel=model_parallel)
 
 
-@pytest.mark.parametrize("model_parallel", [0, 3, -2])
-def test_copies_of_a_model_must_fill_the_ranks(pool2, model_parallel):
-    pool2.run(misfit, model_parallel=model_parallel)
+def test_copies_of_a_model_must_fill_the_ranks(pool2):
+    for model_parallel in (0, 3, -2):
+        pool2.run(misfit, model_parallel=model_parallel)
 
 
 def refused(rank, case):
@@ -249,28 +244,22 @@ def refused(rank, case):
     return None
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("copies", None),
-        ("one bit", "1.weight differs from rank to rank"),
-        ("split", "1.bias differs from rank to rank"),
-        ("shape", "1.bias differs from rank to rank"),
-        ("complex", "1.phase differs from rank to rank"),
-        ("names", "the ranks' models have different parameters"),
-        ("marked", None),
-        ("frozen", None),
-        ("16 bits", None),
-        ("sharded", None),
-        ("empty", None),
-        ("alone", None),
-    ],
-)
-def test_plain_parameters_must_be_copies_or_marked(pool2, case, words):
-    first, second = pool2.run(refused, case=case)
-    assert first == second
-    assert first is None if words is None else first.startswith(words)
-    if case == "split":
-        assert "parameter.tensor_model_parallel = True" in first
-        assert "ranks=" in first
-        assert "broadcast" in first
+def test_plain_parameters_must_be_copies_or_marked(pool2):
+    wrong = {
+        "one bit": "1.weight differs from rank to rank",
+        "split": "1.bias differs from rank to rank",
+        "shape": "1.bias differs from rank to rank",
+        "complex": "1.phase differs from rank to rank",
+        "names": "the ranks' models have different parameters",
+    }
+
+    def check(case):
+        first, second = pool2.run(refused, case=case)
+        assert first == second
+        assert first.startswith(wrong[case]) if case in wrong else first is None
+        if case == "split":
+            for words in ("parameter.tensor_model_parallel = True", "ranks=", "broadcast"):
+                assert words in first
+
+    right = ("copies", "marked", "frozen", "16 bits", "sharded", "empty", "alone")
+    every((*wrong, *right), check)

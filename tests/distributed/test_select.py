@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distributed import parity
+from every import every
 from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.plan import plan_of
@@ -53,7 +54,7 @@ CELLS = [
 SHORT = {(p, t) for p, t in CELLS if p in MORE and Layout.parse(t).size == 2}
 
 
-@pytest.mark.covering
+@pytest.mark.covering(ends=True)
 @pytest.mark.parametrize(
     ("policy", "layout"),
     [pytest.param(*c, marks=() if c in SHORT else pytest.mark.slow) for c in CELLS],
@@ -67,13 +68,6 @@ def test_a_cell_that_is_not_refused_trains(request, policy, layout):
     assert losses[1] < losses[0]
 
 
-def test_something_is_refused_and_something_is_not():
-    refused = set(all_refusals())
-    assert ("bf16-module", "data=2") in refused
-    assert ("bf16-module", "shard=2,tensor=2") in refused
-    assert not {(p, t) for p, t in refused if t in ("data=1", "data=2") and p != "bf16-module"}
-
-
 @pytest.mark.parametrize("layout", ["data=2", "shard=2"])
 def test_two_ranks_are_one_device_but_for_random_bits(pool2, layout):
     """Gradients that are rounded stochastically draw other bits on each rank, and so differ."""
@@ -85,8 +79,11 @@ def test_two_ranks_are_one_device_but_for_random_bits(pool2, layout):
         assert exact == (two["losses"] == one["losses"]), policy
 
 
-@pytest.mark.parametrize(("policy", "layout"), [*all_refusals()])
-def test_a_refusal_names_policy_layout_and_a_way_out_that_is_none(policy, layout):
+def test_every_refusal_names_policy_layout_and_a_way_out_that_is_none():
+    every(all_refusals(), names_a_way_out)
+
+
+def names_a_way_out(policy, layout):
     value, place = parse_policy(policy), Layout.parse(layout)
     with pytest.raises(PrecisionError) as error:
         choose_strategy(place, value, CPU)  # before any process group is needed
@@ -108,23 +105,16 @@ def test_a_refusal_names_policy_layout_and_a_way_out_that_is_none(policy, layout
             assert not decide(parse_policy(policy.replace("=auto", f"={way}")), place).refused, way
 
 
-def test_a_mixed_policy_with_the_same_rules_is_a_way_out():
-    """As the refusal of rules beside 16-bit weights says."""
-    text = decide(parse_policy("bf16-master,keep_fp32=*norm*"), Layout(shard=2)).nearest
-    assert "*-mixed policy with the same rules" in text
-    assert not decide(parse_policy("bf16-mixed,keep_fp32=*norm*"), Layout(shard=2)).refused
+def test_compile_is_refused_where_hooks_would_be_traced():
+    for layout in ("shard=2", "tensor=2", "data=2,shard=2"):
+        with pytest.raises(ConfigError, match=f"compile.*{layout}.*--compile out.*parallel=data="):
+            choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)
 
 
-@pytest.mark.parametrize("layout", ["shard=2", "tensor=2", "data=2,shard=2"])
-def test_compile_is_refused_where_hooks_would_be_traced(layout):
-    with pytest.raises(ConfigError, match=f"compile.*{layout}.*--compile out.*parallel=data="):
-        choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)
-
-
-@pytest.mark.parametrize("layout", ["data=1", "data=2", "shard=2"])
-def test_sequence_parallel_needs_tensor_ranks(layout):
-    with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
-        choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
+def test_sequence_parallel_needs_tensor_ranks():
+    for layout in ("data=1", "data=2", "shard=2"):
+        with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
+            choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
 
 
 def kinds(rank):

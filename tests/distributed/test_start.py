@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import parity
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.step import Precision
@@ -53,24 +52,3 @@ def test_a_rank_that_cannot_step_takes_the_others_along(pool2):
     assert "1 of 2 ranks could not take this step" in one
     assert "step() without backward()" in other
     assert pool2.run(step_on_some, able=[0, 1]) == ["stepped"] * 2  # and the group is as before
-
-
-def rolled_back(rank, layout, policy):
-    _, model, precision = parity.prepare(layout, policy, on_nonfinite="rollback:5")
-    start = {name: value.clone() for name, value in precision.masters.items()}
-    inputs, targets = parity.sequences(0)
-    results = []
-    for factor in (1.0, float("nan")):
-        with precision.autocast():
-            total, count = model.loss_sum((inputs, targets))
-            precision.backward(total * factor / count)
-        results.append(precision.step())
-    same = all(torch.equal(value, start[name]) for name, value in precision.masters.items())
-    return results[0].applied, results[1].rolled_back, same
-
-
-@pytest.mark.filterwarnings("ignore:back to a copy of earlier weights")
-@pytest.mark.parametrize("policy", ["bf16-master", "bf16-split"])
-def test_a_rollback_to_the_start_is_to_the_exact_start(policy):
-    # one device: the masters are finer than the 16-bit weights that they were cast to
-    assert rolled_back(0, "", policy) == (True, True, True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from halfstep.distributed import traffic
 
 
@@ -15,17 +13,16 @@ def walk_ring(chunks: list[int], ranks: int) -> int:
     return sent
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
-def test_an_all_reduce_sends_what_a_ring_sends(ranks):
-    assert traffic.all_reduce(64 * 3 * 16, ranks) == walk_ring(
-        [64 * 3 * 16 // ranks] * ranks, ranks
-    )
+def test_an_all_reduce_sends_what_a_ring_sends():
+    for ranks in (1, 2, 3, 4, 8, 64):
+        ring = walk_ring([64 * 3 * 16 // ranks] * ranks, ranks)
+        assert traffic.all_reduce(64 * 3 * 16, ranks) == ring
 
 
-@pytest.mark.parametrize(("ranks", "bytes_"), [(1, 0), (2, 12), (3, 16), (4, 18), (12, 22)])
-def test_small_cases_by_hand(ranks, bytes_):
-    assert traffic.all_reduce(12, ranks) == bytes_
-    assert traffic.all_gather(12, ranks) + traffic.reduce_scatter(12, ranks) == bytes_
+def test_small_cases_by_hand():
+    for ranks, bytes_ in ((1, 0), (2, 12), (3, 16), (4, 18), (12, 22)):
+        assert traffic.all_reduce(12, ranks) == bytes_
+        assert traffic.all_gather(12, ranks) + traffic.reduce_scatter(12, ranks) == bytes_
 
 
 def test_bytes_are_rounded_up():

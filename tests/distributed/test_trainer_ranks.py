@@ -63,7 +63,10 @@ def newest(path):
     return load_checkpoint(list_checkpoints(path / "checkpoints")[-1])
 
 
-@pytest.mark.parametrize(("parallel", "plan"), [("data=2", False), ("shard=2", True)])
+@pytest.mark.parametrize(
+    ("parallel", "plan"),
+    [pytest.param("data=2", False, marks=pytest.mark.slow), ("shard=2", True)],
+)
 def test_two_ranks_train_as_one_does(pool2, tmp_path, parallel, plan):
     one = train(0, tmp_path / "one")
     two = pool2.run(train, path=tmp_path / "two", parallel=parallel, plan=plan)
@@ -76,34 +79,35 @@ def test_two_ranks_train_as_one_does(pool2, tmp_path, parallel, plan):
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-4)
 
 
-def test_a_resume_on_two_ranks_is_bit_for_bit_buffers_and_average_too(pool2, tmp_path):
-    settings = {"parallel": "shard=2", "plan": True, "ema_decay": 0.9, "precision": "bf16-mixed"}
+@pytest.mark.covering(ends=True)
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        (
+            {"parallel": "shard=2", "ema_decay": 0.9, "precision": "bf16-mixed"},
+            {"seen/buffer", "first.weight/ema"},
+        ),
+        (
+            {"parallel": "shard=2", "precision": "bf16-split,moments=8bit"},
+            {"first.weight/exp_avg_sq", "second.weight/step"},
+        ),
+        (
+            {
+                **{"parallel": "data=2", "precision": "bf16-split,moments=8bit"},
+                "optimizer": "muon",
+            },
+            {"first.weight/momentum_buffer", "second.weight/step"},
+        ),
+    ],
+)
+def test_a_resume_on_two_ranks_is_bit_for_bit(pool2, tmp_path, settings, kept):
+    settings = {**settings, "plan": True}
     pool2.run(train, path=tmp_path / "whole", **settings)
     ends = pool2.run(train, path=tmp_path / "cut", stop=4, **settings)
     assert [step for step, _ in ends] == [4, 4]
     pool2.run(train, path=tmp_path / "cut", resume=True, seed=5, **settings)
     a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
-    assert "seen/buffer" in a.optimizer
-    assert "first.weight/ema" in a.optimizer
-    for one, two in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
-        assert one.keys() == two.keys()
-        for name in one:
-            assert torch.equal(one[name], two[name]), name
-
-
-@pytest.mark.parametrize("layout", ["shard=2", "data=2"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_resume_on_two_ranks_keeps_remainders_and_moments(pool2, tmp_path, layout, name):
-    settings = {
-        **{"parallel": layout, "plan": True, "optimizer": name},
-        "precision": "bf16-split,moments=8bit",
-    }
-    pool2.run(train, path=tmp_path / "whole", **settings)
-    pool2.run(train, path=tmp_path / "cut", stop=4, **settings)
-    pool2.run(train, path=tmp_path / "cut", resume=True, seed=5, **settings)
-    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
-    moment = "momentum_buffer" if name == "muon" else "exp_avg_sq"
-    assert {"first.weight/" + moment, "second.weight/step"} <= a.optimizer.keys()
+    assert kept <= a.optimizer.keys()
     for one, two in ((a.weights, b.weights), (a.optimizer, b.optimizer)):
         assert one.keys() == two.keys()
         for name in one:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,14 +11,11 @@ from halfstep.distributed.tensor.styles import ShardedVocabulary
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.trainer.models.cross_entropy import (
-    WHOLE,
-    Fp16Scales,
-    Vocabulary,
     linear_cross_entropy_sum,
 )
 from trainer.models.test_cross_entropy import bounds, oracle, problem
 
-pytestmark = [pytest.mark.distributed, pytest.mark.covering]
+pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -88,30 +83,12 @@ def test_value_and_gradients_match_the_definition(pool, dtype, vocab, chunk_byte
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_as_near_as_a_few_roundings(pool, dtype):
-    # As on one device (test_cross_entropy.py): relative in the 2-norm, 8 units.
-    x, w, targets = problem(200, 24, 67, dtype, seed=2)
-    _, dx, dw = oracle(x, w, targets)
-    _, _, got_dx, got_dw = pool.run(head, x=x.detach(), w=w.detach(), targets=targets)[0]
-    unit = torch.finfo(dtype).eps / 2 * (32 if dtype == torch.float32 else 8)
-    assert (got_dx.double() - dx).norm() <= unit * dx.norm()
-    assert (got_dw.double() - dw).norm() <= unit * dw.norm()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_ignored_is_zero_and_never_nan(pool, dtype):
     x, w, targets = problem(40, 8, 30, dtype, seed=3, ignored=1.1)
     loss, count, dx, dw = check(pool, x, w, targets, (0, 0, 0))
     assert (loss.item(), count.item()) == (0, 0)
     assert (dx == 0).all()
     assert (dw == 0).all()
-
-
-def test_logits_of_1e4_do_not_overflow(pool):
-    x, w, targets = problem(50, 16, 33, torch.float32, seed=6, gain=1.0)
-    with torch.no_grad():
-        x *= 1e4 / (x @ w.t()).abs().max()
-    check(pool, x, w, targets, partial_bounds(pool, x, w, torch.float32))
 
 
 def test_nan_on_one_rank_is_nan_on_all_and_an_ignored_row_leaves_the_loss_alone(pool):
@@ -137,33 +114,13 @@ def refused(rank, x, w, targets):
     return "nothing"
 
 
-@pytest.mark.parametrize("bad", [30, 31, 10**6, -1, -30])
-def test_a_target_out_of_range_is_refused_on_every_rank(pool, bad):
+def test_a_target_out_of_range_is_refused_on_every_rank(pool):
     x, w, targets = problem(40, 8, 30, torch.float32, seed=5)
-    targets[7] = bad
-    wanted = f"target {bad} at row 7 is out of range: allowed are 0 to 29, or -100"
-    for message in pool.run(refused, x=x.detach(), w=w.detach(), targets=targets):
-        assert message.startswith(wanted)
-
-
-def scales(rank, x, w):
-    mesh = axis()
-    vocabulary = ShardedVocabulary(len(w), mesh)
-    chosen = Fp16Scales(x, vocabulary.local(split(w, mesh)), vocabulary)
-    chosen.choose(torch.full((len(x), 1), -1.0))
-    ones = torch.ones(1, 1)
-    return chosen.error(ones.clone()).item(), chosen.unscale_weight(ones.clone()).item()
-
-
-def test_fp16_scales_are_those_of_the_whole_table(pool):
-    x, w, _ = problem(40, 8, 30, torch.float16, seed=4)
-    x, w = x.detach(), w.detach()
-    w[29] = 1000  # on the last rank only
-    whole = Fp16Scales(x, w, WHOLE)
-    whole.choose(torch.full((40, 1), -1.0))
-    ones = torch.ones(1, 1)
-    wanted = whole.error(ones.clone()).item(), whole.unscale_weight(ones.clone()).item()
-    assert pool.run(scales, x=x, w=w) == [wanted] * pool.size
+    for bad in (30, 31, 10**6, -1, -30):
+        targets[7] = bad
+        wanted = f"target {bad} at row 7 is out of range: allowed are 0 to 29, or -100"
+        for message in pool.run(refused, x=x.detach(), w=w.detach(), targets=targets):
+            assert message.startswith(wanted)
 
 
 @pytest.mark.parametrize("confidence", [0.0, 20.0])
@@ -194,11 +151,3 @@ def test_parts_are_those_of_chunk_and_none_is_empty(pool4):
     for size, left in ((5, 1), (9, 1), (3, 1), (1, 3)):
         for message in pool4.run(parts, size=size):
             assert f"leaves {left} of 4 tensor-parallel ranks without any" in message
-
-
-def test_it_has_the_methods_of_the_whole_one():
-    names = [name for name in vars(Vocabulary) if not name.startswith("_")]
-    assert len(names) == 7
-    for name in names:
-        wanted = list(inspect.signature(getattr(Vocabulary, name)).parameters)
-        assert list(inspect.signature(getattr(ShardedVocabulary, name)).parameters) == wanted

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from every import every
 from halfstep.distributed.world import Place, World, declare_over, find_place, meet, open_world
 from halfstep.errors import ConfigError, PeerError
 
@@ -44,22 +45,24 @@ def test_the_environment_is_read():
     assert find_place(TORCHRUN) == Place(1, 4, 1, "127.0.0.1", 29500, 2, "x", True)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"MASTER_PORT": None}, "missing: MASTER_PORT"),
-        ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "missing: LOCAL_RANK, MASTER_ADDR"),
-        ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
-        ({"RANK": "0"}, "LOCAL_RANK <= RANK"),
-        ({"RANK": "-1"}, "RANK='-1'"),
-        ({"MASTER_PORT": "70000"}, "65535"),
-        ({"TORCHELASTIC_RESTART_COUNT": "two"}, "TORCHELASTIC_RESTART_COUNT='two'"),
-    ],
-)
-def test_an_environment_that_cannot_be_is_refused(change, words):
-    environment = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
-    with pytest.raises(ConfigError, match=words):
-        find_place(environment)
+IMPOSSIBLE = [
+    ({"MASTER_PORT": None}, "missing: MASTER_PORT"),
+    ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "missing: LOCAL_RANK, MASTER_ADDR"),
+    ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
+    ({"RANK": "0"}, "LOCAL_RANK <= RANK"),
+    ({"RANK": "-1"}, "RANK='-1'"),
+    ({"MASTER_PORT": "70000"}, "65535"),
+    ({"TORCHELASTIC_RESTART_COUNT": "two"}, "TORCHELASTIC_RESTART_COUNT='two'"),
+]
+
+
+def test_an_environment_that_cannot_be_is_refused():
+    def check(change, words):
+        environment = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
+        with pytest.raises(ConfigError, match=words):
+            find_place(environment)
+
+    every(IMPOSSIBLE, check)
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
@@ -199,14 +202,3 @@ def test_a_failure_on_one_rank_is_told_to_the_other_at_once(pool2, method, faili
     expected = [(f"PeerError: rank {failing} failed; its own message tells why", True)] * 2
     expected[failing] = ("ValueError: disk", True)
     assert results == expected
-
-
-def long_work(rank):
-    """Work that takes longer than a collective may: the pool's group allows 40 s, so 45."""
-    return World.around_group().main_only(lambda: time.sleep(45))
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_work_may_take_longer_than_a_collective(pool2):
-    assert pool2.run(long_work) == [None, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 import tomllib
 from pathlib import Path
@@ -20,16 +19,15 @@ from tests.docs.blocks import (
     SHELLS,
     Block,
     blocks_of,
-    commands_of,
     is_the_same,
     pages,
     reader,
     unread_comments,
-    without_comments,
 )
 from tests.trainer.classifiers import write_bert
 from tests.trainer.lm_folders import alpaca, save_base, write
 
+from every import every
 from halfstep.cli.grammar import command_of, read_words
 from halfstep.cli.main import main
 
@@ -52,8 +50,11 @@ def test_there_are_blocks_to_try():
     assert sum(len(block.commands) for block in BLOCKS if block.language in SHELLS) > 20
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
-def test_a_page_says_what_its_blocks_are(path):
+def test_pages_say_what_their_blocks_are():
+    every(PAGES, says_what_its_blocks_are)
+
+
+def says_what_its_blocks_are(path):
     """A fence without a language would not be tried, nor a comment at the wrong place be read."""
     text = path.read_text(encoding="utf-8")
     assert not unread_comments(text)
@@ -69,12 +70,11 @@ def test_a_page_says_what_its_blocks_are(path):
             )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PAGES if path.name.endswith(".zh.md")],
-    ids=lambda path: str(path.relative_to(DOCS)),
-)
-def test_the_chinese_page_has_the_same_blocks(path):
+def test_chinese_pages_have_the_same_blocks():
+    every((path for path in PAGES if path.name.endswith(".zh.md")), has_the_same_blocks)
+
+
+def has_the_same_blocks(path):
     twins = blocks_of(path.with_name(path.name.replace(".zh.md", ".md")))
     blocks = blocks_of(path)
     assert [b.language for b in blocks] == [b.language for b in twins]
@@ -84,6 +84,8 @@ def test_the_chinese_page_has_the_same_blocks(path):
 
 
 PYTHON = [block for block in BLOCKS if block.language == "python"]
+QUICK = ("index.md", "own-loop.md", "loss-scaling.md", "grad-scaler.md")
+"""Pages whose blocks run in `make test`; those of the others run nightly."""
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +98,27 @@ def nothing_left_of_accelerate():
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Precision .* is not supported by the model summary")
-@pytest.mark.parametrize("block", named(PYTHON))
-def test_a_block_of_python_runs(block: Block, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page in QUICK else pytest.mark.slow)
+        for page in dict.fromkeys(block.page for block in PYTHON)
+    ],
+)
+def test_blocks_of_python_run(page, tmp_path, monkeypatch):
+    every(
+        (block for block in PYTHON if block.page == page), lambda b: run(b, tmp_path, monkeypatch)
+    )
+
+
+def run(block: Block, tmp_path, monkeypatch):
     compile(block.code, block.name, "exec")
     if block.not_run:
         return
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
+    folder = tmp_path / str(block.line)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
     before = [other for other in blocks_of(DOCS / block.page) if other.line < block.line]
     chain = [block]
     while chain[0].continues:
@@ -120,9 +136,8 @@ def test_a_block_of_python_runs(block: Block, tmp_path, monkeypatch):
         ), "the loop has trained nothing"
 
 
-@pytest.mark.parametrize("block", named([b for b in BLOCKS if b.language == "toml"]))
-def test_a_file_of_toml_can_be_read(block):
-    tomllib.loads(block.code)
+def test_files_of_toml_can_be_read():
+    every((b.code for b in BLOCKS if b.language == "toml"), tomllib.loads)
 
 
 COMMANDS = [
@@ -177,8 +192,13 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "words"), COMMANDS)
-def test_a_command_is_one(block, words, tmp_path, monkeypatch, capsys):
+def test_commands_are_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
+    every((case.values for case in COMMANDS), lambda *case: is_a_command(*case, capsys))
+
+
+def is_a_command(block, words, capsys):
     if words[0] != "halfstep":
         assert words[0] in OTHERS, f"{block.name}: say in OTHERS how {words[0]} is checked"
         OTHERS[words[0]](words)
@@ -189,8 +209,6 @@ def test_a_command_is_one(block, words, tmp_path, monkeypatch, capsys):
         return
     name, _ = read_words(plain)
     if name in PRINTS and "..." not in words and not block.not_run:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
         assert main(plain) == 0, capsys.readouterr().err
 
 
@@ -212,12 +230,6 @@ def test_a_console_shows_what_its_command_prints(block: Block, tmp_path, monkeyp
     shown = block.code.partition("\n")[2]
     assert main(words[1:]) == 0
     assert capsys.readouterr().out.startswith(shown.rstrip() + "\n")
-
-
-def test_there_are_consoles_in_both_languages():
-    chinese = [block for block in PRINTED if "--lang zh" in block.code]
-    assert len(chinese) > 3
-    assert len(PRINTED) >= 2 * len(chinese)
 
 
 # ---- the slow tier: commands that train, made short -----------------------------------------
@@ -295,18 +307,6 @@ def test_a_command_runs_when_made_short(block, words, room, monkeypatch, capsys)
 # ---- the harness itself ---------------------------------------------------------------------
 
 
-def test_a_line_of_shell_is_split_into_its_commands():
-    code = (
-        "A=1 halfstep train --data 'a b' \\\n  --quiet  # a comment\nhalfstep demo | head -n 1 > x"
-    )
-    assert commands_of(code) == [
-        ["halfstep", "train", "--data", "a b", "--quiet"], ["halfstep", "demo"],
-        ["head", "-n", "1"],
-    ]  # fmt: skip
-    assert commands_of("$ halfstep demo\nlinux | cpu\n", console=True) == [["halfstep", "demo"]]
-    assert shlex.join(commands_of("halfstep generate --prompt 'a; b'")[0]).endswith("'a; b'")
-
-
 def test_the_comments_of_a_page_are_read(tmp_path):
     path = tmp_path / "page.md"
     path.write_text(
@@ -318,19 +318,3 @@ def test_the_comments_of_a_page_are_read(tmp_path):
     assert (first.setup, first.continues, first.code) == ("x = 1\n", True, "y = x")
     assert (second.not_run, second.code) == ("needs a GPU", "if y:\n    z = 1")
     assert unread_comments(path.read_text()) == ["<!-- setup\nlost = 1\n-->"]
-
-
-def test_a_block_is_the_same_in_another_language(tmp_path):
-    def block(code, language):
-        return Block("page", 1, language, code, "", "", False)
-
-    assert without_comments(block("x = 1  # one", "python")) == without_comments(
-        block("x = 1  # 一", "python")
-    )
-    assert without_comments(block("x = 1", "python")) != without_comments(block("x = 2", "python"))
-    assert without_comments(block("halfstep doctor  # 一", "sh")) == [["halfstep", "doctor"]]
-    english = block("$ halfstep demo\ncores 2, free 1.5 GB", "console")
-    assert is_the_same(block("$ halfstep demo --lang zh\n空闲 1.5 GB，2 个核", "console"), english)
-    for other in ("demo --lang zh\n空闲 1.5 GB，3 个核", "formats --lang zh\n空闲 1.5 GB，2 个核",
-                  "demo\n空闲 1.5 GB，2 个核"):  # fmt: skip
-        assert not is_the_same(block(f"$ halfstep {other}", "console"), english)

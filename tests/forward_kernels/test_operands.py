@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from every import every
 from halfstep.errors import PrecisionError
 from halfstep.kernels import attention, rows
 
@@ -98,7 +99,7 @@ ENTRIES = {
         },
     ),
 }
-EVERY = [(name, operand) for name, entry in ENTRIES.items() for operand in entry.given]
+OPERANDS = [(name, operand) for name, entry in ENTRIES.items() for operand in entry.given]
 refused = pytest.raises((PrecisionError, TypeError), match="the kernel takes")
 
 
@@ -110,35 +111,43 @@ def run(entry: Entry, **changed: Tensor) -> list[Tensor]:
     return [t for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, Tensor)]
 
 
-@pytest.mark.parametrize(("name", "operand"), EVERY)
-def test_a_wrong_dtype_is_refused(name, operand):
-    if operand not in ENTRIES[name].converted:
-        with refused:
-            run(ENTRIES[name], **{operand: ENTRIES[name].given[operand].to(torch.float16)})
+def test_a_wrong_dtype_is_refused():
+    def check(name, operand):
+        if operand not in ENTRIES[name].converted:
+            with refused:
+                run(ENTRIES[name], **{operand: ENTRIES[name].given[operand].to(torch.float16)})
+
+    every(OPERANDS, check)
 
 
-@pytest.mark.parametrize(("name", "operand"), EVERY)
-def test_too_few_elements_are_refused(name, operand):
-    if operand not in ENTRIES[name].free:
-        with refused:
-            run(ENTRIES[name], **{operand: ENTRIES[name].given[operand][:-1].clone()})
+def test_too_few_elements_are_refused():
+    def check(name, operand):
+        if operand not in ENTRIES[name].free:
+            with refused:
+                run(ENTRIES[name], **{operand: ENTRIES[name].given[operand][:-1].clone()})
+
+    every(OPERANDS, check)
 
 
-@pytest.mark.parametrize(("name", "operand"), EVERY)
-def test_elements_with_gaps_are_copied_or_refused(name, operand):
-    entry = ENTRIES[name]
-    given = entry.given[operand]
-    gaps = torch.stack((given, given), -1)[..., 0]
-    found = None
-    with contextlib.suppress(PrecisionError):  # or a copy without gaps is what the kernel gets
-        found = run(entry, **{operand: gaps})
-    if found:
-        for one, other in zip(found, run(entry), strict=True):
-            assert torch.equal(one, other)
+def test_elements_with_gaps_are_copied_or_refused():
+    def check(name, operand):
+        entry = ENTRIES[name]
+        given = entry.given[operand]
+        gaps = torch.stack((given, given), -1)[..., 0]
+        found = None
+        with contextlib.suppress(PrecisionError):  # or a copy without gaps is what the kernel gets
+            found = run(entry, **{operand: gaps})
+        if found:
+            for one, other in zip(found, run(entry), strict=True):
+                assert torch.equal(one, other)
+
+    every(OPERANDS, check)
 
 
-@pytest.mark.parametrize(("name", "operand"), EVERY)
-def test_another_device_is_refused(name, operand):
-    if operand not in ENTRIES[name].by_torch:
-        with refused:
-            run(ENTRIES[name], **{operand: ENTRIES[name].given[operand].to("meta")})
+def test_another_device_is_refused():
+    def check(name, operand):
+        if operand not in ENTRIES[name].by_torch:
+            with refused:
+                run(ENTRIES[name], **{operand: ENTRIES[name].given[operand].to("meta")})
+
+    every(OPERANDS, check)

@@ -1,11 +1,13 @@
 """GELU, norms and the cross-entropy against their definitions in fp64."""
 
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from every import every
 from halfstep.kernels.rows import cross_entropy, dropout, gelu_tanh, norm, softmax_errors_
 
 
@@ -49,8 +51,12 @@ def test_numbers_that_are_not_finite():
     assert grad.isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(1,), (15,), (16,), (17,), (3, 5, 7), (4, 4097), (0, 3)])
-def test_gelu_of_any_shape_and_layout(shape):
+def test_gelu_of_any_shape_and_layout():
+    shapes = [(1,), (15,), (16,), (17,), (3, 5, 7), (4, 4097), (0, 3)]
+    every(((shape,) for shape in shapes), gelu_is_that_of_single_numbers)
+
+
+def gelu_is_that_of_single_numbers(shape):
     x = torch.randn(shape).to(torch.bfloat16)
     whole = gelu_tanh(x)
     assert whole.shape == x.shape
@@ -83,11 +89,15 @@ def loss_by_definition(logits, targets, ignored):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (5, 2), (7, 15), (9, 16), (4, 17), (64, 999)]
-)
-def test_losses_and_gradients(rows, columns, dtype):
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def test_losses_and_gradients():
+    sizes = [(1, 1), (5, 2), (7, 15), (9, 16), (4, 17), (64, 999)]
+    every(((*size, dtype) for size in sizes for dtype in DTYPES), losses_and_gradients)
+
+
+def losses_and_gradients(rows, columns, dtype):
     torch.manual_seed(rows)
     logits = (torch.randn(rows, columns) * 4).to(dtype).requires_grad_()
     targets = torch.randint(0, columns, (rows,))
@@ -162,11 +172,12 @@ def norm_by_definition(x, gain, bias, *, centred):
     return (x - centre) / torch.sqrt(spread + 1e-3) * gain + bias
 
 
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [1, 16, 37, 384])
-def test_norms_and_their_gradients(columns, dtype, out, centred):
+def test_norms_and_their_gradients():
+    cases = itertools.product((1, 16, 37, 384), DTYPES, DTYPES, (True, False))
+    every(cases, norm_and_its_gradients)
+
+
+def norm_and_its_gradients(columns, dtype, out, centred):
     torch.manual_seed(columns)
     x = (torch.randn(5, 10, columns) * 3 + 1).to(dtype).requires_grad_()
     gain, bias = (torch.randn(columns).requires_grad_() for _ in range(2))
@@ -208,9 +219,11 @@ def test_numbers_of_another_dtype_are_refused():
 # --- dropout --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_keeps_its_share_scaled_and_backward_keeps_the_same(p, dtype):
+def test_dropout_keeps_its_share_scaled_and_backward_keeps_the_same():
+    every(itertools.product((0.1, 0.5, 0.9), DTYPES), dropout_keeps_its_share)
+
+
+def dropout_keeps_its_share(p, dtype):
     torch.manual_seed(0)
     x = torch.ones(2**18 + 5, dtype=dtype, requires_grad=True)
     y = dropout(x, p)

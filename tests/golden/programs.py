@@ -544,7 +544,7 @@ def script(edits: Any, policy: str) -> list[str]:
     module.__dict__["policy"] = policy
     source = edits.edited(own=policy == "bf16-split")
     exec(compile(source, f"{edits.module}.py", "exec"), module.__dict__)
-    sys.argv = [f"{edits.module}.py", *edits.argv]
+    sys.argv = [f"{edits.module}.py"]
     with contextlib.redirect_stdout(io.StringIO()):
         return thin([number(loss) for loss in module.main()])
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from every import every
 from halfstep import Precision, parse_policy
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.policy.policy import dtype_name
@@ -107,24 +108,25 @@ def check(model: str, policy: str, device: torch.device) -> None:
     assert observe(model, policy, device) == expected
 
 
-@pytest.mark.parametrize(("model", "policy"), CASES)
-def test_dtypes_on_cpu(model, policy):
-    check(model, policy, torch.device("cpu"))
+def test_dtypes_on_cpu():
+    every(((*case, torch.device("cpu")) for case in CASES), check)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: nothing of CUDA was tested")
-@pytest.mark.parametrize(("model", "policy"), CASES)
-def test_dtypes_on_cuda_are_those_of_the_cpu(model, policy):
-    check(model, policy, torch.device("cuda", 0))
+def test_dtypes_on_cuda_are_those_of_the_cpu():
+    every(((*case, torch.device("cuda", 0)) for case in CASES), check)
 
 
 def test_the_table_is_complete():
     assert list(json.loads(TABLE.read_text())) == [f"{model} {policy}" for model, policy in CASES]
 
 
-@pytest.mark.parametrize(("model", "policy"), CASES)
-def test_the_table_says_what_the_rules_say(model, policy):
+def test_the_table_says_what_the_rules_say():
+    every(CASES, says_what_the_rules_say)
+
+
+def says_what_the_rules_say(model, policy):
     # what can be said of it without having observed anything
     found = json.loads(TABLE.read_text())[f"{model} {policy}"]
     low = policy[:4]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.torch_compat import TorchVersion
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from halfstep import Precision, autocast

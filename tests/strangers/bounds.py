@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
-from typing import Any
-
-import pytest
 
 from strangers.idioms import IDIOMS
-from strangers.loops import POLICIES, Outcome, distance, run
+from strangers.loops import Outcome, distance, run
 
 # Loops without any idiom, whose distance from fp32 is the format's own.
 CALM = ("plain", "accumulate", "clip_by_argument")
@@ -27,20 +23,3 @@ def bound(policy: str) -> float:
     if policy == "fp32":
         return 1e-5  # the same operations, but for sums of squares in another order
     return MARGIN * max(distance(run(IDIOMS[name], policy), reference(name)) for name in CALM)
-
-
-def shares(programs: Iterable[Any]) -> list[Any]:
-    """Each program with every second policy, and with the others; in turn, one is slow.
-
-    Policies of one kind stand beside each other in the list of all, so that both halves have some.
-    """
-    return [
-        pytest.param(
-            program,
-            POLICIES[half::2],
-            marks=() if number % 2 == half else pytest.mark.slow,
-            id=f"{program}-{half}",
-        )
-        for number, program in enumerate(programs)
-        for half in (0, 1)
-    ]

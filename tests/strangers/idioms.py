@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterable
 
@@ -59,22 +58,50 @@ def train(loop: Loop, numbers: Iterable[int] = range(STEPS)) -> None:
         loop.step()
 
 
-def steps(kit: Kit, change: Callable[[Loop, int], None]) -> None:
-    """The usual loop, with something between backward and step."""
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, number)
-        change(loop, number)
-        loop.step()
+Change = Callable[[Loop, int, Kit], object]
 
 
-def after(kit: Kit, change: Callable[[Loop, int], None]) -> None:
-    """The usual loop, with something after every step."""
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        change(loop, number)
+def between(change: Change) -> Change:
+    """An idiom: the usual loop, with something between backward and step."""
+
+    def run(kit: Kit) -> None:
+        loop = usual(kit)
+        for number in range(STEPS):
+            back(loop, number)
+            change(loop, number, kit)
+            loop.step()
+
+    IDIOMS[change.__name__] = run
+    return change
+
+
+def afterwards(change: Change) -> Change:
+    """An idiom: the usual loop, with something after every step."""
+
+    def run(kit: Kit) -> None:
+        loop = usual(kit)
+        for number in range(STEPS):
+            back(loop, number)
+            loop.step()
+            change(loop, number, kit)
+
+    IDIOMS[change.__name__] = run
+    return change
+
+
+def by_loss(loss_of_model: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An idiom: the usual loop, with a loss of its own."""
+
+    def run(kit: Kit) -> None:
+        loop = usual(kit)
+        for number in range(STEPS):
+            with loop.autocast():
+                loss = loss_of_model(loop.model, *data(number))
+            loop.backward(loss)
+            loop.step()
+
+    IDIOMS[loss_of_model.__name__] = run
+    return loss_of_model
 
 
 def pattern(like: Tensor) -> Tensor:
@@ -87,7 +114,7 @@ def pattern(like: Tensor) -> Tensor:
 
 @idiom
 def plain(kit: Kit) -> None:
-    steps(kit, lambda loop, _: None)
+    train(usual(kit))
 
 
 @idiom
@@ -114,103 +141,30 @@ def clip_by_argument(kit: Kit) -> None:
         loop.step(max_norm=0.2)
 
 
-@idiom
-def clip_grad_norm(kit: Kit) -> None:
-    def clip(loop: Loop, _: int) -> None:
-        kit.seen.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)))
-
-    steps(kit, clip)
+@between
+def clip_grad_norm(loop: Loop, number: int, kit: Kit) -> None:
+    kit.seen.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)))
 
 
-@idiom
-def unscale_then_clip(kit: Kit) -> None:
-    def clip(loop: Loop, _: int) -> None:
-        loop.unscale_()
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
-
-    steps(kit, clip)
+@between
+def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
+    loop.unscale_()
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
 
 
-@idiom
-def clip_by_the_optimizers_groups(kit: Kit) -> None:
-    def clip(loop: Loop, _: int) -> None:
-        owned = [p for group in loop.optimizers[0].param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(owned, 0.2)
-
-    steps(kit, clip)
-
-
-@idiom
-def clip_grad_value(kit: Kit) -> None:
-    steps(kit, lambda loop, _: nn.utils.clip_grad_value_(loop.model.parameters(), 0.02))
+@between
+def adaptive_clip(loop: Loop, number: int, kit: Kit) -> None:
+    for p in loop.model.parameters():
+        limit = 0.05 * p.detach().float().norm().clamp(min=1e-3)
+        norm = p.grad.float().norm()
+        if norm > limit:
+            p.grad.mul_(float(limit / norm))
 
 
-@idiom
-def adaptive_clip(kit: Kit) -> None:
-    def clip(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            limit = 0.05 * p.detach().float().norm().clamp(min=1e-3)
-            norm = p.grad.float().norm()
-            if norm > limit:
-                p.grad.mul_(float(limit / norm))
-
-    steps(kit, clip)
-
-
-@idiom
-def mask_gradients(kit: Kit) -> None:
-    def mask(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.grad.mul_(pattern(p.grad))
-
-    steps(kit, mask)
-
-
-@idiom
-def mask_gradients_through_data(kit: Kit) -> None:
-    def mask(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.grad.data *= pattern(p.grad)
-
-    steps(kit, mask)
-
-
-@idiom
-def leave_a_layer_out(kit: Kit) -> None:
-    def drop(loop: Loop, number: int) -> None:
-        if number % 2:
-            loop.model[0].weight.grad = None
-
-    steps(kit, drop)
-
-
-@idiom
-def replace_gradients(kit: Kit) -> None:
-    def sign(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.grad = torch.tanh(10 * p.grad) * 0.05
-
-    steps(kit, sign)
-
-
-@idiom
-def gradient_noise(kit: Kit) -> None:
-    def noise(loop: Loop, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        for p in loop.model.parameters():
-            p.grad.add_(0.1 * torch.randn(p.shape, generator=generator))
-
-    steps(kit, noise)
-
-
-@idiom
-def gradient_centralization(kit: Kit) -> None:
-    def centre(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            if p.dim() > 1:
-                p.grad.sub_(p.grad.mean(1, keepdim=True))
-
-    steps(kit, centre)
+@between
+def replace_gradients(loop: Loop, number: int, kit: Kit) -> None:
+    for p in loop.model.parameters():
+        p.grad = torch.tanh(10 * p.grad) * 0.05
 
 
 @idiom
@@ -277,15 +231,6 @@ def hook_that_clips(kit: Kit) -> None:
 
 
 @idiom
-def hook_from_before_that_clips(kit: Kit) -> None:
-    model = mlp()
-    for p in model.parameters():
-        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
-    loop = kit.take(model, kit.sgd(model.parameters()))
-    train(loop)
-
-
-@idiom
 def hook_that_watches_finished_gradients(kit: Kit) -> None:
     loop = usual(kit)
     seen: list[float] = []
@@ -295,66 +240,42 @@ def hook_that_watches_finished_gradients(kit: Kit) -> None:
     kit.seen += sorted(seen)
 
 
-@idiom
-def gradient_reversal(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        with loop.autocast():
-            x, y = data(number)
-            hidden = loop.model[1](loop.model[0](x))
-            hidden.register_hook(lambda g: -0.5 * g)
-            loss = F.mse_loss(loop.model[2](hidden).float(), y)
-        loop.backward(loss)
-        loop.step()
+@by_loss
+def gradient_reversal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model[1](model[0](x))
+    hidden.register_hook(lambda g: -0.5 * g)
+    return F.mse_loss(model[2](hidden).float(), y)
 
 
 # --- what is dropped, repeated, or added up -------------------------------------------------------
 
 
-def drop_a_batch(kit: Kit, drop: Callable[[Loop], None]) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, 50 + number, 5.0)
-        drop(loop)
-        back(loop, number)
-        loop.step()
+def no_gradients(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        p.grad = None
 
 
-@idiom
-def drop_a_batch_by_the_optimizer(kit: Kit) -> None:
-    drop_a_batch(kit, lambda loop: loop.optimizers[0].zero_grad())
+DROPS: dict[str, Callable[[Loop], object]] = {
+    "by_the_optimizer": lambda loop: loop.optimizers[0].zero_grad(),
+    "by_the_model": lambda loop: loop.model.zero_grad(),
+    "by_zeros": lambda loop: loop.model.zero_grad(set_to_none=False),
+    "by_hand": no_gradients,
+}
 
 
-@idiom
-def drop_a_batch_by_the_model(kit: Kit) -> None:
-    drop_a_batch(kit, lambda loop: loop.model.zero_grad())
+def drop_a_batch(drop: Callable[[Loop], object]) -> Idiom:
+    def run(kit: Kit) -> None:
+        loop = usual(kit)
+        for number in range(STEPS):
+            back(loop, 50 + number, 5.0)
+            drop(loop)
+            back(loop, number)
+            loop.step()
+
+    return run
 
 
-@idiom
-def drop_a_batch_by_zeros(kit: Kit) -> None:
-    drop_a_batch(kit, lambda loop: loop.model.zero_grad(set_to_none=False))
-
-
-@idiom
-def drop_a_batch_by_hand(kit: Kit) -> None:
-    def drop(loop: Loop) -> None:
-        for p in loop.model.parameters():
-            p.grad = None
-
-    drop_a_batch(kit, drop)
-
-
-@idiom
-def nan_loss_before_backward(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        with loop.autocast():
-            loss = loss_of(loop.model, number) * (math.nan if number == 2 else 1.0)
-        if not loss.isfinite():
-            loop.optimizers[0].zero_grad()
-            continue
-        loop.backward(loss)
-        loop.step()
+IDIOMS |= {f"drop_a_batch_{name}": drop_a_batch(drop) for name, drop in DROPS.items()}
 
 
 @idiom
@@ -392,19 +313,6 @@ def retry_after_a_failed_backward(kit: Kit) -> None:
 
 
 @idiom
-def two_losses_over_one_graph(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        with loop.autocast():
-            x, y = data(number)
-            hidden = loop.model(x)
-            first, second = F.mse_loss(hidden, y), 0.1 * hidden.square().mean()
-        loop.backward(first, retain_graph=True)
-        loop.backward(second)
-        loop.step()
-
-
-@idiom
 def backward_into_some_parameters(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -414,18 +322,12 @@ def backward_into_some_parameters(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def gradient_penalty(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        with loop.autocast():
-            x, y = data(number)
-            x.requires_grad_()
-            out = loop.model(x)
-            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-            loss = F.mse_loss(out, y) + 0.1 * (slope.float().norm(dim=1) - 1).square().mean()
-        loop.backward(loss)
-        loop.step()
+@by_loss
+def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x.requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, y) + 0.1 * (slope.float().norm(dim=1) - 1).square().mean()
 
 
 @idiom
@@ -497,53 +399,6 @@ def lbfgs(kit: Kit) -> None:
 
 
 @idiom
-def clamp_weights_through_data(kit: Kit) -> None:
-    def clamp(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-
-    after(kit, clamp)
-
-
-@idiom
-def clamp_weights(kit: Kit) -> None:
-    def clamp(loop: Loop, _: int) -> None:
-        with torch.no_grad():
-            for p in loop.model.parameters():
-                p.clamp_(-0.2, 0.2)
-
-    after(kit, clamp)
-
-
-@idiom
-def prune(kit: Kit) -> None:
-    def mask(loop: Loop, _: int) -> None:
-        with torch.no_grad():
-            loop.model[0].weight.mul_(pattern(loop.model[0].weight))
-
-    after(kit, mask)
-
-
-@idiom
-def zero_a_row_once(kit: Kit) -> None:
-    def zero(loop: Loop, number: int) -> None:
-        if number == 2:
-            loop.model[0].weight.data[3].zero_()
-
-    after(kit, zero)
-
-
-@idiom
-def start_a_layer_anew(kit: Kit) -> None:
-    def reset(loop: Loop, number: int) -> None:
-        if number == 2:
-            torch.manual_seed(7)
-            loop.model[2].reset_parameters()
-
-    after(kit, reset)
-
-
-@idiom
 def initialise_after_wrapping(kit: Kit) -> None:
     loop = usual(kit)
     generator = torch.Generator().manual_seed(3)
@@ -555,52 +410,17 @@ def initialise_after_wrapping(kit: Kit) -> None:
     train(loop)
 
 
-@idiom
-def rescale_rows_to_unit_norm(kit: Kit) -> None:
-    def rescale(loop: Loop, _: int) -> None:
-        weight = loop.model[0].weight
-        with torch.no_grad():
-            weight.div_(weight.float().norm(dim=1, keepdim=True))
-
-    after(kit, rescale)
+@afterwards
+def rescale_rows_to_unit_norm(loop: Loop, number: int, kit: Kit) -> None:
+    weight = loop.model[0].weight
+    with torch.no_grad():
+        weight.div_(weight.float().norm(dim=1, keepdim=True))
 
 
-@idiom
-def decay_by_hand(kit: Kit) -> None:
-    def decay(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.data.mul_(0.9)
-
-    after(kit, decay)
-
-
-@idiom
-def load_a_layer(kit: Kit) -> None:
-    def load(loop: Loop, number: int) -> None:
-        if number == 2:
-            loop.model[2].load_state_dict(mlp(5)[2].state_dict())
-
-    after(kit, load)
-
-
-@idiom
-def load_the_model(kit: Kit) -> None:
-    def load(loop: Loop, number: int) -> None:
-        if number == 2:
-            loop.model.load_state_dict(mlp(5).state_dict())
-
-    after(kit, load)
-
-
-@idiom
-def parameters_as_a_vector(kit: Kit) -> None:
-    def perturb(loop: Loop, number: int) -> None:
-        vector = nn.utils.parameters_to_vector(loop.model.parameters())
-        noise = torch.randn(len(vector), generator=torch.Generator().manual_seed(number))
-        moved = vector.detach() + (0.05 * noise).to(vector.dtype)
-        nn.utils.vector_to_parameters(moved, loop.model.parameters())
-
-    after(kit, perturb)
+@afterwards
+def load_the_model(loop: Loop, number: int, kit: Kit) -> None:
+    if number == 2:
+        loop.model.load_state_dict(mlp(5).state_dict())
 
 
 @idiom
@@ -618,18 +438,6 @@ def lookahead(kit: Kit) -> None:
 
 
 @idiom
-def best_state_is_put_back(kit: Kit) -> None:
-    loop = usual(kit)
-    best = {}
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        if number == 2:
-            best = copy.deepcopy(loop.model.state_dict())
-    loop.model.load_state_dict(best)
-
-
-@idiom
 def best_model_by_deepcopy(kit: Kit) -> None:
     loop = usual(kit)
     train(loop, range(3))
@@ -641,18 +449,15 @@ def best_model_by_deepcopy(kit: Kit) -> None:
         kit.seen.append(float(loss_of(best, 0)))
 
 
-@idiom
-def swap_weights_for_an_evaluation(kit: Kit) -> None:
-    def look(loop: Loop, number: int) -> None:
-        own = [p.data.clone() for p in loop.model.parameters()]
-        for p in loop.model.parameters():
-            p.data.mul_(0.5)
-        with torch.no_grad(), loop.autocast():
-            kit.seen.append(float(loss_of(loop.model, number)))
-        for p, value in zip(loop.model.parameters(), own, strict=True):
-            p.data.copy_(value)
-
-    after(kit, look)
+@afterwards
+def swap_weights_for_an_evaluation(loop: Loop, number: int, kit: Kit) -> None:
+    own = [p.data.clone() for p in loop.model.parameters()]
+    for p in loop.model.parameters():
+        p.data.mul_(0.5)
+    with torch.no_grad(), loop.autocast():
+        kit.seen.append(float(loss_of(loop.model, number)))
+    for p, value in zip(loop.model.parameters(), own, strict=True):
+        p.data.copy_(value)
 
 
 @idiom
@@ -682,22 +487,6 @@ def averaged_model(kit: Kit) -> None:
 
 
 @idiom
-def target_network(kit: Kit) -> None:
-    loop = usual(kit)
-    target = copy.deepcopy(loop.model)
-    for number in range(STEPS):
-        with loop.autocast():
-            x, y = data(number)
-            with torch.no_grad():
-                goal = y + 0.5 * target(x)
-            loss = F.smooth_l1_loss(loop.model(x), goal)
-        loop.backward(loss)
-        loop.step()
-        for theirs, mine in zip(target.parameters(), loop.model.parameters(), strict=True):
-            theirs.data.copy_(0.1 * mine.data + 0.9 * theirs.data)
-
-
-@idiom
 def tied_weights(kit: Kit) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -715,40 +504,6 @@ def tied_weights(kit: Kit) -> None:
 
 
 @idiom
-def unfreeze(kit: Kit) -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    loop = kit.take(model, kit.sgd(model.parameters()))
-    for number in range(STEPS):
-        if number == 3:
-            model[0].requires_grad_(True)
-        back(loop, number)
-        loop.step()
-
-
-@idiom
-def freeze(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        if number == 3:
-            loop.model[0].requires_grad_(False)
-        back(loop, number)
-        loop.step()
-
-
-@idiom
-def add_a_group(kit: Kit) -> None:
-    model = mlp()
-    optimizer = kit.sgd(model[2].parameters())
-    loop = kit.take(model, optimizer)
-    for number in range(STEPS):
-        if number == 3:
-            optimizer.add_param_group({"params": [*model[0].parameters()], "lr": 0.2})
-        back(loop, number)
-        loop.step()
-
-
-@idiom
 def groups_with_options(kit: Kit) -> None:
     model = mlp()
     groups = [
@@ -756,34 +511,6 @@ def groups_with_options(kit: Kit) -> None:
         {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.3},
     ]
     loop = kit.take(model, kit.sgd(groups))
-    train(loop)
-
-
-@idiom
-def learning_rate_by_hand(kit: Kit) -> None:
-    def rate(loop: Loop, number: int) -> None:
-        for group in loop.optimizers[0].param_groups:
-            group["lr"] = 0.2 / (1 + number)
-
-    steps(kit, rate)
-
-
-@idiom
-def scheduler(kit: Kit) -> None:
-    loop = usual(kit)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        loop.optimizers[0], max_lr=0.2, total_steps=STEPS + 1, cycle_momentum=False
-    )
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        schedule.step()
-
-
-@idiom
-def several_optimizers(kit: Kit) -> None:
-    model = mlp()
-    loop = kit.take(model, kit.sgd(model[0].parameters(), lr=0.2), kit.adamw(model[2].parameters()))
     train(loop)
 
 
@@ -800,17 +527,6 @@ def save_and_load(kit: Kit) -> None:
     again.optimizers[0].load_state_dict(saved[1])
     again.load(saved[2])
     train(again, range(3, STEPS))
-
-
-@idiom
-def evaluate_between(kit: Kit) -> None:
-    def look(loop: Loop, number: int) -> None:
-        loop.model.eval()
-        with torch.no_grad(), loop.autocast():
-            kit.seen.append(float(loss_of(loop.model, number)))
-        loop.model.train()
-
-    after(kit, look)
 
 
 # --- several models -------------------------------------------------------------------------------
@@ -921,13 +637,6 @@ def spectral_norm(kit: Kit) -> None:
 
 
 @idiom
-def weight_norm(kit: Kit) -> None:
-    model = mlp()
-    model[0] = parametrizations.weight_norm(model[0])
-    of(kit, model)
-
-
-@idiom
 def symmetric_parametrization(kit: Kit) -> None:
     class Symmetric(nn.Module):
         def forward(self, w: Tensor) -> Tensor:
@@ -937,35 +646,6 @@ def symmetric_parametrization(kit: Kit) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     parametrize.register_parametrization(model[0], "weight", Symmetric())
     of(kit, model)
-
-
-@idiom
-def layer_norm_and_residual(kit: Kit) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x + F.gelu(self.linear(self.norm(x))))
-
-    torch.manual_seed(0)
-    of(kit, Block())
-
-
-@idiom
-def fp32_buffer_in_the_forward(kit: Kit) -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-            self.register_buffer("table", torch.linspace(-1, 1, 8).sin())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x + self.table)
-
-    of(kit, Positions(), 0.1)
 
 
 @idiom
@@ -983,22 +663,6 @@ def attention(kit: Kit) -> None:
 
     torch.manual_seed(0)
     of(kit, Attend())
-
-
-@idiom
-def convolution(kit: Kit) -> None:
-    torch.manual_seed(0)
-    of(
-        kit,
-        nn.Sequential(
-            nn.Unflatten(1, (1, 8)),
-            nn.Conv1d(1, 4, 3, padding=1),
-            nn.GroupNorm(2, 4),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(32, 2),
-        ),
-    )
 
 
 @idiom
@@ -1037,48 +701,18 @@ def sparse_embedding(kit: Kit) -> None:
 # --- the same, as others write it -----------------------------------------------------------------
 
 
-@idiom
-def clamp_gradients_through_data(kit: Kit) -> None:
-    def clamp(loop: Loop, _: int) -> None:
-        for p in loop.model.parameters():
-            p.grad.data.clamp_(-0.02, 0.02)
-
-    steps(kit, clamp)
-
-
-@idiom
-def total_norm_then_clip(kit: Kit) -> None:
-    def clip(loop: Loop, _: int) -> None:
-        held = [*loop.model.parameters()]
-        norm = nn.utils.get_total_norm([p.grad for p in held])
-        kit.seen.append(float(norm))
-        nn.utils.clip_grads_with_norm_(held, 0.2, norm)
-
-    steps(kit, clip)
+@between
+def total_norm_then_clip(loop: Loop, number: int, kit: Kit) -> None:
+    held = [*loop.model.parameters()]
+    norm = nn.utils.get_total_norm([p.grad for p in held])
+    kit.seen.append(float(norm))
+    nn.utils.clip_grads_with_norm_(held, 0.2, norm)
 
 
-@idiom
-def multiply_all_gradients_at_once(kit: Kit) -> None:
-    steps(kit, lambda loop, _: torch._foreach_mul_([p.grad for p in loop.model.parameters()], 0.3))
-
-
-@idiom
-def gradients_assigned_in_fp32(kit: Kit) -> None:
-    def noisy(loop: Loop, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
-        for p in loop.model.parameters():
-            p.grad = p.grad.float() + 0.1 * torch.randn(p.shape, generator=generator)
-
-    steps(kit, noisy)
-
-
-@idiom
-def gradients_assigned_in_the_weights_format(kit: Kit) -> None:
-    def towards(loop: Loop, number: int) -> None:
-        for p, q in zip(loop.model.parameters(), mlp(number).parameters(), strict=True):
-            p.grad = p.grad.to(p.dtype) + 0.1 * (p.data - q.data.to(p.dtype))
-
-    steps(kit, towards)
+@between
+def gradients_assigned_in_the_weights_format(loop: Loop, number: int, kit: Kit) -> None:
+    for p, q in zip(loop.model.parameters(), mlp(number).parameters(), strict=True):
+        p.grad = p.grad.to(p.dtype) + 0.1 * (p.data - q.data.to(p.dtype))
 
 
 @idiom
@@ -1099,18 +733,6 @@ def hook_that_takes_gradients_away(kit: Kit) -> None:
         for p, gradient in away.items():
             p.grad = gradient
         away.clear()
-        loop.step()
-
-
-@idiom
-def hook_with_an_fp32_mask(kit: Kit) -> None:
-    loop = usual(kit)
-    mask = torch.ones(16, 8)
-    mask[:4] = 0
-    loop.model[0].weight.register_hook(lambda gradient: gradient * mask)
-    for number in range(STEPS):
-        back(loop, number, 0.5)
-        back(loop, number + 1, 0.5)
         loop.step()
 
 
@@ -1190,19 +812,6 @@ def plain_optimizer_beside(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def gradient_of_an_activation_by_inputs(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        x, y = data(number)
-        with loop.autocast():
-            hidden = loop.model[0](x)
-            loss = F.mse_loss(loop.model[2](loop.model[1](hidden)), y)
-        loop.backward(loss, inputs=[hidden, *loop.model.parameters()])
-        kit.seen.append(float(hidden.grad.norm()))
-        loop.step()
-
-
 # --- research -------------------------------------------------------------------------------------
 
 
@@ -1228,20 +837,14 @@ def gradients_per_sample(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def inner_loop(kit: Kit) -> None:
+@by_loss
+def inner_loop(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """MAML: through one step of gradient descent."""
-    loop = usual(kit)
-    for number in range(STEPS):
-        x, y = data(number)
-        with loop.autocast():
-            held = dict(loop.model.named_parameters())
-            first = F.mse_loss(torch.func.functional_call(loop.model, held, (x[:8],)), y[:8])
-            slopes = torch.autograd.grad(first, [*held.values()], create_graph=True)
-            fast = {name: p - 0.1 * g for (name, p), g in zip(held.items(), slopes, strict=True)}
-            loss = F.mse_loss(torch.func.functional_call(loop.model, fast, (x[8:],)), y[8:])
-        loop.backward(loss)
-        loop.step()
+    held = dict(model.named_parameters())
+    first = F.mse_loss(torch.func.functional_call(model, held, (x[:8],)), y[:8])
+    slopes = torch.autograd.grad(first, [*held.values()], create_graph=True)
+    fast = {name: p - 0.1 * g for (name, p), g in zip(held.items(), slopes, strict=True)}
+    return F.mse_loss(torch.func.functional_call(model, fast, (x[8:],)), y[8:])
 
 
 @idiom
@@ -1283,20 +886,6 @@ def critic_with_gradient_penalty(kit: Kit) -> None:
                 loss = -critic(maker(noise)).mean()
             make.backward(loss)
             make.step()
-
-
-@idiom
-def two_networks_in_one_optimizer(kit: Kit) -> None:
-    there, back_again = mlp(1), nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 8))
-    both = nn.ModuleList([there, back_again])
-    chain = itertools.chain(there.parameters(), back_again.parameters())
-    loop = kit.take(both, kit.sgd(chain))
-    for number in range(STEPS):
-        x, y = data(number)
-        with loop.autocast():
-            loss = F.l1_loss(back_again(there(x)), x) + F.l1_loss(there(back_again(y)), y)
-        loop.backward(loss)
-        loop.step()
 
 
 @idiom
@@ -1421,15 +1010,6 @@ def optimizer_exchanged_on_the_way(kit: Kit) -> None:
 
 
 @idiom
-def optimizers_state_forgotten(kit: Kit) -> None:
-    def forget(loop: Loop, number: int) -> None:
-        if number == 2:
-            loop.optimizers[0].state.clear()
-
-    after(kit, forget)
-
-
-@idiom
 def groups_edited(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -1437,17 +1017,6 @@ def groups_edited(kit: Kit) -> None:
             group.update(lr=0.1 / (number + 1), weight_decay=0.05 * number, momentum=0.5)
         back(loop, number)
         loop.step()
-
-
-@idiom
-def warm_restarts(kit: Kit) -> None:
-    loop = usual(kit)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(loop.optimizers[0], 2)
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        schedule.step()
-        kit.seen.append(loop.optimizers[0].param_groups[0]["lr"])
 
 
 @idiom

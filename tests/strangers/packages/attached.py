@@ -6,6 +6,8 @@ by its own arguments, by the format of the model that is given to it, by its opt
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 import halfstep
 from halfstep.integrations.hf_trainer import attach
+from strangers.packages.runs import Run
 
 # Each without a way into the Trainer: nobody keeps masters of its 16-bit weights.
 NO_MASTERS = "with nothing behind them"
@@ -63,6 +66,18 @@ def recorded(trainer: Any) -> list[float]:
         return loss
 
     trainer.training_step = training_step
+    return losses
+
+
+def trained(run: Run, rate: float, make: Callable[[str, Way], Any]) -> list[float]:
+    """The losses of a trainer that ``make`` builds, in a folder and as the policy is asked for."""
+    way = Way() if run.policy is None else way_of(run.policy, rate)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(folder, way)
+        losses = recorded(trainer)
+        if run.policy is not None:
+            attach_to(trainer, way)
+        trainer.train()
     return losses
 
 

@@ -79,23 +79,16 @@ def train(run: Run) -> list[float]:
     first, second = (list(side) for side in zip(*PAIRS, strict=True))
     data = Dataset.from_dict({"anchor": first, "positive": second})
     kind = SentenceTransformerTrainingArguments
-    with tempfile.TemporaryDirectory() as folder:
-        if run.policy is None:
-            given = arguments(folder, kind, learning_rate=LR * run.rate)
-            loss = MultipleNegativesRankingLoss(model)
-            trainer = SentenceTransformerTrainer(model, given, train_dataset=data, loss=loss)
-            losses = attached.recorded(trainer)
-        else:
-            way = attached.way_of(run.policy, LR)
-            model = model.to(way.stored)
-            trainer = SentenceTransformerTrainer(
-                model, arguments(folder, kind, **way.arguments), train_dataset=data,
-                loss=MultipleNegativesRankingLoss(model), **way.trainer,
-            )  # fmt: skip
-            losses = attached.recorded(trainer)
-            attached.attach_to(trainer, way)
-        trainer.train()
-    return losses
+
+    def make(folder, way):
+        stored = model.to(way.stored)
+        given = arguments(folder, kind, **{"learning_rate": LR * run.rate, **way.arguments})
+        loss = MultipleNegativesRankingLoss(stored)
+        return SentenceTransformerTrainer(
+            stored, given, train_dataset=data, loss=loss, **way.trainer
+        )
+
+    return attached.trained(run, LR, make)
 
 
 PROGRAMS = [

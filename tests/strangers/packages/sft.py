@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -33,26 +31,14 @@ def train(run: Run, adapters: LoraConfig | None = None) -> list[float]:
     # bf16 is SFTConfig's default; the model as it stands trains in fp32
     rate = 10 * LR if adapters else LR
     settings = {"bf16": False, "learning_rate": rate * run.rate, "max_length": 16}
-    with tempfile.TemporaryDirectory() as folder:
-        if run.policy is None:
-            given = arguments(folder, SFTConfig, **settings)
-            trainer = SFTTrainer(
-                model, given, train_dataset=data, processing_class=tokenizer(),
-                peft_config=adapters,
-            )  # fmt: skip
-            losses = attached.recorded(trainer)
-        else:
-            way = attached.way_of(run.policy, rate)
-            trainer = SFTTrainer(
-                model.to(way.stored),
-                arguments(folder, SFTConfig, **{**settings, **way.arguments}),
-                train_dataset=data, processing_class=tokenizer(), peft_config=adapters,
-                **way.trainer,
-            )  # fmt: skip
-            losses = attached.recorded(trainer)
-            attached.attach_to(trainer, way)
-        trainer.train()
-    return losses
+
+    def make(folder, way):
+        return SFTTrainer(
+            model.to(way.stored), arguments(folder, SFTConfig, **{**settings, **way.arguments}),
+            train_dataset=data, processing_class=tokenizer(), peft_config=adapters, **way.trainer,
+        )  # fmt: skip
+
+    return attached.trained(run, rate, make)
 
 
 ADAPTERS = LoraConfig(

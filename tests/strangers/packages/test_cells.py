@@ -11,9 +11,9 @@ from torch import nn
 import halfstep
 from halfstep.errors import PrecisionError
 from strangers.loops import POLICIES
-from strangers.packages.cells import beside, cell, check, unexpected
+from strangers.packages.cells import beside, cell, check
 from strangers.packages.hand_loop import by_hand
-from strangers.packages.runs import Run, lines_changed
+from strangers.packages.runs import Run
 
 pytestmark = pytest.mark.strangers
 
@@ -57,16 +57,6 @@ def test_what_is_planted_is_seen():
     assert kind_of(planted(refuse)) == "refused"
 
 
-def test_a_refusal_must_be_written_down_and_say_what_is_written_down():
-    cells = {"bf16-mixed": cell(planted(refuse), "bf16-mixed", beside(CALM))}
-    assert unexpected(CALM, cells)
-    assert unexpected(dataclasses.replace(CALM, refused={"bf16-mixed": "another"}), cells)
-    written = dataclasses.replace(CALM, refused={"bf16-mixed": "this model"})
-    assert not unexpected(written, cells)
-    trained = {"bf16-mixed": cell(CALM, "bf16-mixed", beside(CALM))}
-    assert unexpected(written, trained)
-
-
 def test_a_program_that_hides_half_its_rate_is_no_program():
     blunt = dataclasses.replace(CALM, amplifies=1e6)
     with pytest.raises(AssertionError, match="half the learning rate"):
@@ -78,17 +68,3 @@ def test_every_policy_of_a_cpu_is_run():
         name for name in halfstep.POLICIES if halfstep.support(name, "cpu").status != "refused"
     }
     assert honoured - {"bf16-module"} == {p.split(",")[0] for p in POLICIES}  # that is for FSDP2
-
-
-def test_lines_are_counted_as_a_diff_counts_them():
-    def before(x):
-        y = x + 1
-        return y * y
-
-    def after(x):
-        y = x + 1
-        y *= 2
-        assert y
-        return y * x
-
-    assert lines_changed(before, after) == (2, 1)

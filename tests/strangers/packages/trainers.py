@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -32,21 +30,15 @@ def rows_of(kind):
 def train(kind, run: Run) -> list[float]:
     torch.manual_seed(0)
     model = run.begin(kind.model())
-    with tempfile.TemporaryDirectory() as folder:
-        if run.policy is None:
-            given = arguments(folder, learning_rate=LR * run.rate)
-            trainer = Trainer(model, given, train_dataset=rows_of(kind))
-            losses = attached.recorded(trainer)
-        else:
-            way = attached.way_of(run.policy, LR)
-            trainer = Trainer(
-                model.to(way.stored), arguments(folder, **way.arguments),
-                train_dataset=rows_of(kind), **way.trainer,
-            )  # fmt: skip
-            losses = attached.recorded(trainer)
-            attached.attach_to(trainer, way)
-        trainer.train()
-    return losses
+
+    def make(folder, way):
+        return Trainer(
+            model.to(way.stored),
+            arguments(folder, **{"learning_rate": LR * run.rate, **way.arguments}),
+            train_dataset=rows_of(kind), **way.trainer,
+        )  # fmt: skip
+
+    return attached.trained(run, LR, make)
 
 
 def made(name: str) -> Program:

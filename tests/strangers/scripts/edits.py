@@ -24,14 +24,12 @@ class Script:
         own: For policies that need one of halfstep's optimizers, after ``edits``; empty where
             halfstep has none of that kind.
         watch: Not counted: they hand what is trained to ``prepare``, for control runs.
-        argv: Arguments for its ``main``.
     """
 
     module: str
     edits: tuple[Edit, ...]
     own: tuple[Edit, ...]
     watch: tuple[Edit, ...]
-    argv: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -86,46 +84,6 @@ MNIST = Script(
     ),
     (),  # Adadelta
     (("    model = Net().to(device)\n", "    model = Net().to(device)\n    prepare(model)\n"),),
-)
-
-VAE = Script(
-    "vae",
-    (
-        ("import torch\nimport", "import halfstep\nimport torch\nimport"),
-        (
-            "    losses = []\n",
-            "    precision = halfstep.Precision(policy, model, optimizer)\n    losses = []\n",
-        ),
-        (
-            """\
-            recon_batch, mu, logvar = model(data)
-            loss = loss_function(recon_batch, data, mu, logvar)
-            loss.backward()
-""",
-            """\
-            with precision.autocast():
-                recon_batch, mu, logvar = model(data)
-                loss = loss_function(recon_batch, data, mu, logvar)
-            precision.backward(loss)
-""",
-        ),
-        ("            optimizer.step()", "            precision.step()"),
-        (
-            "        with torch.no_grad():\n            for",
-            "        with torch.no_grad(), precision.autocast():\n            for",
-        ),
-        (
-            "        with torch.no_grad():\n            sample",
-            "        with torch.no_grad(), precision.autocast():\n            sample",
-        ),
-    ),
-    (
-        (
-            "optim.Adam(model.parameters(), lr=1e-3)",
-            "halfstep.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)",
-        ),
-    ),
-    (("    model = VAE().to(device)\n", "    model = VAE().to(device)\n    prepare(model)\n"),),
 )
 
 DCGAN = Script(
@@ -205,170 +163,6 @@ DCGAN = Script(
     ),
 )
 
-IMAGENET = Script(
-    "imagenet",
-    (
-        ("import torch\nimport", "import halfstep\nimport torch\nimport"),
-        (
-            "criterion, optimizer, epoch, device, args):",
-            "criterion, precision, epoch, device, args):",
-        ),
-        (
-            """\
-        output = model(images)
-        loss = criterion(output, target)
-
-""",
-            """\
-        with precision.autocast():
-            output = model(images)
-            loss = criterion(output, target)
-
-""",
-        ),
-        (
-            """\
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-""",
-            """\
-        precision.step(loss)
-""",
-        ),
-        (
-            "def validate(val_loader, model, criterion):",
-            "def validate(val_loader, model, criterion, precision):",
-        ),
-        (
-            "    with torch.no_grad():\n        for images",
-            "    with torch.no_grad(), precision.autocast():\n        for images",
-        ),
-        (
-            "    scheduler = StepLR(",
-            "    precision = halfstep.Precision(policy, model, optimizer)\n    scheduler = StepLR(",
-        ),
-        (
-            '        scheduler.load_state_dict(checkpoint["scheduler"])\n',
-            '        scheduler.load_state_dict(checkpoint["scheduler"])\n'
-            '        precision.load_state_dict(checkpoint["precision"])\n',
-        ),
-        (
-            "criterion, optimizer, epoch, device, args)\n",
-            "criterion, precision, epoch, device, args)\n",
-        ),
-        (
-            "= validate(val_loader, model, criterion)",
-            "= validate(val_loader, model, criterion, precision)",
-        ),
-        (
-            '                "scheduler": scheduler.state_dict(),\n',
-            '                "scheduler": scheduler.state_dict(),\n'
-            '                "precision": precision.state_dict(),\n',
-        ),
-    ),
-    (("torch.optim.SGD(", "halfstep.optim.SGD("),),
-    (("    model.to(device)\n", "    model.to(device)\n    prepare(model)\n"),),
-)
-
-WORDS_EDITS = (
-    ("import torch\nimport", "import halfstep\nimport torch\nimport"),
-    (
-        "    criterion = nn.NLLLoss()\n",
-        "    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)\n"
-        "    precision = halfstep.Precision(policy, model, optimizer)\n"
-        "    criterion = nn.NLLLoss()\n",
-    ),
-    ("        with torch.no_grad():", "        with torch.no_grad(), precision.autocast():"),
-    (
-        """\
-            if args.model == "Transformer":
-                output = model(data)
-                output = output.view(-1, ntokens)
-            else:
-                hidden = repackage_hidden(hidden)
-                output, hidden = model(data, hidden)
-            loss = criterion(output, targets)
-            loss.backward()
-""",
-        """\
-            with precision.autocast():
-                if args.model == "Transformer":
-                    output = model(data)
-                    output = output.view(-1, ntokens)
-                else:
-                    hidden = repackage_hidden(hidden)
-                    output, hidden = model(data, hidden)
-                loss = criterion(output, targets)
-            precision.backward(loss)
-""",
-    ),
-    (
-        """\
-            for p in model.parameters():
-                p.data.add_(p.grad, alpha=-lr)
-""",
-        """\
-            optimizer.param_groups[0]["lr"] = lr
-            precision.step()
-""",
-    ),
-)
-WORDS_OWN = (("torch.optim.SGD(", "halfstep.optim.SGD("),)
-WORDS_WATCH = (
-    ("    criterion = nn.NLLLoss()\n", "    criterion = nn.NLLLoss()\n    prepare(model)\n"),
-)
-LSTM = Script("word_language_model", WORDS_EDITS, WORDS_OWN, WORDS_WATCH)
-TRANSFORMER = Script(
-    "word_language_model",
-    WORDS_EDITS,
-    WORDS_OWN,
-    WORDS_WATCH,
-    ("--model", "Transformer", "--lr", "1"),
-)
-
-GCN = Script(
-    "gcn",
-    (
-        ("import torch\nimport", "import halfstep\nimport torch\nimport"),
-        ("def train_iter(epoch, model, optimizer,", "def train_iter(epoch, model, precision,"),
-        (
-            """\
-    optimizer.zero_grad()
-    output = model(*input)
-    loss = criterion(output[mask_train], target[mask_train])
-    loss.backward()
-    optimizer.step()
-
-    loss_train, acc_train = test(model, criterion, input, target, mask_train)
-    loss_val, acc_val = test(model, criterion, input, target, mask_val)
-""",
-            """\
-    with precision.autocast():
-        output = model(*input)
-        loss = criterion(output[mask_train], target[mask_train])
-    precision.step(loss)
-
-    with precision.autocast():
-        loss_train, acc_train = test(model, criterion, input, target, mask_train)
-        loss_val, acc_val = test(model, criterion, input, target, mask_val)
-""",
-        ),
-        (
-            "    criterion = nn.NLLLoss()\n",
-            "    precision = halfstep.Precision(policy, gcn, optimizer)\n"
-            "    criterion = nn.NLLLoss()\n",
-        ),
-        ("            epoch, gcn, optimizer,", "            epoch, gcn, precision,"),
-        (
-            "    loss_test, acc_test = test(",
-            "    with precision.autocast():\n        loss_test, acc_test = test(",
-        ),
-    ),
-    (),  # Adam with weight decay in the gradient
-    (("    optimizer = Adam(", "    prepare(gcn)\n    optimizer = Adam("),),
-)
-
 NANOGPT = Script(
     "nanogpt",
     (
@@ -432,11 +226,6 @@ NANOGPT = Script(
 
 SCRIPTS = {
     "mnist": MNIST,
-    "vae": VAE,
     "dcgan": DCGAN,
-    "imagenet": IMAGENET,
-    "word_language_model LSTM": LSTM,
-    "word_language_model Transformer": TRANSFORMER,
-    "gcn": GCN,
     "nanogpt": NANOGPT,
 }

@@ -1,0 +1,20 @@
+"""Programs of other people's packages under every policy."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from every import every
+from strangers.packages.cells import check
+
+pytestmark = pytest.mark.strangers
+MODULES = ("diffusion_models", "graphs", "lightning_demos", "lora", "sentences", "sft",
+           "timm_models", "trainers", "transformer_models")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_policy_trains_it_or_refuses_it(module, record_property):
+    programs = importlib.import_module(f"strangers.packages.{module}").PROGRAMS
+    every(programs, lambda program: check(program, record_property))
