@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import halfstep.integrations.grad_scaler
+from every import every
 from halfstep import GradScaler, NonFiniteError, PrecisionError
 from integrations.test_grad_scaler import INF, NAN, Two, made, step
-from every import every
 from reference.loss_scale import exponents
 
 DOCS = Path(__file__).parents[2] / "docs" / "grad-scaler.md"
@@ -52,22 +52,25 @@ def test_what_cannot_be_honoured_is_refused():
         with pytest.raises(PrecisionError, match="allowed"):
             GradScaler("cpu", **options)
 
-    every([
-        {"init_scale": 0.5, "strict": True},
-        {"init_scale": 2.0**25, "strict": True},
-        {"init_scale": 0.0},
-        {"init_scale": 2.0**-130, "max_consecutive_skips": 9},
-        {"init_scale": NAN, "strict": True},
-        {"min_scale": 0.0},
-        {"min_scale": 2.0**-127},
-        {"max_scale": INF},
-        {"min_scale": 4.0, "max_scale": 2.0},
-        {"min_scale": True},
-        {"max_consecutive_skips": 0},
-        {"strict": True, "growth_factor": INF},
-        {"strict": True, "backoff_factor": 0.0},
-        {"names": [("weight", 3)]},
-    ], check)
+    every(
+        [
+            {"init_scale": 0.5, "strict": True},
+            {"init_scale": 2.0**25, "strict": True},
+            {"init_scale": 0.0},
+            {"init_scale": 2.0**-130, "max_consecutive_skips": 9},
+            {"init_scale": NAN, "strict": True},
+            {"min_scale": 0.0},
+            {"min_scale": 2.0**-127},
+            {"max_scale": INF},
+            {"min_scale": 4.0, "max_scale": 2.0},
+            {"min_scale": True},
+            {"max_consecutive_skips": 0},
+            {"strict": True, "growth_factor": INF},
+            {"strict": True, "backoff_factor": 0.0},
+            {"names": [("weight", 3)]},
+        ],
+        check,
+    )
 
 
 @pytest.mark.parametrize("new_scale", [0.25, torch.tensor(2.0**30), torch.tensor([NAN]), 0.0])

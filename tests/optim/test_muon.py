@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from every import every
 from halfstep import PrecisionError
 from halfstep.optim import Muon, muon_groups
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
@@ -17,7 +18,6 @@ from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
 from optim.test_optimizers import MOMENTS, numbers, parameter
-from every import every
 from reference.training import through_a_file
 
 SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
@@ -247,21 +247,24 @@ def test_options_that_mean_nothing_are_refused():
         with pytest.raises(PrecisionError, match=message):
             Muon([parameter((3, 4))], **options)
 
-    every([
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
-        ({"weight_decay": -0.1}, "Invalid weight_decay value"),
-        ({"eps": 0.0}, "Invalid epsilon value"),
-        ({"ns_steps": 0}, "Invalid ns_steps: 0; allowed: 1 to 99"),
-        ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5; allowed: 1 to 99"),
-        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
-        (
-            {"adjust_lr_fn": "rms"},
-            "function rms is not supported.*original, match_rms_adamw",
-        ),
-        ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
-        ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
-    ], check)
+    every(
+        [
+            ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+            ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
+            ({"weight_decay": -0.1}, "Invalid weight_decay value"),
+            ({"eps": 0.0}, "Invalid epsilon value"),
+            ({"ns_steps": 0}, "Invalid ns_steps: 0; allowed: 1 to 99"),
+            ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5; allowed: 1 to 99"),
+            ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+            (
+                {"adjust_lr_fn": "rms"},
+                "function rms is not supported.*original, match_rms_adamw",
+            ),
+            ({"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0"),
+            ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
+        ],
+        check,
+    )
 
 
 def test_what_is_no_matrix_is_refused_by_name():

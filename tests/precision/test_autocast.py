@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch import config as functorch_config
 
+from every import every
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.casting.autocast import (
     Autocast,
@@ -23,7 +24,6 @@ from halfstep.precision.casting.autocast import (
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.fp32_pins import Pins
 from halfstep.precision.policy.rules import place
-from every import every
 from reference.training import CPU_POLICIES, DYNAMIC, batches, loss_of, mlp, mse, scaled
 from reference.witness import Witness
 

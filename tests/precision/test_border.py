@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import halfstep
+from every import every
 from halfstep.distributed import (
     GradientReducer,
     Layout,
@@ -21,7 +22,6 @@ from halfstep.distributed import (
 )
 from halfstep.errors import HalfstepError
 from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
-from every import every
 from reference.training import mlp
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from every import every
 from halfstep import Precision, PrecisionError
 from halfstep.precision.casting.buffers import check_buffers, kind_of_buffer
-from every import every
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 PLAIN = nn.Module()

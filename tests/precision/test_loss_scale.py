@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from every import every
 from halfstep import LossScaleConfig, PrecisionError
 from halfstep.precision.scaling.loss_scale import (
     LOSS_SCALE_FIELDS,
@@ -14,7 +15,6 @@ from halfstep.precision.scaling.loss_scale import (
     StaticLossScale,
     make_loss_scale,
 )
-from every import every
 from reference.loss_scale import exponents
 
 FLAGS = [c == "1" for c in "000010001101000000"]
@@ -177,26 +177,29 @@ def test_numbers_that_are_no_powers_of_two_are_refused():
         with pytest.raises(PrecisionError, match=field):
             LossScaleConfig(kind="dynamic", **{field: value})
 
-    every(itertools.product(
-        FLOATS,
-        [
-            0,
-            0.0,
-            -1,
-            -2.0,
-            3.0,
-            1.5,
-            0.1,
-            math.nan,
-            math.inf,
-            -math.inf,
-            2**2000,
-            True,
-            "2",
-            None,
-            [2.0],
-        ],
-    ), check)
+    every(
+        itertools.product(
+            FLOATS,
+            [
+                0,
+                0.0,
+                -1,
+                -2.0,
+                3.0,
+                1.5,
+                0.1,
+                math.nan,
+                math.inf,
+                -math.inf,
+                2**2000,
+                True,
+                "2",
+                None,
+                [2.0],
+            ],
+        ),
+        check,
+    )
 
 
 def test_counts_that_are_no_positive_integers_are_refused():
@@ -204,7 +207,10 @@ def test_counts_that_are_no_positive_integers_are_refused():
         with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
             LossScaleConfig(kind="dynamic", **{field: value})
 
-    every(itertools.product(INTEGERS, [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None]), check)
+    every(
+        itertools.product(INTEGERS, [0, -1, 2.0, 0.5, math.nan, math.inf, True, False, "2", None]),
+        check,
+    )
 
 
 def test_contradictions_are_refused():
@@ -212,16 +218,19 @@ def test_contradictions_are_refused():
         with pytest.raises(PrecisionError, match=message):
             LossScaleConfig(**{"kind": "dynamic", **options})
 
-    every([
-        ({"growth_factor": 1.0}, "growth_factor > 1"),
-        ({"growth_factor": 0.5}, "growth_factor > 1"),
-        ({"backoff_factor": 1.0}, "> backoff_factor"),
-        ({"backoff_factor": 2.0}, "> backoff_factor"),
-        ({"min_scale": 0.5}, "1 <= min_scale"),
-        ({"init_scale": 0.5}, "1 <= min_scale"),
-        ({"min_scale": 2.0**17}, r"min_scale <= init_scale .* got 2\^17, 2\^16, 2\^24"),
-        ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
-        ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
-        ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
-        ({"kind": None}, "allowed: none, static, dynamic"),
-    ], check)
+    every(
+        [
+            ({"growth_factor": 1.0}, "growth_factor > 1"),
+            ({"growth_factor": 0.5}, "growth_factor > 1"),
+            ({"backoff_factor": 1.0}, "> backoff_factor"),
+            ({"backoff_factor": 2.0}, "> backoff_factor"),
+            ({"min_scale": 0.5}, "1 <= min_scale"),
+            ({"init_scale": 0.5}, "1 <= min_scale"),
+            ({"min_scale": 2.0**17}, r"min_scale <= init_scale .* got 2\^17, 2\^16, 2\^24"),
+            ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
+            ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
+            ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
+            ({"kind": None}, "allowed: none, static, dynamic"),
+        ],
+        check,
+    )

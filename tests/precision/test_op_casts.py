@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from every import every
 from halfstep import POLICIES, Precision, autocast
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
@@ -29,7 +30,6 @@ from halfstep.precision.casting.op_table import (
     spellings,
 )
 from halfstep.precision.policy.rules import place
-from every import every
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

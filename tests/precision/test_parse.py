@@ -5,10 +5,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from every import every
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from halfstep.precision.explain import explain_policy
 from halfstep.precision.policy.policy import _spell
-from every import every
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -22,17 +22,20 @@ def test_a_typing_error_is_answered_with_what_was_meant():
         for name in POLICIES:
             assert name in message
 
-    every([
-        ("bf16-mixd", "bf16-mixed"),
-        ("fp16mixed", "fp16-mixed"),
-        ("bf16-masters", "bf16-master"),
-        ("bf16_pure", "bf16-pure"),
-        ("fp23", "fp32"),
-        ("16-mixe", "16-mixed"),
-        ("tf32-mixed", "tf32"),
-        ("float16-mixed", "fp16-mixed"),
-        ("bfloat16_true", "bfloat16"),
-    ], check)
+    every(
+        [
+            ("bf16-mixd", "bf16-mixed"),
+            ("fp16mixed", "fp16-mixed"),
+            ("bf16-masters", "bf16-master"),
+            ("bf16_pure", "bf16-pure"),
+            ("fp23", "fp32"),
+            ("16-mixe", "16-mixed"),
+            ("tf32-mixed", "tf32"),
+            ("float16-mixed", "fp16-mixed"),
+            ("bfloat16_true", "bfloat16"),
+        ],
+        check,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,28 +76,34 @@ def test_a_field_string_fills_in_what_follows():
     def check(spec, name):
         assert parse_policy(spec) == POLICIES[name]
 
-    every([
-        ("params=fp32", "fp32"),
-        ("compute=tf32", "tf32"),
-        ("compute=fp32", "fp32"),
-        ("params=fp32,compute=bf16", "bf16-mixed"),
-        ("compute=fp16", "fp16-mixed"),
-        ("compute=fp16,scale=dynamic", "fp16-mixed"),
-        ("params=bf16", "bf16-master"),
-        ("params=bf16,compute=bf16,master=fp32", "bf16-master"),
-        ("params=fp16", "fp16-master"),
-        ("params=bf16,master=bf16", "bf16-pure"),
-        (" params = fp16 , master = fp16 ", "fp16-pure"),
-        ("params=fp16,master=fp16,grad=fp16,reduce=fp16,output=fp32,scale=dynamic", "fp16-pure"),
-        ("compute=fp16,init_scale=65536", "fp16-mixed"),
-        ("params=bf16,update=split", "bf16-split"),
-        ("params=bf16,master=fp32,update=split24", "bf16-split24"),
-        ("params=bf16,update=kahan", "bf16-kahan"),
-        ("params=bf16,update=stochastic,grad=fp32", "bf16-sr"),
-        ("bf16-master,moments=fp32", "bf16-master"),
-        ("bf16-kahan,moments=bf16", "bf16-kahan"),
-        ("bf16-master,update=split", "bf16-split"),
-    ], check)
+    every(
+        [
+            ("params=fp32", "fp32"),
+            ("compute=tf32", "tf32"),
+            ("compute=fp32", "fp32"),
+            ("params=fp32,compute=bf16", "bf16-mixed"),
+            ("compute=fp16", "fp16-mixed"),
+            ("compute=fp16,scale=dynamic", "fp16-mixed"),
+            ("params=bf16", "bf16-master"),
+            ("params=bf16,compute=bf16,master=fp32", "bf16-master"),
+            ("params=fp16", "fp16-master"),
+            ("params=bf16,master=bf16", "bf16-pure"),
+            (" params = fp16 , master = fp16 ", "fp16-pure"),
+            (
+                "params=fp16,master=fp16,grad=fp16,reduce=fp16,output=fp32,scale=dynamic",
+                "fp16-pure",
+            ),
+            ("compute=fp16,init_scale=65536", "fp16-mixed"),
+            ("params=bf16,update=split", "bf16-split"),
+            ("params=bf16,master=fp32,update=split24", "bf16-split24"),
+            ("params=bf16,update=kahan", "bf16-kahan"),
+            ("params=bf16,update=stochastic,grad=fp32", "bf16-sr"),
+            ("bf16-master,moments=fp32", "bf16-master"),
+            ("bf16-kahan,moments=bf16", "bf16-kahan"),
+            ("bf16-master,update=split", "bf16-split"),
+        ],
+        check,
+    )
 
 
 def test_fields_after_a_name_change_that_policy():
@@ -125,36 +134,48 @@ def test_a_bad_field_string_is_refused_with_its_reason():
         with pytest.raises(PrecisionError, match=message):
             parse_policy(spec)
 
-    every([
-        ("param=bf16", "unknown policy key 'param', did you mean 'params'. Allowed: params, compu"),
-        ("colour=bf16", "unknown policy key 'colour'. Allowed: params"),
-        ("params=bf16,", "unknown policy key ''"),
-        ("params=bf16,params=fp16", "gives a key twice"),
-        ("params=bf16, params =fp16", "gives a key twice"),
-        ("params=half", "params=half; allowed: fp32, bf16, fp16"),
-        ("params=tf32", "params=tf32; allowed: fp32, bf16, fp16$"),
-        ("compute=half", "compute=half; allowed: fp32, bf16, fp16, tf32"),
-        ("params=", "params=; allowed: fp32, bf16, fp16"),
-        ("params=fp32=fp32", "params=fp32=fp32; allowed"),
-        ("bf16-spilt,moments=8bit", "unknown precision policy 'bf16-spilt', did you mean 'bf16-sp"),
-        ("bf16-split,bf16-split", "unknown policy key 'bf16-split'|unknown precision policy"),
-        ("bf16-split,moments=4bit", "moments=4bit; allowed: master, fp32, bf16, 8bit"),
-        ("params=fp32,update=split", "update=split with params=fp32"),
-        ("compute=fp16,scale=auto", "scale=auto; allowed: none, static, dynamic"),
-        ("compute=fp16,init_scale=many", "init_scale=many; allowed: a number"),
-        ("compute=fp16,init_scale=3", "init_scale is 3.0; allowed: powers of two"),
-        ("compute=fp16,init_scale=nan", "init_scale is nan; allowed: powers of two"),
-        ("compute=fp16,growth_interval=2.5", r"growth_interval.*2\.5; allowed"),
-        ("compute=fp16,growth_interval=inf", "growth_interval=inf; allowed"),
-        ("compute=fp16,growth_interval=0", "growth_interval is 0; allowed: integers >= 1"),
-        ("compute=bf16,init_scale=8", "init_scale given, but .*add scale=dynamic or scale=static"),
-        ("compute=fp16,scale=none,hysteresis=2", "hysteresis given, but this policy does not"),
-        ("params=bf16,compute=fp16", "params=bf16 with compute=fp16"),
-        ("params=bf16,compute=tf32", "compute"),
-        ("master=bf16", "params=fp32 with master=bf16"),
-        ("params=bf16,master=bf16,grad=fp32", "grad=fp32 with master=bf16"),
-        ("output=bf16", "output=bf16: the loss is always computed in fp32"),
-    ], check)
+    every(
+        [
+            (
+                "param=bf16",
+                "unknown policy key 'param', did you mean 'params'. Allowed: params, compu",
+            ),
+            ("colour=bf16", "unknown policy key 'colour'. Allowed: params"),
+            ("params=bf16,", "unknown policy key ''"),
+            ("params=bf16,params=fp16", "gives a key twice"),
+            ("params=bf16, params =fp16", "gives a key twice"),
+            ("params=half", "params=half; allowed: fp32, bf16, fp16"),
+            ("params=tf32", "params=tf32; allowed: fp32, bf16, fp16$"),
+            ("compute=half", "compute=half; allowed: fp32, bf16, fp16, tf32"),
+            ("params=", "params=; allowed: fp32, bf16, fp16"),
+            ("params=fp32=fp32", "params=fp32=fp32; allowed"),
+            (
+                "bf16-spilt,moments=8bit",
+                "unknown precision policy 'bf16-spilt', did you mean 'bf16-sp",
+            ),
+            ("bf16-split,bf16-split", "unknown policy key 'bf16-split'|unknown precision policy"),
+            ("bf16-split,moments=4bit", "moments=4bit; allowed: master, fp32, bf16, 8bit"),
+            ("params=fp32,update=split", "update=split with params=fp32"),
+            ("compute=fp16,scale=auto", "scale=auto; allowed: none, static, dynamic"),
+            ("compute=fp16,init_scale=many", "init_scale=many; allowed: a number"),
+            ("compute=fp16,init_scale=3", "init_scale is 3.0; allowed: powers of two"),
+            ("compute=fp16,init_scale=nan", "init_scale is nan; allowed: powers of two"),
+            ("compute=fp16,growth_interval=2.5", r"growth_interval.*2\.5; allowed"),
+            ("compute=fp16,growth_interval=inf", "growth_interval=inf; allowed"),
+            ("compute=fp16,growth_interval=0", "growth_interval is 0; allowed: integers >= 1"),
+            (
+                "compute=bf16,init_scale=8",
+                "init_scale given, but .*add scale=dynamic or scale=static",
+            ),
+            ("compute=fp16,scale=none,hysteresis=2", "hysteresis given, but this policy does not"),
+            ("params=bf16,compute=fp16", "params=bf16 with compute=fp16"),
+            ("params=bf16,compute=tf32", "compute"),
+            ("master=bf16", "params=fp32 with master=bf16"),
+            ("params=bf16,master=bf16,grad=fp32", "grad=fp32 with master=bf16"),
+            ("output=bf16", "output=bf16: the loss is always computed in fp32"),
+        ],
+        check,
+    )
 
 
 def write(folder, text: str) -> str:

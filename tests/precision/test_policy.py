@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from every import every
+from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale,
@@ -48,7 +48,11 @@ def test_the_table_is_complete():
 def test_policy_is_the_table_s_row():
     def check(name):
         policy = POLICIES[name]
-        got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
+        got = (
+            *(getattr(policy, f"{f}_dtype") for f in FIELDS),
+            policy.tf32,
+            policy.loss_scale.kind,
+        )
         *wanted, kind = TABLE[name]
         assert [*got, policy.update, policy.moment_format] == wanted
         assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
@@ -85,46 +89,53 @@ def test_a_combination_that_cannot_run_is_refused_with_its_reason():
         with pytest.raises(PrecisionError, match=message):
             PrecisionPolicy(**fields)
 
-    every([
-        ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
-        ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
-        ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
-        ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
-        ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
-        ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
-        ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
-        ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
-        (
-            {"param_dtype": B16, "compute_dtype": F16},
-            "params=bf16 with compute=fp16.*compute=bf16",
-        ),
-        (
-            {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
-            "params=bf16 with master=fp16: the master is fp32 or",
-        ),
-        ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
-        ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
-        (
-            {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
-            "grad=fp32 with master=fp16.*use grad=fp16",
-        ),
-        ({"update": "ceil"}, "update=ceil; allowed: nearest, split, split24, kahan, stochastic"),
-        ({"moments": "fp64"}, "moments=fp64; allowed: master, fp32, bf16, 8bit"),
-        ({"update": "split"}, "update=split with params=fp32.*use params=bf16,master=fp32"),
-        (
-            {"param_dtype": F16, "compute_dtype": F16, "update": "split"},
-            "update=split with params=fp16.*for fp16 weights use fp16-master",
-        ),
-        (
-            {"param_dtype": B16, "compute_dtype": B16, "update": "kahan"},
-            "update=kahan with params=bf16, master=fp32: use params=bf16,master=bf16,update=kahan",
-        ),
-        ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
-        (
-            {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
-            "compute=tf32 .*needs params=fp32",
-        ),
-    ], check)
+    every(
+        [
+            ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
+            ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
+            ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
+            ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
+            ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
+            ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
+            ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
+            ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
+            (
+                {"param_dtype": B16, "compute_dtype": F16},
+                "params=bf16 with compute=fp16.*compute=bf16",
+            ),
+            (
+                {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
+                "params=bf16 with master=fp16: the master is fp32 or",
+            ),
+            ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
+            ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
+            (
+                {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
+                "grad=fp32 with master=fp16.*use grad=fp16",
+            ),
+            (
+                {"update": "ceil"},
+                "update=ceil; allowed: nearest, split, split24, kahan, stochastic",
+            ),
+            ({"moments": "fp64"}, "moments=fp64; allowed: master, fp32, bf16, 8bit"),
+            ({"update": "split"}, "update=split with params=fp32.*use params=bf16,master=fp32"),
+            (
+                {"param_dtype": F16, "compute_dtype": F16, "update": "split"},
+                "update=split with params=fp16.*for fp16 weights use fp16-master",
+            ),
+            (
+                {"param_dtype": B16, "compute_dtype": B16, "update": "kahan"},
+                "update=kahan with params=bf16, master=fp32: "
+                "use params=bf16,master=bf16,update=kahan",
+            ),
+            ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
+            (
+                {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
+                "compute=tf32 .*needs params=fp32",
+            ),
+        ],
+        check,
+    )
 
 
 def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():

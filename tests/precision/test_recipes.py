@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import halfstep
+from every import every
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from every import every
 
 SPELLINGS = [
     "fp8",
@@ -79,19 +79,22 @@ def test_what_makes_no_sense_is_refused_with_what_would():
         with pytest.raises(PrecisionError, match=words):
             parse_policy(text)
 
-    every([
-        ("nvpf4", "did you mean 'nvfp4'"),
-        ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
-        ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
-        ("fp16-mixed,recipe=mxfp8", "as bf16-mixed or bf16-split"),
-        ("fp32,recipe=mxfp8", "as bf16-mixed or bf16-split"),
-        ("bf16-module,recipe=mxfp8", "as bf16-mixed or bf16-split"),
-        ("fp16-mixed,rules=a:mxfp8", "allowed: fp32, fp16$"),
-        ("bf16-mixed,rules=a:fp16", "allowed: fp32, bf16, or a recipe such as mxfp8"),
-        ("mxfp8,simulate=perhaps", "allowed: yes, no"),
-        ("mxfp8,recipe=bf17", "did you mean 'bf16'"),
-        ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
-    ], check)
+    every(
+        [
+            ("nvpf4", "did you mean 'nvfp4'"),
+            ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
+            ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
+            ("fp16-mixed,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+            ("fp32,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+            ("bf16-module,recipe=mxfp8", "as bf16-mixed or bf16-split"),
+            ("fp16-mixed,rules=a:mxfp8", "allowed: fp32, fp16$"),
+            ("bf16-mixed,rules=a:fp16", "allowed: fp32, bf16, or a recipe such as mxfp8"),
+            ("mxfp8,simulate=perhaps", "allowed: yes, no"),
+            ("mxfp8,recipe=bf17", "did you mean 'bf16'"),
+            ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
+        ],
+        check,
+    )
 
 
 def test_an_unknown_product_in_a_file_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
+from every import every
 from halfstep import POLICIES, Precision, PrecisionError, explain_model, parse_policy
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.casting.cast import (
@@ -18,7 +19,6 @@ from halfstep.precision.casting.cast import (
     remove_regions_,
 )
 from halfstep.precision.policy.rules import place
-from every import every
 from reference.training import batches, differences, loss_of, mlp, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -86,34 +86,37 @@ def test_placement():
         found = fp32_names(with_rules("bf16-master", *rules), Net())
         assert found == set(expected.split(" ")) if expected else found == set()
 
-    every([
-        ([], ""),
-        ([("head", "fp32")], "head"),
-        ([("*norm*", "fp32")], "blocks.0.norm blocks.1.norm"),
-        ([("type:LayerNorm", "fp32")], "blocks.0.norm blocks.1.norm"),
-        ([("type:Layer*", "fp32")], "blocks.0.norm blocks.1.norm"),
-        ([("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
-        ([("blocks.[!0].norm", "fp32")], "blocks.1.norm"),
-        # a rule on a module holds for everything below
-        (
-            [("blocks.0", "fp32")],
-            "blocks.0 blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
-        ),
-        # ... and "blocks.0.*" does not hold for the block itself
-        (
-            [("blocks.0.*", "fp32")],
-            "blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
-        ),
-        # deeper down wins, in whatever order
-        ([("blocks.0", "fp32"), ("blocks.0.mlp", "bf16")], "blocks.0 blocks.0.norm"),
-        ([("blocks.0.mlp", "bf16"), ("blocks.0", "fp32")], "blocks.0 blocks.0.norm"),
-        # for the same module the later one wins
-        ([("blocks.?.norm", "fp32"), ("blocks.0.norm", "bf16")], "blocks.1.norm"),
-        ([("blocks.0.norm", "bf16"), ("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
-        ([("type:LayerNorm", "fp32"), ("blocks.1*", "bf16")], "blocks.0.norm"),
-        ([("*", "fp32"), ("blocks*", "bf16")], " stem head"),
-        ([("", "fp32")], None),
-    ], check)
+    every(
+        [
+            ([], ""),
+            ([("head", "fp32")], "head"),
+            ([("*norm*", "fp32")], "blocks.0.norm blocks.1.norm"),
+            ([("type:LayerNorm", "fp32")], "blocks.0.norm blocks.1.norm"),
+            ([("type:Layer*", "fp32")], "blocks.0.norm blocks.1.norm"),
+            ([("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
+            ([("blocks.[!0].norm", "fp32")], "blocks.1.norm"),
+            # a rule on a module holds for everything below
+            (
+                [("blocks.0", "fp32")],
+                "blocks.0 blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
+            ),
+            # ... and "blocks.0.*" does not hold for the block itself
+            (
+                [("blocks.0.*", "fp32")],
+                "blocks.0.norm blocks.0.mlp blocks.0.mlp.0 blocks.0.mlp.1 blocks.0.mlp.2",
+            ),
+            # deeper down wins, in whatever order
+            ([("blocks.0", "fp32"), ("blocks.0.mlp", "bf16")], "blocks.0 blocks.0.norm"),
+            ([("blocks.0.mlp", "bf16"), ("blocks.0", "fp32")], "blocks.0 blocks.0.norm"),
+            # for the same module the later one wins
+            ([("blocks.?.norm", "fp32"), ("blocks.0.norm", "bf16")], "blocks.1.norm"),
+            ([("blocks.0.norm", "bf16"), ("blocks.?.norm", "fp32")], "blocks.0.norm blocks.1.norm"),
+            ([("type:LayerNorm", "fp32"), ("blocks.1*", "bf16")], "blocks.0.norm"),
+            ([("*", "fp32"), ("blocks*", "bf16")], " stem head"),
+            ([("", "fp32")], None),
+        ],
+        check,
+    )
 
 
 def test_a_star_is_every_module_and_the_model_itself():
@@ -144,14 +147,17 @@ def test_rules_are_read_and_spelled_back():
         assert str(policy) == text
         assert replace(policy, rules=()) == parse_policy(re.sub(",(rules|keep_fp32)=.*", "", text))
 
-    every([
-        ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
-        ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
-        ("bf16-master,rules=*:fp32|blocks.*:bf16", [("*", "fp32"), ("blocks.*", "bf16")]),
-        ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
-        ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
-        ("fp32,keep_fp32=head", [("head", "fp32")]),
-    ], check)
+    every(
+        [
+            ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
+            ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
+            ("bf16-master,rules=*:fp32|blocks.*:bf16", [("*", "fp32"), ("blocks.*", "bf16")]),
+            ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
+            ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
+            ("fp32,keep_fp32=head", [("head", "fp32")]),
+        ],
+        check,
+    )
 
 
 FILE = """
@@ -204,19 +210,22 @@ def test_bad_rules_in_a_field_string():
         with pytest.raises(PrecisionError, match=message):
             parse_policy(text)
 
-    every([
-        ("bf16,keep_fp32=", "rule '' is empty"),
-        ("bf16,keep_fp32=a|", "rule '' is empty"),
-        ("bf16,keep_fp32=type:", "rule 'type:' is empty"),
-        ("bf16,keep_fp32=a b", "contains ' '"),
-        ("bf16,keep_fp32=a:b", "contains ':'"),
-        ("bf16,rules=a", "rule '' -> a; allowed: fp32, bf16"),
-        ("bf16,rules=a:fp16", "rule 'a' -> fp16; allowed: fp32, bf16"),
-        ("fp32,rules=a:bf16", "rule 'a' -> bf16; allowed: fp32$"),
-        ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
-        ("bf16,keep_fp32=a,keep_fp32=b", "gives a key twice"),
-        ("bf16,keepfp32=a", "unknown policy key 'keepfp32', did you mean 'keep_fp32'"),
-    ], check)
+    every(
+        [
+            ("bf16,keep_fp32=", "rule '' is empty"),
+            ("bf16,keep_fp32=a|", "rule '' is empty"),
+            ("bf16,keep_fp32=type:", "rule 'type:' is empty"),
+            ("bf16,keep_fp32=a b", "contains ' '"),
+            ("bf16,keep_fp32=a:b", "contains ':'"),
+            ("bf16,rules=a", "rule '' -> a; allowed: fp32, bf16"),
+            ("bf16,rules=a:fp16", "rule 'a' -> fp16; allowed: fp32, bf16"),
+            ("fp32,rules=a:bf16", "rule 'a' -> bf16; allowed: fp32$"),
+            ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
+            ("bf16,keep_fp32=a,keep_fp32=b", "gives a key twice"),
+            ("bf16,keepfp32=a", "unknown policy key 'keepfp32', did you mean 'keep_fp32'"),
+        ],
+        check,
+    )
 
 
 def test_a_pattern_that_could_be_read_as_a_file_is_refused():
@@ -461,6 +470,8 @@ def test_an_exception_leaves_autocast_as_it_was(error):
             return super().forward(x)
 
     model = nn.Sequential(Breaks(2, 2), nn.Sequential(Breaks(2, 2)))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)  # so that nothing above 0 reaches the second
     policy = with_rules("bf16-mixed", ("0", "fp32"), ("1", "fp32"), ("1.0", "bf16"))
     add_regions_(place(policy, model))
     with torch.autocast("cpu", dtype=B16):

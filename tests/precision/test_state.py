@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from halfstep import Precision, PrecisionError
 from every import every
+from halfstep import Precision, PrecisionError
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
@@ -182,4 +182,7 @@ def test_a_damaged_state_is_refused_as_a_whole():
             parts[2].load_state_dict(saved)
         assert differences(before, frozen_state(parts)) == []
 
-    every([(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)], check)
+    every(
+        [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)],
+        check,
+    )
