@@ -328,6 +328,23 @@ def test_gradients_do_not_depend_on_the_scale_where_fp16_holds_them(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-master"])
+def test_scaling_saves_what_fp16_would_flush_to_zero(name):
+    # Gradients of 2^-27 are 0 in fp16; times 2^8 they are not.
+    def weight_gradient(scale: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        precision = Precision(
+            scaled(name, init_scale=scale), model, torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        with precision.autocast():
+            loss = model(torch.ones(1, 1)).float().sum() * 2.0**-27
+        precision.backward(loss)
+        return model.weight.grad.item()
+
+    assert weight_gradient(1) == 0.0
+    assert weight_gradient(2**8) == 2.0**-27
+
+
 # --- any model ------------------------------------------------------------------------------------
 
 
