@@ -36,9 +36,7 @@ from torch import Tensor
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
 from halfstep.shown import Text, padded
-from halfstep.words import Phrase, Told, said
 
-_told = Told("halfstep.formats")
 ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
 
 LEAST_AMAX = 1e-12
@@ -251,7 +249,7 @@ class BlockFormat:
                         0.1    0x00               0               0        0.1         1
         """
         found = self.rows(values)
-        rows = [[_told(f"column {name}") for name in _COLUMNS]]
+        rows = [[*_COLUMNS]]
         for row in found["numbers"]:
             cells = [f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}"]
             errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
@@ -260,7 +258,7 @@ class BlockFormat:
             "  ".join(padded(c, w, right=True) for c, w in zip(row, _COLUMNS.values(), strict=True))
             for row in rows
         ]
-        return Text("\n".join([self._head(), said(found["scale"]), "", *lines]))
+        return Text("\n".join([self._head(), found["scale"], "", *lines]))
 
     def rows(self, values: Sequence[float]) -> dict[str, Any]:
         """What :meth:`explain` shows, as plain values."""
@@ -287,13 +285,11 @@ class BlockFormat:
         return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
 
     def _head(self) -> str:
-        shape = _told("one_block")
+        shape = "the whole tensor one block"
         if self.block is not None:
-            shape = _told("blocks", rows=self.block[0], columns=self.block[1])
-        return _told(
-            "head", name=self.name, element=self.element.name, shape=shape,
-            scale=self.scale.name, rule=self.rule,
-        )  # fmt: skip
+            shape = f"blocks of {self.block[0]}x{self.block[1]}"
+        return (f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
+            f"({self.rule})")  # fmt: skip
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -479,16 +475,16 @@ def _over(number: float, x: Tensor) -> Tensor:
 _COLUMNS = {"number": 15, "code": 6, "in the block": 14, "becomes": 14, "error": 9, "relative": 8}
 
 
-def _scale_line(q: Quantized) -> Phrase:
+def _scale_line(q: Quantized) -> str:
     scale = q.scales.reshape(-1)[0]
     number = f"{scale.float().item():g}"
     if q.format.scale is FP32:
-        return _told.phrase("scale", number=number)
+        return f"scale {number}"
     code = f"0x{scale.view(torch.uint8).item():02x}"
     if q.outer is None:
         power = scale.float().log2().item()
-        return _told.phrase("scale_of_block", number=number, power=power, code=code)
-    return _told.phrase("scales", outer=q.outer.item(), number=number, code=code)
+        return f"scale of the block {number} = 2^{power:g} ({code})"
+    return f"scale of the tensor {q.outer.item():g}, of the block {number} ({code})"
 
 
 MXFP8 = BlockFormat("mxfp8", E4M3FN, (1, 32), "rceil")
