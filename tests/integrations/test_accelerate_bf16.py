@@ -3,9 +3,7 @@
 Oracles are Accelerate's own loops without attach.
 """
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -221,45 +219,6 @@ def test_accidental_16_bit_weights_are_refused_at_prepare(precision, form, toget
 
 
 # Copies
-
-
-@pytest.mark.parametrize("precision", ["bf16", "no"])
-@pytest.mark.parametrize("ready", [False, True])
-def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, ready):
-    """Its scaler, its optimizers, its methods."""
-    acc = accelerator(precision)
-    scaler = attach(acc, names=dict(net().named_parameters()))
-    if ready:
-        model = net()
-        model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-        acc.backward(loss_of(model, 0))
-        optimizer.step()
-    other = pickle.loads(pickle.dumps(acc))
-    assert other.scaler is not scaler
-    assert other.unscale_gradients.__self__.accelerator is other
-    assert other.unscale_gradients.__self__.scaler is other.scaler
-    assert acc.scaler is scaler
-    assert scaler._bound() == [o.optimizer for o in acc._optimizers]
-    alone = pickle.loads(pickle.dumps(scaler))  # which does not take the loop along
-    assert (list(alone._bound()), alone.meter) == ([], None)
-    assert copy.deepcopy(acc) is acc  # Accelerate's own rule
-    if ready:
-        (twin,) = other._models
-        (again,) = other._optimizers
-        assert other.scaler._bound() == [again.optimizer]
-        other.backward(loss_of(twin, 1))
-        other.clip_grad_norm_(twin.parameters(), 0.5)
-        before = bits(model)
-        again.step()
-        assert not again.step_was_skipped
-        assert same(bits(model), before)
-    else:
-        model = net()
-        model, optimizer = other.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-        other.backward(loss_of(model, 0))
-        optimizer.step()
-        assert other.scaler.last_step.applied
-        assert acc._optimizers == []
 
 
 # On a GPU, where Accelerate's fp16 is fp16

@@ -270,15 +270,6 @@ def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
 # Lost updates and 16-bit weights
 
 
-class OwnOptimizer(Trainer):
-    """Which optimizer it makes is known when it trains."""
-
-    def create_optimizer(self, *args, **kwargs):
-        make = self.make
-        self.optimizer = make(p for p in self.model.parameters() if p.requires_grad)
-        return self.optimizer
-
-
 @pytest.mark.parametrize("how", ["default", "bf16=True", "given", "class", "scaler"])
 def test_accidental_pure_bf16_is_refused_at_attach(tmp_path, how):
     model = bert().bfloat16()
@@ -294,22 +285,6 @@ def test_accidental_pure_bf16_is_refused_at_attach(tmp_path, how):
     assert trainer.accelerator.scaler is None
     model.requires_grad_(False)
     attach(trainer)
-
-
-def test_accidental_pure_bf16_of_an_own_optimizer_is_refused_before_the_first_step(
-    tmp_path,
-):
-    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
-    trainer.make = torch.optim.SGD
-    attach(trainer)
-    start = bits(trainer)
-    with pytest.raises(PrecisionError, match="tensors of SGD are trained in bf16"):
-        trainer.train()
-    assert same(start, bits(trainer))
-    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer, max_steps=1)
-    trainer.make = lambda parameters: halfstep.optim.AdamW(parameters, update="split")
-    attach(trainer)
-    trainer.train()
 
 
 # Mistakes
@@ -346,17 +321,6 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
     with pytest.raises(PrecisionError, match="DeepSpeed, which scales the loss"):
         attach(trainer)
-
-
-def test_clipping_of_scaled_gradients_is_refused(tmp_path):
-    class Experts(Trainer):
-        def _clip_grad_norm(self, model):  # as with gradients on several device meshes
-            return nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
-
-    trainer = made(tmp_path, trainer=Experts)
-    attach(trainer, scaler=True)
-    with pytest.raises(PrecisionError, match="before they are unscaled"):
-        trainer.train()
 
 
 @pytest.mark.slow

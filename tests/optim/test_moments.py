@@ -111,37 +111,6 @@ def test_storing_what_was_stored_changes_no_code(signed, seed):
 # --- rounding -----------------------------------------------------------------------------------
 
 
-def block_of(seed: int, top: int, signed: bool) -> np.ndarray:
-    """128 numbers of which the first has the top exponent; the others spread over the window."""
-    generator = np.random.default_rng(seed)
-    spread = generator.uniform(0, 15 if signed else 31, 128)
-    x = 2.0 ** (top - 127 - spread)
-    x[0] = 2.0 ** (top - 127) * generator.uniform(1, 1.99)
-    if signed:
-        x *= generator.choice([-1, 1], 128)
-    return x.astype(np.float32)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("top", [32, 33, 100, 127, 253, 254])
-def test_only_the_two_neighbours(top, signed):
-    rows = [block_of(seed, top, signed) for seed in range(40)]
-    x = np.tile(np.concatenate(rows), 16)
-    got = stored(x, random_noise(len(x), top), signed)
-    exact = np.abs(x.astype(np.float64))
-    largest = GRID[-1]
-    smallest = window(top, signed)[1]
-    low, high = floats.bracket(np.minimum(exact, largest), GRID)
-    magnitude = np.abs(got)
-    inside = exact >= smallest
-    assert inside.mean() > 0.9
-    assert np.array_equal(np.signbit(got), np.signbit(x))
-    assert ((magnitude == low) | (magnitude == high))[inside].all()
-    assert ((magnitude == 0) | (magnitude == smallest))[~inside].all()
-    if not signed:
-        assert (magnitude > 0).all()
-
-
 def over_all_noises(value: np.float32, holder: np.float32, signed: bool) -> Fraction:
     """The exact mean of what is stored for a value, over all 2^20 random numbers.
 

@@ -14,7 +14,6 @@ from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
 from halfstep.optim.storage.moments import decode
 from halfstep.optim.storage.state import stored_moment
 from halfstep.precision.casting.simulate import SimulatedProducts
-from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles
 from optim.test_optimizers import MOMENTS, numbers, parameter
@@ -172,29 +171,6 @@ def test_low_momentum_is_right_on_average(moments):
     # within a gap, so with a standard deviation of half a gap at most: 10 of the mean's
     assert ((values.mean(0) - wanted).abs() <= 5 * noise / n**0.5).all()
     assert not torch.equal(values[0], values[1])
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("way", ROUNDING)
-def test_any_memory_order_gives_the_same_numbers(way, moments):
-    """A transposed weight is stepped where it lies; the oracle is its contiguous copy."""
-    laid = numbers((30, 20), 0).bfloat16()
-    p, q = nn.Parameter(laid.T.contiguous().T), nn.Parameter(laid.clone())
-    assert not p.is_contiguous()
-    one, two = (Muon([x], update=way, moments=moments) for x in (p, q))
-    for step in range(2):
-        gradient = numbers((30, 20), step + 1)
-        one.step(gradients={p: gradient})
-        two.step(gradients={q: gradient})
-    if way in ("split", "nearest", "kahan") and moments == "fp32":
-        assert torch.equal(p, q)
-    else:  # other random bits, since these follow the memory order
-        assert (p - q).abs().max() <= 0.05
-    view = nn.Parameter(numbers((30, 40), 0).bfloat16()[:, ::2])
-    before = view.detach().clone()
-    Muon([view], update=way, moments=moments).step(gradients={view: gradient[:, :20]})
-    assert not torch.equal(view, before)
 
 
 # --- AdamW for the rest -------------------------------------------------------------------------

@@ -121,41 +121,6 @@ def test_named_parameters_are_taken_and_saved(cls):
 # --- states -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_hooks_of_saving_and_loading_see_the_whole_state(moments):
-    p, q = weights(), weights()
-    ours, other = AdamW([p], moments=moments), AdamW([q], moments=moments)
-    run(ours, p)
-    seen = []
-
-    def before_saving(optimizer):
-        seen.append("before saving")
-
-    def after_saving(optimizer, state):
-        seen.append("after saving")
-        return {**state, "extra": 1}
-
-    def before_loading(optimizer, state):
-        seen.append(f"before loading {int(state['state'][0]['step'])}")
-        changed = copy.deepcopy(state)
-        changed["state"][0]["step"].fill_(9)
-        return changed
-
-    def after_loading(optimizer):
-        seen.append(f"after loading {int(optimizer.state[q]['step'])}")
-
-    ours.register_state_dict_pre_hook(before_saving)
-    ours.register_state_dict_post_hook(after_saving)
-    other.register_load_state_dict_pre_hook(before_loading)
-    other.register_load_state_dict_post_hook(after_loading)
-    state = ours.state_dict()
-    assert state["extra"] == 1
-    for _ in range(2):
-        other.load_state_dict(state)
-    assert seen == ["before saving", "after saving", *["before loading 5", "after loading 9"] * 2]
-    assert state["state"][0]["step"] == 5
-
-
 def test_a_state_whose_numbers_are_in_another_order_goes_by_position():
     """torch.optim maps the numbers of a saved state by their places in its groups."""
     p, q = weights(0), weights(1)

@@ -299,17 +299,6 @@ def test_threads_that_want_the_same_value_share_it_and_others_are_refused():
     assert settings(["conv"]) == ["bf16"]
 
 
-def test_pins_may_be_left_in_any_order():
-    torch.backends.mkldnn.conv.fp32_precision = "bf16"
-    outer, inner = (Pins((("mkldnn", "conv"),), value) for value in ("ieee", "tf32"))
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__()  # a generator that is closed late
-    assert settings(["conv"]) == ["tf32"]
-    inner.__exit__()
-    assert settings(["conv"]) == ["bf16"]
-
-
 @pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if not (p.tf32 or p.recipes())])
 @pytest.mark.usefixtures("torch_alone")  # a compiled model runs by no kernel of ours
 def test_a_model_is_one_graph_where_a_switch_must_be_held(name, monkeypatch):
@@ -413,24 +402,6 @@ def test_one_context_is_entered_again_nested_and_as_a_decorator():
         raise KeyError
     assert active_autocast() is None
     assert switches() == before
-
-
-def test_what_is_called_on_entering_comes_first_and_its_error_enters_nothing():
-    calls = []
-
-    def on_enter() -> None:
-        calls.append(active_autocast())
-        if len(calls) > 2:
-            raise PrecisionError("no")
-
-    context = Autocast(POLICIES["bf16-mixed"], None, CPU, on_enter)
-    with context, context:
-        assert calls == [None, context]
-    before = switches()
-    with pytest.raises(PrecisionError), context:
-        pass
-    assert switches() == before
-    assert active_autocast() is None
 
 
 @pytest.mark.parametrize(
