@@ -270,6 +270,15 @@ def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
 # Lost updates and 16-bit weights
 
 
+class OwnOptimizer(Trainer):
+    """Which optimizer it makes is known when it trains."""
+
+    def create_optimizer(self, *args, **kwargs):
+        make = self.make
+        self.optimizer = make(p for p in self.model.parameters() if p.requires_grad)
+        return self.optimizer
+
+
 @pytest.mark.parametrize("how", ["default", "bf16=True", "given", "class", "scaler"])
 def test_accidental_pure_bf16_is_refused_at_attach(tmp_path, how):
     model = bert().bfloat16()
@@ -285,6 +294,22 @@ def test_accidental_pure_bf16_is_refused_at_attach(tmp_path, how):
     assert trainer.accelerator.scaler is None
     model.requires_grad_(False)
     attach(trainer)
+
+
+def test_accidental_pure_bf16_of_an_own_optimizer_is_refused_before_the_first_step(
+    tmp_path,
+):
+    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
+    trainer.make = torch.optim.SGD
+    attach(trainer)
+    start = bits(trainer)
+    with pytest.raises(PrecisionError, match="tensors of SGD are trained in bf16"):
+        trainer.train()
+    assert same(start, bits(trainer))
+    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer, max_steps=1)
+    trainer.make = lambda parameters: halfstep.optim.AdamW(parameters, update="split")
+    attach(trainer)
+    trainer.train()
 
 
 # Mistakes
