@@ -43,6 +43,7 @@ LEAST_AMAX = 1e-12
 """What ``amax`` counts as at least. **Source:** torchao 0.18, ``float8_utils.EPS``."""
 
 _ABS, _FRACTION, _HALF = 0x7FFFFFFF, 0x7FFFFF, 0x400000
+_NAN = 0x7FC00000  # torch.nan's bits in fp32
 _LARGEST_FP32 = FP32.max
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,8 +82,9 @@ class ExponentFormat:
     def decode(self, codes: Tensor) -> Tensor:
         """The fp32 numbers of uint8 codes."""
         field = codes.to(torch.int32)
-        numbers = torch.where(field == 0, _HALF, field << 23).view(torch.float32)
-        return torch.where(field == 255, torch.nan, numbers)
+        bits = torch.where(field == 0, _HALF, field << 23)
+        # NaN by its bits: a literal would be what a search for the first NaN finds
+        return torch.where(field == 255, _NAN, bits).view(torch.float32)
 
 
 E8M0 = ExponentFormat("e8m0", torch.float8_e8m0fnu)
@@ -414,7 +416,8 @@ def _steps(form: FloatFormat, y: Tensor, bits: Tensor | None) -> tuple[Tensor, T
 def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
     """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
     if bits is None and form.dtype is not None:  # torch's cast rounds alike, in one pass
-        return torch.where(y.isnan(), torch.nan, y).to(form.dtype).view(torch.uint8)
+        codes = y.to(form.dtype).view(torch.uint8)
+        return torch.where(y.isnan(), (1 << (form.bits - 1)) - 1, codes)
     steps, _, exponent = _steps(form, y, bits)
     # Subnormal and normal numbers alike: a carry from the mantissa raises the exponent field.
     magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (exponent << form.mantissa_bits)
@@ -461,7 +464,8 @@ def _scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> _Sca
     outer, rest = form.of_tensor(by)
     whole = E4M3FN.max
     wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
-    codes = _codes(E4M3FN, torch.where(finite, wanted, torch.nan), None)
+    lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+    codes = _codes(E4M3FN, wanted + lost, None)
     decode = _numbers(E4M3FN, codes)
     encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
     return _Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
