@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import NonFiniteError, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
+from halfstep.precision.masters import masters as master_weights
 
 MAKE = {"bf16-master": torch.optim.SGD, "fp16-master": torch.optim.SGD, "bf16-split": SGD}
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -74,6 +75,24 @@ def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
     step(other, into["p"])
     for name, master in precision.state_dict()["masters"].items():
         assert torch.equal(into["p"].state_dict()["masters"][name], master), name
+
+
+def test_a_copy_looks_at_each_master_once(monkeypatch):
+    model = net()
+    _, precision = under("bf16-master", model)
+    step(model, precision)
+    with torch.no_grad():
+        model[1].bias.fill_(7.0)
+    looks, follow = [], master_weights._follow_
+    monkeypatch.setattr(
+        master_weights, "_follow_", lambda m, v: (looks.append(v.data_ptr()), follow(m, v))
+    )
+    copied = copy.deepcopy(model)
+    assert sorted(looks) == sorted(p.data_ptr() for p in model.parameters())
+    exact = precision.state_dict()["masters"]
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter, exact[name]), name
+    assert copied[1].bias.item() == 7.0
 
 
 SCALED = ["fp16-mixed", "fp16-master"]
