@@ -44,6 +44,7 @@ def gradients(run, policy=POLICY):
 
 
 # torch's own, where Dynamo breaks its graph
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "policy", [POLICY, "mxfp8,simulate=yes", "bf16-split,recipe=fp8,simulate=yes"]

@@ -56,6 +56,7 @@ def uninterrupted(name: str, optimizer: str):
     return results, snapshot(*parts), copy.deepcopy(parts[2].state_dict())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("optimizer", "cut"),
     [
