@@ -3,15 +3,10 @@
 Oracles are Accelerate's own loops without attach.
 """
 
-import copy
-import gc
 import math
-import pickle
-import weakref
 
 import pytest
 import torch
-from torch import nn
 
 import halfstep
 from halfstep import ConfigError, NonFiniteError, PrecisionError
@@ -147,60 +142,6 @@ def test_skip_leaves_the_step_out_and_holds_the_schedule(kind, clip):
     assert same(bits(model), bits(acc.unwrap_model(expected)))
 
 
-def test_more_skips_in_a_row_than_allowed_stop():
-    with (
-        pytest.warns(UserWarning, match="left out"),
-        pytest.raises(NonFiniteError, match="the loss is nan") as caught,
-    ):
-        train_bf16("sgd", 6, broken={1: NAN, 2: NAN}.items(), on_nonfinite="skip:1")
-    assert caught.value.cause == "forward"
-
-
-def test_a_step_without_gradients_is_as_without_attach():
-    acc = accelerator("bf16")
-    scaler, model = attach(acc), net()
-    made = OPTIMIZERS["sgd"](model.parameters())
-    model, optimizer, rates = acc.prepare(model, made, schedule(made))
-    before = bits(model)
-    optimizer.step()
-    rates.step()
-    assert same(bits(model), before)
-    assert not optimizer.step_was_skipped
-    assert scaler.last_step is None
-    acc.backward(loss_of(model, 0))
-    optimizer.step()
-    assert scaler.last_step.applied
-
-
-def test_two_optimizers_of_one_loss():
-    acc = accelerator("bf16")
-    attach(acc)
-    first, second = net(1), net(2)
-    one, two = (OPTIMIZERS["fused"](m.parameters()) for m in (first, second))
-    first, second, one, two = acc.prepare(first, second, one, two)
-    acc.backward(loss_of(first, 0) + loss_of(second, 0, {0: NAN}.items()))
-    before = bits(first), bits(second)
-    one.step()  # the loss is broken, whoever steps; what update() raises waits for the other
-    with pytest.raises(NonFiniteError, match="the loss is nan"):
-        two.step()
-    assert same(bits(first), before[0])
-    assert same(bits(second), before[1])
-
-
-def test_the_meter_counts_what_is_lost():
-    for update, lost in (("nearest", 1.0), ("split", 0.0)):
-        acc = accelerator("no")
-        scaler = attach(acc, scaler=False, lost_updates_every=1)
-        gain = nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
-        optimizer = halfstep.optim.AdamW([gain], lr=1e-3, weight_decay=0.0, update=update)
-        optimizer = acc.prepare(optimizer)
-        acc.backward(gain.float().sum())
-        optimizer.step()
-        (report,) = scaler.meter.report()
-        assert report.lost == lost
-    assert prepared(precision="bf16", lost_updates_every=0)[1].meter is None
-
-
 def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
     def run(steps, *, ours=True, load=None, save=None):
         acc = accelerator("bf16")
@@ -254,23 +195,6 @@ def test_options_of_a_scale_are_refused_where_there_is_none():
         attach(acc)
 
 
-def test_nothing_is_kept_alive_between_two_trainings():
-    acc = accelerator("bf16")
-    scaler = attach(acc)
-    for _ in range(2):
-        model = net()
-        model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-        alive = weakref.ref(model[0].weight), weakref.ref(optimizer.optimizer)
-        acc.backward(loss_of(model, 0))
-        optimizer.step()
-        assert scaler.last_step.applied
-        assert set(scaler._names.values()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-        model, optimizer = acc.clear(model, optimizer)
-        gc.collect()
-        assert [ref() for ref in alive] == [None, None]
-        assert scaler.meter is None
-
-
 # Accidental pure 16-bit weights
 
 
@@ -294,68 +218,7 @@ def test_accidental_16_bit_weights_are_refused_at_prepare(precision, form, toget
     acc.prepare(optimizer)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_weights_that_become_16_bit_later_are_refused_at_the_step(strict):
-    acc, _, model, optimizer = prepared(strict=strict)
-    model.bfloat16()
-    acc.backward(model(rows(0).bfloat16()).float().square().mean())
-    with pytest.raises(PrecisionError, match=r"are trained in bf16.*0\.weight"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_pure_bf16_trains_where_asked_for_or_kept(precision):
-    for allow, make in ((True, OPTIMIZERS["fused"]),
-                        (False, lambda p: halfstep.optim.AdamW(p, update="split"))):  # fmt: skip
-        acc = accelerator(precision)
-        scaler = attach(acc, allow_pure=allow)
-        model = net().bfloat16()
-        model, optimizer = acc.prepare(model, make(model.parameters()))
-        acc.backward(model(rows(0).bfloat16()).float().square().mean())
-        optimizer.step()
-        assert scaler.last_step.applied
-
-
 # Copies
-
-
-@pytest.mark.parametrize("precision", ["bf16", "no"])
-@pytest.mark.parametrize("ready", [False, True])
-def test_a_pickled_accelerator_is_a_loop_of_its_own(precision, ready):
-    """Its scaler, its optimizers, its methods."""
-    acc = accelerator(precision)
-    scaler = attach(acc, names=dict(net().named_parameters()))
-    if ready:
-        model = net()
-        model, optimizer = acc.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-        acc.backward(loss_of(model, 0))
-        optimizer.step()
-    other = pickle.loads(pickle.dumps(acc))
-    assert other.scaler is not scaler
-    assert other.unscale_gradients.__self__.accelerator is other
-    assert other.unscale_gradients.__self__.scaler is other.scaler
-    assert acc.scaler is scaler
-    assert scaler._bound() == [o.optimizer for o in acc._optimizers]
-    alone = pickle.loads(pickle.dumps(scaler))  # which does not take the loop along
-    assert (list(alone._bound()), alone.meter) == ([], None)
-    assert copy.deepcopy(acc) is acc  # Accelerate's own rule
-    if ready:
-        (twin,) = other._models
-        (again,) = other._optimizers
-        assert other.scaler._bound() == [again.optimizer]
-        other.backward(loss_of(twin, 1))
-        other.clip_grad_norm_(twin.parameters(), 0.5)
-        before = bits(model)
-        again.step()
-        assert not again.step_was_skipped
-        assert same(bits(model), before)
-    else:
-        model = net()
-        model, optimizer = other.prepare(model, OPTIMIZERS["sgd"](model.parameters()))
-        other.backward(loss_of(model, 0))
-        optimizer.step()
-        assert other.scaler.last_step.applied
-        assert acc._optimizers == []
 
 
 # On a GPU, where Accelerate's fp16 is fp16

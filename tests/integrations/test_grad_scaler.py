@@ -114,11 +114,6 @@ def test_the_deprecated_contract_is_told_too(machine):
     assert step(model, optimizer, scaler).applied
 
 
-@pytest.mark.parametrize("kind", ["sgd", "fused"])
-def test_an_infinity_beside_a_nan_is_an_overflow(kind, machine):
-    assert step(*made(kind), first=(INF, NAN)).reason == "overflow"
-
-
 def test_before_update_the_next_scale_is_the_present_one(machine):
     model, optimizer, scaler = made("fused")
     scaler.scale(model((INF, 1.0))).backward()
@@ -148,25 +143,6 @@ def test_what_is_known_when_the_gradients_are_gone(kind, how, machine):
     known = machine == "cpu" or kind == "sgd"
     assert told.nonfinite_parameters == (("first",) if known else ())
     assert told.reason == ("nan_gradients" if known else "overflow")
-
-
-def test_names_are_of_this_round(machine):
-    model, optimizer, scaler = made("fused")
-    step(model, optimizer, scaler, first=(INF, 1.0), unscale=True)
-    told = step(model, optimizer, scaler, second=(NAN, 1.0), unscale=True)
-    assert (told.reason, told.nonfinite_parameters) == ("nan_gradients", ("second",))
-
-
-def test_with_accumulation_the_loss_is_the_last_one():
-    model, optimizer, scaler = made()
-    scaler.scale(model()).backward()
-    scaler.scale(model((2.0, 2.0))).backward()
-    scaler.step(optimizer)
-    assert scaler.last_step.loss == 11.0
-    scaler.update()
-    scaler.scale([model()])[0].backward()
-    scaler.step(optimizer)
-    assert math.isnan(scaler.last_step.loss)
 
 
 def test_several_optimizers_are_told_one_by_one_and_counted_by_round(machine):

@@ -22,7 +22,7 @@ TORCH = torch.amp.GradScaler
 
 @pytest.mark.parametrize(
     "start",
-    [pytest.param(n, marks=() if n < 120 else pytest.mark.slow) for n in range(0, PROGRAMS, 60)],
+    [pytest.param(n, marks=() if n < 60 else pytest.mark.slow) for n in range(0, PROGRAMS, 60)],
 )
 def test_random_programs_give_what_torch_gives(start):
     for seed in range(start, start + 60):

@@ -40,21 +40,6 @@ def test_fp16_gradients_are_refused_by_name_before_anything_changes(options, tex
             getattr(scaler, call)(optimizer)
 
 
-def test_an_optimizer_that_takes_fp16_gradients_gets_them_unscaled():
-    model, optimizer, scaler = half()
-    optimizer.accepts_low_precision_gradients = True
-    scaler.check(optimizer)
-    scaler.unscale_(optimizer)
-    assert torch.equal(model.weight.grad, torch.ones(2, 4).half())
-
-
-def test_check_lets_pass_a_disabled_scaler_and_frozen_weights():
-    model, optimizer, _ = half()
-    GradScaler("cpu", enabled=False).check(optimizer)
-    model.half().requires_grad_(False)
-    GradScaler("cpu").check(torch.optim.SGD(model.parameters()))
-
-
 def bf16(optim, **options):
     """``optim`` is told as what it adds to torch's AdamW, or as halfstep's."""
     model = nn.Linear(4, 2).bfloat16()

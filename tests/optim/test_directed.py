@@ -28,6 +28,7 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(multiplier):
     assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("way", ROUNDING)
 def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
@@ -58,22 +59,6 @@ def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
     assert_same(everything(copy.deepcopy(optimizer)), everything(optimizer))
 
 
-@pytest.mark.parametrize(
-    ("way", "moments", "each"),
-    [("split", "8bit", 5 + 1 / 128), ("split24", "8bit", 4 + 1 / 128),
-     ("kahan", "8bit", 5 + 1 / 128), ("stochastic", "8bit", 3 + 1 / 128),
-     ("split", "bf16", 6), ("split", "fp32", 8)],
-)  # fmt: skip
-def test_bytes_per_element_of_a_matrix(way, moments, each):
-    """2 for the weight, the remainder, the momentum; a block top is 1 byte in 128."""
-    p = parameter((256, 128), dtype=torch.bfloat16)
-    optimizer = Muon([p], update=way, moments=moments)
-    feed(optimizer, 0)
-    optimizer.step()
-    held = [value for key, value in optimizer.state[p].items() if key != "step"]
-    assert sum(x.untyped_storage().nbytes() for x in (p, *held)) == each * p.numel()
-
-
 # --- under Precision ----------------------------------------------------------------------------
 
 
@@ -101,17 +86,6 @@ def bits(precision: Precision) -> dict[str, torch.Tensor]:
 
 
 CASES = ["fp32", "bf16-split,moments=8bit", "bf16-master", "bf16-sr,moments=8bit"]
-
-
-@pytest.mark.filterwarnings("ignore:.*Said once", "ignore:back to a copy")
-@pytest.mark.parametrize("policy", CASES)
-def test_a_step_that_is_skipped_changes_no_bit(policy):
-    precision, losses = trained(policy, 3, on_nonfinite="skip:2")
-    before = bits(precision)
-    assert not train_step(precision, 3, math.nan).applied
-    assert_same(bits(precision), before)
-    assert train_step(precision, 4).applied
-    assert losses[2] < losses[0]
 
 
 @pytest.mark.filterwarnings("ignore:back to a copy")

@@ -7,6 +7,7 @@ number of an 8-bit exponent and 3 mantissa bits (``reference.floats`` decodes it
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,10 @@ from reference import floats
 TOPS = range(32, 255)  # the lowest is a constant of the format; 254 is the largest fp32 exponent
 GRID = floats.table(8, 3)  # every magnitude that some window has; index = pattern
 NOISES = 2**20
+
+
+def nightly(*values: float) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def window(top: int, signed: bool) -> np.ndarray:
@@ -103,55 +108,7 @@ def test_storing_what_was_stored_changes_no_code(signed, seed):
     assert torch.equal(again, codes)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_the_top_is_the_block_s_largest_exponent(signed):
-    generator = np.random.default_rng(3)
-    exponents = generator.integers(-149, 128, (500, 128))
-    x = np.ldexp(
-        generator.uniform(1, 2, (500, 128)), exponents - generator.integers(0, 60, (500, 1))
-    )
-    x = np.minimum(x, float(np.finfo(np.float32).max)).astype(np.float32)
-    if signed:
-        x *= generator.choice([-1, 1], x.shape).astype(np.float32)
-    flat = torch.from_numpy(x.reshape(-1))
-    _, tops = encode(flat, "8bit", random_noise(x.size, 0), signed=signed)
-    largest = np.abs(x.astype(np.float64)).max(1)
-    wanted = np.maximum(np.frexp(largest)[1] - 1 + 127, 32)
-    assert np.array_equal(tops.numpy(), wanted)
-
-
 # --- rounding -----------------------------------------------------------------------------------
-
-
-def block_of(seed: int, top: int, signed: bool) -> np.ndarray:
-    """128 numbers of which the first has the top exponent; the others spread over the window."""
-    generator = np.random.default_rng(seed)
-    spread = generator.uniform(0, 15 if signed else 31, 128)
-    x = 2.0 ** (top - 127 - spread)
-    x[0] = 2.0 ** (top - 127) * generator.uniform(1, 1.99)
-    if signed:
-        x *= generator.choice([-1, 1], 128)
-    return x.astype(np.float32)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("top", [32, 33, 100, 127, 253, 254])
-def test_only_the_two_neighbours(top, signed):
-    rows = [block_of(seed, top, signed) for seed in range(40)]
-    x = np.tile(np.concatenate(rows), 16)
-    got = stored(x, random_noise(len(x), top), signed)
-    exact = np.abs(x.astype(np.float64))
-    largest = GRID[-1]
-    smallest = window(top, signed)[1]
-    low, high = floats.bracket(np.minimum(exact, largest), GRID)
-    magnitude = np.abs(got)
-    inside = exact >= smallest
-    assert inside.mean() > 0.9
-    assert np.array_equal(np.signbit(got), np.signbit(x))
-    assert ((magnitude == low) | (magnitude == high))[inside].all()
-    assert ((magnitude == 0) | (magnitude == smallest))[~inside].all()
-    if not signed:
-        assert (magnitude > 0).all()
 
 
 def over_all_noises(value: np.float32, holder: np.float32, signed: bool) -> Fraction:
@@ -177,7 +134,12 @@ def over_all_noises(value: np.float32, holder: np.float32, signed: bool) -> Frac
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize(
-    "value", [1.0, 1.001, 1.9999999, 0.7, 3e-4, 2.0**-14 * 1.3, 1e-3, 1.0625, 1.125]
+    "value",
+    [
+        1.001,
+        3e-4,
+        *nightly(1.0, 1.9999999, 0.7, 2.0**-14 * 1.3, 1e-3, 1.0625, 1.125),
+    ],
 )
 def test_the_mean_over_all_random_bits_is_exact_within_the_window(value, signed):
     for factor in (1.0, 2.0**-80, 2.0**100):
@@ -193,7 +155,12 @@ RESOLUTION = Fraction(SMALLEST) / NOISES
 
 
 @pytest.mark.parametrize(
-    "fraction", [1e-9, 2.0**-20, 1e-4, 0.1, 0.5, 0.75, 0.899, 0.905, 0.95, 0.999]
+    "fraction",
+    [
+        1e-4,
+        0.75,
+        *nightly(1e-9, 2.0**-20, 0.1, 0.5, 0.899, 0.905, 0.95, 0.999),
+    ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_first_moment_below_its_window_keeps_its_mean(fraction, sign):
@@ -211,29 +178,6 @@ def test_a_second_moment_is_never_0_unless_it_is_0(value):
     assert over_all_noises(x, np.float32(1.5), signed=False) == Fraction(smallest)
     zero = stored(np.array([1.5] + [0.0] * 127), random_noise(128, 0), signed=False)
     assert (zero[1:] == 0).all()
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_zeros_stay_zeros_in_blocks_of_nothing_else(signed):
-    x = np.zeros(300, dtype=np.float32)
-    for seed in range(3):
-        assert (stored(x, random_noise(300, seed), signed) == 0).all()
-        assert (stored(-x, random_noise(300, seed), signed) == 0).all()
-
-
-def test_a_block_of_subnormal_numbers():
-    generator = np.random.default_rng(0)
-    x = (generator.integers(1, 2**23, 2**14).astype(np.float64) * 2.0**-149).astype(np.float32)
-    smallest = window(32, signed=False)[1]
-    assert (x < smallest).mean() > 0.9
-    got = stored(x, random_noise(len(x), 1), signed=False)
-    # all are below the smallest window's first code, 1.25 * 2^-126, but none may become 0
-    assert (got == smallest).all()
-    first = stored(x, random_noise(len(x), 1), signed=True)
-    narrow = window(32, signed=True)[1]
-    assert set(np.unique(first)) <= {0.0, narrow}
-    # 2^-110 against 2^-127: kept once in some 10^5, so at most a few of 2^14 (mean 0.1 here)
-    assert (first > 0).sum() <= 3
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -288,14 +232,6 @@ def test_bf16_moments_round_stochastically_with_the_exact_mean(signed):
         assert set(got) <= {low[0], high[0]}
 
 
-def test_fp32_moments_are_handed_through():
-    x = torch.randn(10)
-    codes, tops = encode(x, "fp32", None, signed=True)
-    assert tops is None
-    assert torch.equal(codes, x)
-    assert torch.equal(decode(codes, None, signed=True), x)
-
-
 @pytest.mark.parametrize(
     ("moments", "dtype"),
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("8bit", torch.uint8)],
@@ -314,16 +250,6 @@ def test_a_new_moment_is_0_in_the_parameter_s_shape(moments, dtype, shape):
     if moments == "8bit":
         for signed in (True, False):
             assert (decode(values.reshape(-1), tops, signed=signed) == 0).all()
-
-
-def test_the_two_moments_draw_different_bits():
-    """With the same bits, an m that is rounded up would go with a v that is rounded up."""
-    x = np.full(2**14, 1.06, dtype=np.float32)
-    noise = random_noise(len(x), 0)
-    first, second = stored(x, noise, True), stored(x, noise, False)
-    a, b = first > 1.06, second > 1.06
-    correlation = np.corrcoef(a, b)[0, 1]
-    assert abs(correlation) <= 4 / np.sqrt(len(x))  # 4 sigma
 
 
 @pytest.mark.parametrize("signed", [True, False])

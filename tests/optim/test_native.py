@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import pwd
 import stat
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from torch import nn
 from halfstep import Precision
 from halfstep.errors import PrecisionError
 from halfstep.optim import optimizers
-from halfstep.optim.kernels import cpu as native, dispatch
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
 from halfstep.optim.kernels.dispatch import kernel_for
 from halfstep.optim.kernels.reference import Plan, run_torch
@@ -207,18 +205,6 @@ def test_gradients_that_are_not_finite(kernel, rule, moments):
             assert moments == "8bit" or weight.isfinite().sum() > 200
 
 
-@pytest.mark.parametrize("options", [{"nesterov": True, "dampening": 0.0}, {"momentum": 0.0}])
-def test_the_same_bits_for_the_options_of_sgd(kernel, options):
-    tasks = tasks_for(SGD, torch.bfloat16, "split", "8bit", torch.float32, [1000], seed=1)
-    other = copies(tasks)
-    for step in (1, 2, 3):
-        fill_gradients(tasks, step)
-        plan = plan_for("sgd", "split", "8bit", step, **options)
-        run_torch(tasks, plan)
-        kernel.run(other, plan)
-        assert_same_bits(tasks, other, f"{options} step {step}")
-
-
 def test_every_half_precision_gradient_is_read_as_its_number(kernel):
     """SGD with lr -1 and nothing else writes the gradient into a weight of 0."""
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
@@ -354,6 +340,7 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
 
 
+@pytest.mark.slow
 def test_flags_that_a_compiler_does_not_know_are_left_out(kernel, fresh_build, monkeypatch):
     """As Apple's clang knows no -fopenmp, and ARM compilers no -mprefer-vector-width."""
     text = (
@@ -379,32 +366,7 @@ def test_a_cache_folder_that_cannot_be_written(fresh_build, monkeypatch):
     step_once()
 
 
-def test_a_home_that_is_unknown(fresh_build, monkeypatch):
-    """As in a container whose user has no entry in the list of users, and no HOME."""
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def nobody(uid: int) -> None:
-        raise KeyError(f"uid not found: {uid}")
-
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert isinstance(native_kernel(), str)
-    step_once()
-
-
-def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
-    compiled = step_once()
-    native_kernel.cache_clear()
-    monkeypatch.setenv("HALFSTEP_KERNEL", "torch")
-    assert native_kernel() == "HALFSTEP_KERNEL=torch"
-    assert kernel_for("cpu").name == "torch operations (HALFSTEP_KERNEL=torch)"
-    calls = []
-    monkeypatch.setattr(dispatch, "run_torch", lambda *a: (calls.append(1), run_torch(*a)))
-    assert torch.equal(step_once(), compiled)
-    assert calls
-    assert not isinstance(native.native_kernel(), NativeKernel)
-
-
+@pytest.mark.slow
 def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monkeypatch):
     """The compiler writes half a file and waits; this process builds meanwhile as well."""
     slow = script(
@@ -442,6 +404,7 @@ WRONG = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):

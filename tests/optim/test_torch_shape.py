@@ -30,20 +30,6 @@ def run(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 5) -> to
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("value", [None, True, False])
-@pytest.mark.parametrize("name", ["foreach", "fused"])
-def test_foreach_and_fused_choose_nothing(cls, name, value):
-    p, q = weights(), weights()
-    assert torch.equal(run(cls([p], lr=0.1, **{name: value}), p), run(cls([q], lr=0.1), q))
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_foreach_and_fused_together_are_torch_s_error(cls):
-    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
-        cls([weights()], lr=0.1, foreach=True, fused=True)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 def test_maximize_is_the_step_with_the_negated_gradient(cls):
     p, q = weights(), weights()
     up, down = cls([p], lr=0.1, maximize=True), cls([q], lr=0.1)
@@ -64,16 +50,6 @@ def test_capturable_is_refused_with_the_way_out(cls):
     with pytest.raises(PrecisionError, match="capturable=True"):
         cls([{"params": [weights()], "capturable": True}])
     cls([weights()], capturable=False)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_differentiable_is_refused_with_the_reason(cls):
-    with pytest.raises(PrecisionError, match=r"differentiable=True.*autograd"):
-        cls([weights()], differentiable=True)
-    optimizer = cls([weights()], differentiable=False)
-    with pytest.raises(PrecisionError, match="differentiable=True"):
-        optimizer.add_param_group({"params": [weights()], "differentiable": True})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_amsgrad_is_refused_with_the_reason_and_the_way_out():
@@ -124,19 +100,6 @@ def test_a_rate_on_a_device_is_refused(cls):
         optimizer.add_param_group(group)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_errors_of_parameter_lists_are_torch_s(cls):
-    p = weights()
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        cls([])
-    with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
-        cls(p)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        cls([{"params": [p]}, {"params": [p]}])
-    with pytest.raises(ValueError, match="Some param names are missing"):
-        cls([("w", p), weights()])
-
-
 # --- names, closures, gradients -----------------------------------------------------------------
 
 
@@ -158,41 +121,6 @@ def test_named_parameters_are_taken_and_saved(cls):
 # --- states -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_hooks_of_saving_and_loading_see_the_whole_state(moments):
-    p, q = weights(), weights()
-    ours, other = AdamW([p], moments=moments), AdamW([q], moments=moments)
-    run(ours, p)
-    seen = []
-
-    def before_saving(optimizer):
-        seen.append("before saving")
-
-    def after_saving(optimizer, state):
-        seen.append("after saving")
-        return {**state, "extra": 1}
-
-    def before_loading(optimizer, state):
-        seen.append(f"before loading {int(state['state'][0]['step'])}")
-        changed = copy.deepcopy(state)
-        changed["state"][0]["step"].fill_(9)
-        return changed
-
-    def after_loading(optimizer):
-        seen.append(f"after loading {int(optimizer.state[q]['step'])}")
-
-    ours.register_state_dict_pre_hook(before_saving)
-    ours.register_state_dict_post_hook(after_saving)
-    other.register_load_state_dict_pre_hook(before_loading)
-    other.register_load_state_dict_post_hook(after_loading)
-    state = ours.state_dict()
-    assert state["extra"] == 1
-    for _ in range(2):
-        other.load_state_dict(state)
-    assert seen == ["before saving", "after saving", *["before loading 5", "after loading 9"] * 2]
-    assert state["state"][0]["step"] == 5
-
-
 def test_a_state_whose_numbers_are_in_another_order_goes_by_position():
     """torch.optim maps the numbers of a saved state by their places in its groups."""
     p, q = weights(0), weights(1)
@@ -208,20 +136,6 @@ def test_a_state_whose_numbers_are_in_another_order_goes_by_position():
     assert torch.equal(ours.state[q]["exp_avg"], before[1])
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_state_of_before_these_options_loads(cls):
-    p, q = weights(), weights()
-    ours, other = cls([p], lr=0.1), cls([q], lr=0.1, maximize=True)
-    run(ours, p)
-    state = ours.state_dict()
-    for key in ("maximize", "foreach", "fused", "differentiable", "capturable", "amsgrad"):
-        state["param_groups"][0].pop(key, None)
-    q.data.copy_(p.detach())
-    other.load_state_dict(state)
-    other.param_groups[0]["maximize"] = False
-    assert torch.equal(run(ours, p), run(other, q))
-
-
 @pytest.mark.parametrize(("cls", "peer"), PEERS)
 def test_states_go_to_torch_and_back(cls, peer):
     p, q = weights(), weights()
@@ -234,27 +148,6 @@ def test_states_go_to_torch_and_back(cls, peer):
     p.data.copy_(q.detach())
     ours.load_state_dict(through_a_file(theirs.state_dict()))
     assert (run(ours, p) - run(theirs, q)).abs().max() < 1e-6
-
-
-def test_the_state_of_torch_s_sgd_without_momentum_is_taken():
-    p = weights()
-    state = torch.optim.SGD([p], lr=0.1).state_dict()
-    state["state"] = {0: {"momentum_buffer": None}}  # as torch 2.3 saved it
-    ours = SGD([p], lr=0.1)
-    ours.load_state_dict(state)
-    run(ours, p)
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_torch_s_adamw_does_not_take_8_bit_codes_for_moments(name):
-    p, q = weights(), weights()
-    ours, theirs = AdamW([p], moments="8bit"), torch.optim.AdamW([q])
-    run(ours, p)
-    state = through_a_file(ours.state_dict())
-    assert name not in state["state"][0]
-    theirs.load_state_dict(state)
-    with pytest.raises(KeyError, match="exp_avg"):
-        run(theirs, q, 1)
 
 
 def test_an_8_bit_state_of_before_has_its_codes_under_the_moment_s_own_name():

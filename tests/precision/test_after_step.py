@@ -48,6 +48,7 @@ def test_an_unknown_answer_is_refused(text):
         make("fp32", on_nonfinite=text)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_skip_leaves_out_k_in_a_row_and_then_stops(policy, poison):
@@ -177,14 +178,6 @@ def test_ordinary_overflow_does_not_use_up_the_skips():
     assert not step(model, precision, 4, "loss").applied
 
 
-@pytest.mark.filterwarnings("ignore:the step is left out")
-def test_an_applied_step_gives_the_skips_back():
-    model, _, precision = make("fp32", on_nonfinite="skip:1")
-    for number in range(3):
-        assert not step(model, precision, 2 * number, "loss").applied
-        assert step(model, precision, 2 * number + 1).applied
-
-
 def test_a_refused_step_leaves_no_gradient_behind():
     model, optimizer, precision = make("bf16-master")
     late = nn.Parameter(torch.ones(2))
@@ -225,6 +218,7 @@ def test_averages_in_the_weights_places_are_not_trained_on(policy):
     assert step(model, precision).applied
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("on_skip", ["hold", "advance"])
 @pytest.mark.parametrize("name", ["adamw-loop", "adamw-foreach", "adamw-fused", "stranger"])
 def test_schedules_hold_or_advance_and_the_average_holds(on_skip, name):
@@ -248,19 +242,6 @@ def test_schedules_hold_or_advance_and_the_average_holds(on_skip, name):
     steps = 4 if on_skip == "advance" else 2
     assert optimizer.param_groups[0]["lr"] == pytest.approx(start * 0.5**steps, rel=1e-12)
     assert ema.updates == 2
-
-
-def test_a_first_skip_that_advances_says_nothing():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    precision = Precision(
-        scaled("fp16-mixed"), model, optimizer, schedulers=[schedule], on_skip="advance"
-    )
-    assert not step(model, precision, 0, "gradient").applied  # warnings are errors here
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    with pytest.raises(PrecisionError, match="on_skip='later'; allowed: hold, advance"):
-        make("fp32", on_skip="later")
 
 
 class Gain(nn.Module):
@@ -340,20 +321,3 @@ def test_several_optimizers_step_together_or_not_at_all():
     twice = [torch.optim.SGD(twin.parameters()) for _ in range(2)]
     with pytest.raises(PrecisionError, match="is in two optimizers"):
         Precision("fp32", twin, twice)
-
-
-def test_trainable_16_bit_weights_are_upcast_on_request_and_frozen_ones_stay():
-    model = mlp().half()
-    model[0].requires_grad_(False)
-    values = {n: p.detach().float() for n, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model[2].parameters())
-    cost = 2 * sum(p.numel() for p in model[2].parameters())
-    with pytest.raises(PrecisionError, match=rf"2\.weight.*upcast_trainable=True.*\({cost} bytes"):
-        Precision("fp16-mixed", model, optimizer)
-    precision = Precision("fp16-mixed", model, optimizer, upcast_trainable=True)
-    assert [p.dtype for p in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
-    assert all(torch.equal(values[n], p.float()) for n, p in model.named_parameters())
-    x, y = batches(1)[0]
-    for _ in range(20):
-        result = precision.step(loss_of(model, precision, (x, y)))
-    assert result.applied

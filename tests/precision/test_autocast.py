@@ -1,6 +1,7 @@
 """Which device runs which policy, and the context that makes it so."""
 
 import contextlib
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch import config as functorch_config
 
+from every import every
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.casting.autocast import (
     Autocast,
-    Support,
     active_autocast,
     cpu_has_bf16,
     require_support,
@@ -78,14 +79,6 @@ def test_a_cpu_runs_every_policy_but_tf32(name):
     assert require_support(POLICIES[name], CPU) == found
 
 
-@pytest.mark.parametrize(("flags", "status"), [(True, "native"), (False, "simulated")])
-def test_bf16_on_a_cpu_says_whether_it_is_native(monkeypatch, flags, status):
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: flags)
-    for name in ("bf16-mixed", "bf16-master", "bf16-pure"):
-        assert support(POLICIES[name], CPU).status == status
-    assert support(POLICIES["fp32"], CPU).status == "native"
-
-
 def test_cpu_has_bf16_reads_the_flags_of_this_cpu():
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -107,22 +100,20 @@ def test_tf32_on_a_cpu_is_refused_naming_fp32():
     assert switches() == before
 
 
-def offered_on_cpu(nearest: str) -> Support:
-    """How a CPU runs what a refusal offers as "<policy> on --device cpu"."""
-    policy, device = nearest.split(" on --device ")
-    assert device == "cpu"
-    return support(parse_policy(policy), CPU)
+def test_what_is_offered_instead_can_be_honoured():
+    def check(name, device):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            found = support(POLICIES[name], torch.device(device))
+            assert found.status == "refused"
+            assert ("no CUDA device" if device == "cuda" else device) in found.reason
+            policy, on = found.nearest.split(" on --device ")
+            assert on == "cpu"
+            assert support(parse_policy(policy), CPU).status != "refused"
+            with pytest.raises(PrecisionError, match="cannot be honoured on"):
+                require_support(POLICIES[name], torch.device(device))
 
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_cuda_without_a_device_is_refused_before_anything_runs(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = support(POLICIES[name], CUDA)
-    assert found.status == "refused"
-    assert "no CUDA device" in found.reason
-    assert offered_on_cpu(found.nearest).status != "refused"
-    with pytest.raises(PrecisionError, match=r"cannot be honoured on cuda.*no CUDA device"):
-        require_support(POLICIES[name], CUDA)
+    every(itertools.product(POLICIES, ("cuda", "mps", "xpu", "meta")), check)
 
 
 def pretend_gpu(monkeypatch, capability) -> None:
@@ -143,35 +134,8 @@ def test_compute_capability_decides(monkeypatch, name, capability):
     expected = "native" if capability >= FIRST[name.split("-")[0]] else "refused"
     assert found.status == expected
     assert f"{capability[0]}.{capability[1]}" in found.reason
-
-
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-@pytest.mark.parametrize(
-    ("name", "nearest"), [("bf16-mixed", "fp16-mixed"), ("tf32", "fp32"), ("bf16", "fp16-mixed")]
-)
-def test_the_nearest_policy_on_volta_and_turing(monkeypatch, name, nearest, capability):
-    pretend_gpu(monkeypatch, capability)
-    assert support(parse_policy(name), CUDA).nearest == nearest
-    with pytest.raises(PrecisionError, match=f"the nearest that can is {nearest}"):
-        require_support(parse_policy(name), CUDA)
-
-
-@pytest.mark.parametrize("capability", [(5, 2), (6, 1), (7, 0), (7, 5), (8, 0)])
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_nearest_policy_can_itself_be_honoured(monkeypatch, name, capability):
-    pretend_gpu(monkeypatch, capability)
-    found = support(POLICIES[name], CUDA)
-    if found.status == "refused":
+    if expected == "refused":
         assert support(parse_policy(found.nearest), CUDA).status != "refused"
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
-def test_other_devices_are_refused_and_what_is_offered_can_be_honoured(name, device):
-    found = support(POLICIES[name], torch.device(device))
-    assert found.status == "refused"
-    assert device in found.reason
-    assert offered_on_cpu(found.nearest).status != "refused"
 
 
 # --- the context ----------------------------------------------------------------------------------
@@ -279,6 +243,7 @@ def test_on_cuda_the_cuda_switches_are_pinned(monkeypatch):
         assert switches() == before
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("generic", ["none", "tf32", "ieee"])
 @pytest.mark.parametrize("above", ["none", "tf32", "bf16"])
 @pytest.mark.parametrize("own", ["none", "tf32", "bf16"])
@@ -331,17 +296,6 @@ def test_threads_that_want_the_same_value_share_it_and_others_are_refused():
         leave.set()
         first.join(10)
         assert settings(["conv"]) == seen[0] == ["ieee"]
-    assert settings(["conv"]) == ["bf16"]
-
-
-def test_pins_may_be_left_in_any_order():
-    torch.backends.mkldnn.conv.fp32_precision = "bf16"
-    outer, inner = (Pins((("mkldnn", "conv"),), value) for value in ("ieee", "tf32"))
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__()  # a generator that is closed late
-    assert settings(["conv"]) == ["tf32"]
-    inner.__exit__()
     assert settings(["conv"]) == ["bf16"]
 
 
@@ -450,50 +404,6 @@ def test_one_context_is_entered_again_nested_and_as_a_decorator():
     assert switches() == before
 
 
-def test_each_thread_has_its_own_innermost_context():
-    context, seen = context_of("bf16-mixed"), []
-
-    def look() -> None:
-        seen.append(active_autocast())
-        with context:
-            seen.append(active_autocast())
-            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-
-    with context_of("fp16-mixed") as _:
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        assert active_autocast() is not context
-    assert seen == [None, context, torch.bfloat16]
-
-
-def test_what_is_called_on_entering_comes_first_and_its_error_enters_nothing():
-    calls = []
-
-    def on_enter() -> None:
-        calls.append(active_autocast())
-        if len(calls) > 2:
-            raise PrecisionError("no")
-
-    context = Autocast(POLICIES["bf16-mixed"], None, CPU, on_enter)
-    with context, context:
-        assert calls == [None, context]
-    before = switches()
-    with pytest.raises(PrecisionError), context:
-        pass
-    assert switches() == before
-    assert active_autocast() is None
-
-
-def test_only_the_innermost_context_casts():
-    weight, x = torch.ones(2, 2).bfloat16(), torch.ones(2, 2)
-    with context_of("bf16-master"):
-        assert F.linear(x, weight).dtype == torch.bfloat16
-        with context_of("fp32"), pytest.raises(RuntimeError):
-            F.linear(x, weight)  # a module of 16 bits has no place under fp32
-        assert F.linear(x, weight).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     "policy",
     ["bf16-mixed,keep_fp32=*norm", "bf16-master", "bf16-split", "fp16-pure", "bf16-module"],
@@ -543,23 +453,6 @@ def gradients(outer_forward, outer_backward, model_type, x, y) -> list[torch.Ten
     return [output.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("model_type", [mlp, ConvNet])
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_fp32_is_fp32_although_the_process_allows_less(model_type, precision):
-    generator = torch.Generator().manual_seed(0)
-    x, y = batches(1, rows=512)[0]
-    if model_type is ConvNet:
-        x = torch.randn(8, 3, 16, 16, generator=generator)
-        y = torch.randn(8, 8, generator=generator)
-    torch.set_float32_matmul_precision("highest")
-    expected = gradients(contextlib.nullcontext, contextlib.nullcontext, model_type, x, y)
-    torch.set_float32_matmul_precision(precision)
-    if precision == "medium":
-        torch.backends.mkldnn.conv.fp32_precision = "bf16"
-    got = gradients(contextlib.nullcontext, contextlib.nullcontext, model_type, x, y)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 def outer() -> contextlib.AbstractContextManager[None]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -572,37 +465,6 @@ def test_an_outer_autocast_does_not_reach_into_an_fp32_forward_or_backward(aroun
     expected = gradients(contextlib.nullcontext, contextlib.nullcontext, mlp, x, y)
     got = gradients(*around, mlp, x, y)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_backward_inside_the_autocast_block_is_the_same_backward(name):
-    # Against torch's advice, and in half of all loops: backward() written inside the with-block.
-    x, y = batches(1, rows=64)[0]
-    results = []
-    for inside in (False, True):
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        precision = Precision(name, model, optimizer)
-        with precision.autocast():
-            loss = mse(model(x), y)
-            if inside:
-                precision.backward(loss)
-        if not inside:
-            precision.backward(loss)
-        results.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_mixed_products_really_run_in_the_compute_dtype():
-    # 1 + 2^-9 is no bf16 and 1 + 2^-12 no fp16 number: if operands are rounded, the product is 1.
-    for name, beyond in (("bf16-mixed", 2.0**-9), ("fp16-mixed", 2.0**-12)):
-        model = nn.Linear(1, 1, bias=False)
-        with torch.no_grad():
-            model.weight.fill_(1 + beyond)
-        precision = Precision(name, model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with precision.autocast():
-            assert model(torch.ones(1, 1)).item() == 1.0
-        assert model.weight.item() == 1 + beyond
 
 
 @pytest.mark.parametrize("name", [*DYNAMIC, "bf16-mixed", "bf16-master", "bf16-pure"])
@@ -628,6 +490,7 @@ def test_formats_without_instructions_are_simulated_in_forward_and_backward(
 # --- one context around a whole loop --------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", CPU_POLICIES)
 @pytest.mark.parametrize("how", ["with", "decorator"])
 def test_a_context_around_the_loop_computes_with_the_weights_as_they_are(name, how):

@@ -112,6 +112,7 @@ def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
         assert same == [i == product for i in range(3)]
 
 
+@pytest.mark.slow
 def test_outliers_cost_less_where_tokens_are_mixed():
     """One number in 50 is 30 times as large, and takes the codes of the 15 others in its block."""
     errors = {}
@@ -129,6 +130,7 @@ def test_outliers_cost_less_where_tokens_are_mixed():
     assert errors["nvfp4-nearest"] < 0.9 * errors["nvfp4-unmixed"], errors
 
 
+@pytest.mark.slow
 def test_stochastic_gradients_are_right_on_average():
     """1,000 draws: the mean's error is 1/30 of one draw's, and that of nearest stays as it is."""
     x, g = tensors()
@@ -178,6 +180,7 @@ def train(policy, count=6, micro=1, length=0, state=None, **given):
     return losses, (length or count, *parts)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8", "fp8"])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_a_resumed_run_repeats_bit_by_bit(base, micro):

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.casting.cast import low_bit_of
-from halfstep.precision.policy.devices import cpu_has_bf16
 
 POLICY = "nvfp4,simulate=yes"
 
@@ -45,6 +44,7 @@ def gradients(run, policy=POLICY):
 
 
 # torch's own, where Dynamo breaks its graph
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "policy", [POLICY, "mxfp8,simulate=yes", "bf16-split,recipe=fp8,simulate=yes"]
@@ -64,20 +64,6 @@ def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(run, polic
     plain = gradients(lambda model, x: model(x), policy)
     for a, b in zip(plain, gradients(run, policy), strict=True):
         assert torch.equal(a, b)
-
-
-def test_compile_in_one_graph_runs_or_is_refused():
-    torch._dynamo.reset()
-    plain = gradients(lambda model, x: model(x))
-    # a dispatch mode, which simulates products where the CPU has none, lets no graph be made
-    refused = (torch._dynamo.exc.Unsupported, *(() if cpu_has_bf16() else (RuntimeError,)))
-    try:
-        found = gradients(
-            lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-        )
-    except refused:
-        return
-    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -142,29 +128,6 @@ def test_a_layer_inside_a_module_with_a_rule_keeps_its_recipe_in_autocast():
         model(batch())
 
 
-def test_a_device_that_is_not_here_leads_to_one_that_runs():
-    for device in ("cuda", "mps"):
-        found = halfstep.support("nvfp4", device)
-        if found.status == "refused" and "torch sees no" in found.reason:
-            assert found.nearest == "nvfp4,simulate=yes on --device cpu"
-
-
-def test_an_input_of_other_features_is_torchs_error():
-    model, precision = made()
-    with precision.autocast(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model[0].up(torch.ones(3, 65))
-
-
-def test_no_tokens_and_one():
-    model, precision = made()
-    for shape in ((0, 64), (64,), (1, 64), (2, 0, 64)):
-        with precision.autocast():
-            y = model(torch.zeros(shape))
-        y.sum().backward()
-        assert y.shape == shape
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
 # torch's own, where Dynamo breaks its graph
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("policy", [POLICY, "mxfp8,simulate=yes", "fp8,simulate=yes"])
@@ -193,24 +156,6 @@ def test_a_number_that_is_not_finite_reaches_the_guard_and_its_first_cause(polic
     assert all(torch.equal(a, b) for a, b in zip(before, faulty.parameters(), strict=True))
     cause = str(halfstep.first_cause(precision, lambda: loss(batch())))
     assert "Fault" in cause, cause
-
-
-def test_a_weight_that_is_not_finite_is_found_in_its_layer():
-    model, precision = made()
-    with torch.no_grad():
-        model[1].up.weight[0, 0] = float("inf")
-    with precision.autocast():
-        loss = model(batch()).square().mean()
-    with pytest.raises(NonFiniteError, match=r"1\.up\.weight"):
-        precision.step(loss)
-
-
-def test_close_gives_back_a_plain_model_and_a_new_recipe_may_follow():
-    model, precision = made()
-    precision.close()
-    assert all(low_bit_of(module) is None for module in model.modules())
-    _, precision = made("mxfp8,simulate=yes", model=model)
-    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
 
 
 def through_a_pickle(model):
@@ -261,22 +206,6 @@ def model_loss(model, precision):
         return model(batch()).float().square().mean()
 
 
-def test_a_copy_may_get_a_precision_of_its_own():
-    model, precision = made("mxfp8,simulate=yes")
-    copied = copy.deepcopy(model)
-    _, other = made("bf16-mixed", model=copied)
-    assert all(low_bit_of(module) is None for module in copied.modules())
-    assert low_bit_of(model[0].up) is not None
-    other.close()
-    copied = copy.deepcopy(model)
-    _, other = made("fp8,simulate=yes", model=copied)
-    assert str(low_bit_of(copied[0].up).recipe) == "fp8"
-    assert str(low_bit_of(model[0].up).recipe) == "mxfp8"
-    other.close()
-    precision.close()
-    assert low_bit_of(model[0].up) is None
-
-
 @pytest.mark.parametrize(
     ("policy", "without"), [("mxfp8,simulate=yes", "bf16-mixed"), (STORED, "bf16-split")]
 )
@@ -290,29 +219,6 @@ def test_a_model_is_plain_in_the_context_of_another_policy_without_a_recipe(poli
         assert torch.equal(evaluated(model, halfstep.autocast(other, "cpu")), expected), other
         assert not torch.equal(expected.float(), own.float())
     assert torch.equal(evaluated(model, precision.autocast()), own)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
-def test_a_copy_is_scripted_as_a_plain_model():
-    model, _precision = made("mxfp8,simulate=yes")
-    copied = copy.deepcopy(model)
-    for each in (model, copied):
-        scripted = torch.jit.script(each[0].up)
-        assert torch.equal(scripted(batch()), nn.functional.linear(
-            batch(), model[0].up.weight, model[0].up.bias))  # fmt: skip
-
-
-def test_evaluation_draws_nothing_and_is_the_same_in_every_mode():
-    model, precision = made()
-    model.eval()
-    outputs = []
-    for context in (torch.no_grad, torch.no_grad, torch.inference_mode):
-        with context(), precision.autocast():
-            outputs.append(model(batch()))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
-    state = copy.deepcopy(precision.state_dict())
-    assert str(state) == str(precision.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -342,31 +248,6 @@ def test_what_autograd_cannot_do_with_it_is_refused():
             torch.func.vmap(model)(torch.randn(2, 3, 64))
 
 
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "n_positions": 32}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends))
-
-
-def test_conv1d_layers_of_gpt2_have_the_recipe_and_its_tied_head_has_not():
-    model, precision = made(model=gpt2())
-    low = [name for name, module in model.named_modules() if low_bit_of(module)]
-    assert len(low) == 8
-    assert "lm_head" not in low
-    ids = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(8):
-        with precision.autocast():
-            out = model(input_ids=ids, labels=ids)
-        losses.append(precision.step(out.loss).loss)
-    assert losses[-1] < losses[0]
-    with precision.autocast(), torch.no_grad():
-        made_ids = model.generate(ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert made_ids.shape == (2, 8)
-
-
 def test_a_conv1d_layer_rounds_as_a_linear_layer_of_its_transposed_weight():
     conv = pytest.importorskip("transformers.pytorch_utils").Conv1D(128, 64)
     linear = nn.Linear(64, 128)
@@ -385,27 +266,6 @@ def test_a_conv1d_layer_rounds_as_a_linear_layer_of_its_transposed_weight():
     for a, b in zip(*found, strict=True):
         # one bf16 rounding: layouts may add up in another order
         assert torch.allclose(a, b, rtol=2**-7, atol=2**-7 * float(b.detach().abs().max()))
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_lora_is_kept_by_the_line_that_the_error_gives():
-    peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(
-        r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(gpt2(), settings)
-    with pytest.raises(PrecisionError, match=r"lora_A\.default has 4 outputs") as error:
-        made(model=model)
-    keep = str(error.value).rpartition(" ")[2]
-    assert keep.startswith("keep_bf16=base_model.model.transformer.h.*.attn.c_attn.lora_A.default|")
-    model, precision = made(f"{POLICY},{keep}", model=model)
-    ids = torch.randint(96, (2, 16))
-    with precision.autocast():
-        out = model(input_ids=ids, labels=ids)
-    assert precision.step(out.loss).applied
-    low = [name for name, module in model.named_modules() if low_bit_of(module)]
-    assert len(low) == 8
-    assert any(name.endswith("c_attn.base_layer") for name in low)
 
 
 RECIPES = ("fp8", "fp8-block", "mxfp8", "nvfp4")
@@ -464,20 +324,6 @@ def test_an_input_that_is_no_activation_is_refused_by_the_layer(recipe, dtype):
     )
     with pytest.raises(PrecisionError, match=message):
         wide(recipe, torch.ones(4, 128).to(dtype))
-
-
-def test_a_number_is_torchs_error():
-    with pytest.raises(RuntimeError, match="at least 1D"):
-        wide("mxfp8", torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_in_fp64_is_refused_by_the_weight(recipe):
-    with pytest.raises(PrecisionError, match=r"0\.weight is fp64.*model\.float\(\)"):
-        halfstep.Precision(
-            f"{recipe},simulate=yes", (m := nn.Sequential(nn.Linear(128, 128).double())),
-            torch.optim.SGD(m.parameters(), lr=0.1),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

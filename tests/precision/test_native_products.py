@@ -106,6 +106,7 @@ def spread(rows, columns, seed=0):
     return (x * torch.randint(-6, 7, x.shape, generator=generator).exp2()).bfloat16()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("product", OPERANDS)
 def test_what_torch_gets_stands_for_the_quantised_operands(scheme, product, monkeypatch):
@@ -123,19 +124,6 @@ def test_what_torch_gets_stands_for_the_quantised_operands(scheme, product, monk
             bound = 4 * 2.0**-24 * (x.abs() @ y.abs())
             assert found.shape == (rows, columns)
             assert ((found - x @ y).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("scheme", ["fp8", "mxfp8", "nvfp4"])
-def test_sizes_that_fill_no_16_bytes_are_filled_with_zeros(scheme, monkeypatch):
-    monkeypatch.setattr(F, "scaled_mm", Tensorcores())
-    length = SCHEMES[scheme].block
-    for rows, columns, blocks in ((3, 7, 1), (5, 33, 3), (17, 16, 5)):
-        form = BLOCK_FORMATS[SCHEMES[scheme].inputs]
-        k = blocks * length
-        a, b = form.quantize(spread(rows, k), 1), form.quantize(spread(columns, k, 1), 1)
-        x, y = a.dequantize().double(), b.dequantize().double().t()
-        found = scaled_product(a, b).double()
-        assert ((found - x @ y).abs() <= 4 * 2.0**-24 * (x.abs() @ y.abs())).all()
 
 
 def test_scales_lie_in_tiles_of_128_rows_and_4_columns():
@@ -190,12 +178,6 @@ def test_a_layer_takes_the_native_product_where_the_device_has_it(scheme, tensor
         assert ((a - b).abs() <= 2 * 2.0**-8 * (b.abs() + 128**-0.5)).all()
 
 
-def test_simulate_is_native_where_the_device_can(tensorcores):
-    assert halfstep.support("nvfp4,simulate=yes", "cpu").status == "native"
-    products("nvfp4,simulate=yes")
-    assert set(tensorcores.calls) == {("BlockWise1x16", "BlockWise1x16")}
-
-
 class Cuda:
     """What ``why_not_native`` asks of a GPU that is not here."""
 
@@ -221,16 +203,6 @@ def test_a_gpu_has_a_scheme_from_its_capability_on(scheme, capability, words, mo
     native.why_not_native.cache_clear()
     assert bool(found) == bool(words)
     assert not words or pytest.importorskip("re").search(words, found)
-
-
-def test_torch_without_the_function_and_a_wrong_product_are_no_native_ones(monkeypatch):
-    Cuda(monkeypatch, (10, 0), "a live probe found it wrong")
-    assert native.why_not_native("mxfp8", torch.device("cuda", 0)) == "a live probe found it wrong"
-    native.why_not_native.cache_clear()
-    monkeypatch.delattr(F, "scaled_mm")
-    found = native.why_not_native("mxfp8", torch.device("cuda", 0))
-    native.why_not_native.cache_clear()
-    assert found.endswith("has no torch.nn.functional.scaled_mm")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,16 +1,12 @@
 """Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
 
 import copy
-import gc
-import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from halfstep import EMA, NonFiniteError, OneRank, Precision, PrecisionError
+from halfstep import NonFiniteError, OneRank, Precision, PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.precision.masters import masters as master_weights
 
@@ -61,21 +57,7 @@ def test_close_also_lets_go_of_parameters_that_no_optimizer_has(policy):
     assert all(p.grad is None for p in model[1].parameters())
 
 
-@pytest.mark.parametrize("policy", MAKE)
-def test_a_state_is_loaded_after_the_weights_that_it_has_were_unfrozen(policy):
-    model = net()
-    _, precision = under(policy, model)
-    step(model, precision)
-    saved = copy.deepcopy(precision.state_dict())
-    other = net()
-    other[0].requires_grad_(False)
-    _, later = under(policy, other)
-    other[0].requires_grad_(True)
-    later.load_state_dict(saved)
-    for name, master in later.state_dict()["masters"].items():
-        assert torch.equal(master, saved["masters"][name]), name
-
-
+@pytest.mark.covering
 @pytest.mark.parametrize("order", ["mop", "pom", "mpo", "opm", "pmo"])
 @pytest.mark.parametrize("policy", MAKE)
 def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
@@ -95,20 +77,6 @@ def test_a_resume_is_exact_in_whatever_order_states_are_loaded(policy, order):
         assert torch.equal(into["p"].state_dict()["masters"][name], master), name
 
 
-@pytest.mark.parametrize("policy", MAKE)
-def test_a_load_of_some_weights_takes_those_and_keeps_what_lies_behind_the_others(policy):
-    model = net()
-    _, precision = under(policy, model)
-    step(model, precision)
-    before = precision.state_dict()["masters"]
-    assert any((v.to(model[0].weight.dtype).float() != v).any() for v in before.values())
-    model.load_state_dict({"1.weight": torch.full((1, 4), 0.3)}, strict=False)
-    after = precision.state_dict()["masters"]
-    for name, master in after.items():
-        taken = torch.full((1, 4), 0.3).to(model[0].weight.dtype).float()
-        assert torch.equal(master, taken if name == "1.weight" else before[name]), name
-
-
 def test_a_copy_looks_at_each_master_once(monkeypatch):
     model = net()
     _, precision = under("bf16-master", model)
@@ -125,23 +93,6 @@ def test_a_copy_looks_at_each_master_once(monkeypatch):
     for name, parameter in copied.named_parameters():
         assert torch.equal(parameter, exact[name]), name
     assert copied[1].bias.item() == 7.0
-
-
-@pytest.mark.parametrize("policy", MAKE)
-def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
-    model = net()
-    optimizer, precision = under(policy, model)
-    step(model, precision)
-    model[1] = nn.Linear(4, 3)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    assert step(model, precision).applied
-    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
-    assert step(model, precision).applied
-    saved = precision.state_dict()
-    assert saved["masters"]["1.weight"].shape == (3, 4)
-    precision.load_state_dict(saved)
-    precision.take_weights_()
-    assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
 
 
 SCALED = ["fp16-mixed", "fp16-master"]
@@ -167,40 +118,6 @@ def test_a_gradient_of_the_input_is_unscaled_and_its_loss_is_none_of_the_step(po
     assert precision.step(loss).loss == loss.item()
 
 
-@pytest.mark.parametrize("policy", SCALED)
-def test_parameters_of_a_loss_module_get_unscaled_gradients(policy):
-    model, centre = net(), nn.Parameter(torch.tensor([0.5]))
-    reference, own = net(), nn.Parameter(torch.tensor([0.5]))
-    (reference(X) - own).square().mean().backward()
-    _, precision = under(policy, model)
-    with precision.autocast():
-        loss = (model(X) - centre).square().mean()
-    precision.backward(loss)
-    torch.testing.assert_close(centre.grad, own.grad, **NEAR)
-
-
-@pytest.mark.parametrize("first", SCALED)
-@pytest.mark.parametrize("second", ["fp32", "bf16-mixed", "fp16-mixed"])
-def test_a_loss_of_one_precision_reaches_the_model_of_another_unscaled(first, second):
-    body, head = net(outputs=4), nn.Linear(4, 1)
-    expected = copy.deepcopy(nn.Sequential(body, head))
-    loss = expected(X).square().mean()
-    loss.backward()
-    _, of_body = under(first, body)
-    _, of_head = under(second, head)
-    for _ in range(2):  # the head's own first, so that a hook of either may be there
-        with of_body.autocast():
-            hidden = body(X)
-        with of_head.autocast():
-            loss = head(hidden).square().mean()
-        of_head.backward(loss, retain_graph=True)
-        of_head.discard()
-        of_body.backward(loss)
-        torch.testing.assert_close(head.weight.grad, expected[1].weight.grad, **NEAR)
-        of_body.discard()
-        of_head.discard()
-
-
 @pytest.mark.parametrize("policy", MAKE)
 def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(policy):
     (model, other), losses = (net(), net()), []
@@ -218,59 +135,6 @@ def test_weights_that_are_loaded_for_an_evaluation_and_taken_back_lose_nothing(p
     for name, master in precision.state_dict()["masters"].items():
         assert torch.equal(master, exact[name]), name
     assert len({*losses}) == 3
-
-
-@pytest.mark.parametrize("policy", MAKE)
-def test_a_copy_inside_of_an_average_leaves_the_masters_alone(policy):
-    model = net()
-    average = EMA(model, decay=0.5)
-    _, precision = under(policy, model, ema=average)
-    for _ in range(3):
-        step(model, precision)
-    before = precision.state_dict()["masters"]
-    with average.applied_to(model):
-        copied = copy.deepcopy(model)
-        shown = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, master in precision.state_dict()["masters"].items():
-        assert torch.equal(master, before[name]), name
-    for name, parameter in copied.named_parameters():
-        assert torch.equal(parameter.to(shown[name].dtype), shown[name]), name
-
-
-def test_a_backward_in_one_thread_refuses_nothing_in_another():
-    model, free = net(), net()
-    _, precision = under("fp16-mixed", model)
-    _, _held = under("bf16-mixed", free)
-    inside, gradients = threading.Event(), []
-
-    def elsewhere():
-        inside.wait(10)
-        x = X.clone().requires_grad_()
-        gradients.extend(torch.autograd.grad(free(x).sum(), x))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    hook = model[0].weight.register_hook(lambda g: (inside.set(), thread.join(10))[1])
-    precision.backward(loss_of(model, precision))
-    hook.remove()
-    assert len(gradients) == 1
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed"])
-def test_a_group_that_came_later_belongs_to_one_precision_too(policy):
-    model = net()
-    optimizer, precision = under(policy, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    step(model, precision)
-    optimizer.add_param_group({"params": list(model[1].parameters())})
-    step(model, precision)
-    with pytest.raises(PrecisionError, match="trained by another Precision"):
-        under("fp32", model[1])
-    del optimizer.param_groups[-1]
-    step(model, precision)
-    _, other = under("fp32", model[1])
-    other.close()
-    precision.close()
-    precision.close()
 
 
 class Waits:
@@ -310,49 +174,6 @@ def test_a_second_optimizer_would_update_16_bit_weights_in_16_bits(policy):
     second.step()
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-pure"])
-def test_a_second_optimizer_is_free_where_it_trains_as_the_policy_does(policy):
-    model = net()
-    _, precision = under(policy, model, torch.optim.SGD(model[1].parameters(), lr=0.1))
-    second = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    precision.backward(loss_of(model, precision))
-    second.step()
-    assert precision.step().applied
-
-
-@pytest.mark.parametrize("policy", MAKE)
-def test_parts_of_one_model_may_have_a_precision_each(policy):
-    model = net()
-    _, first = under(policy, model, MAKE[policy](model[0].parameters(), lr=0.1))
-    _, second = under(policy, model[1])
-    loss = loss_of(model, first)
-    first.backward(loss, retain_graph=True)
-    second.backward(loss)
-    assert first.step().applied
-    assert second.step().applied
-
-
-class Around(torch.optim.Optimizer):
-    """An optimizer that lets another one step, as Lookahead does."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master"])
-def test_an_optimizer_inside_of_another_may_step(policy):
-    model = net()
-    _, precision = under(policy, model, Around(torch.optim.SGD(model.parameters(), lr=0.1)))
-    before = model[0].weight.detach().clone()
-    assert step(model, precision).applied
-    assert not torch.equal(model[0].weight, before)
-
-
 @pytest.mark.parametrize("policy", MAKE)
 def test_a_precision_that_nobody_keeps_leaves_its_optimizer_shut(policy):
     model = net()
@@ -361,15 +182,6 @@ def test_a_precision_that_nobody_keeps_leaves_its_optimizer_shut(policy):
     model(X).float().square().mean().backward()
     with pytest.raises(PrecisionError, match="in a variable"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed"])
-def test_a_precision_that_nobody_keeps_leaves_a_plain_model_where_weights_are_fp32(policy):
-    model = net()
-    optimizer, _ = under(policy, model)
-    del _
-    model(X).square().mean().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-split"])
@@ -398,58 +210,6 @@ def test_a_loss_whose_gradients_are_all_zero_is_told_as_it_is(policy):
         empty = model(X[:0]).square().mean()  # NaN, and its gradients are 0
     with pytest.raises(NonFiniteError, match="the loss is nan before any gradient"):
         precision.step(empty)
-
-
-def test_a_gradient_that_is_zero_by_itself_drops_no_loss():
-    model = net()
-    _, precision = under("fp32", model)
-    for _ in range(2):
-        loss = model[1](model[0](X).detach() * 0).square().mean()  # the weight's gradient is 0
-        precision.backward(loss)
-    assert precision.step().loss == pytest.approx(2 * loss.item())
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_weight_that_is_unfrozen_later_is_averaged_from_then_on(dtype):
-    model = net()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ema = EMA(model, decay=0.5, dtype=dtype)
-    _, precision = under("fp32", model, optimizer, ema=ema)
-    step(model, precision)
-    assert {*ema.averages} == {"1.weight", "1.bias"}
-    model[0].requires_grad_(True)
-    step(model, precision)
-    average = model[0].weight.detach().clone()
-    for _ in range(3):
-        step(model, precision)
-        average.lerp_(model[0].weight.detach(), 0.5)
-    gap = 3 * 2.0**-8 if dtype == "bf16" else 1e-7
-    assert torch.allclose(ema.averages["0.weight"].float(), average, rtol=gap, atol=gap)
-    with ema.applied_to(model):
-        assert torch.equal(model[0].weight, ema.averages["0.weight"].float())
-
-
-def test_a_precision_may_be_collected_while_another_optimizer_steps():
-    """Removing its hook then would break torch's loop over the hooks of all optimizers."""
-    model = nn.Linear(4, 4)
-    left = Precision("bf16-split", model, AdamW(model.parameters()))
-    gone = weakref.ref(left)
-    left.itself = left  # so that only the collector of garbage finds it
-    gc.disable()
-    del left
-    other = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    collects = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
-    another = register_optimizer_step_pre_hook(lambda *_: None)
-    try:
-        other(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    finally:
-        gc.enable()
-        collects.remove()
-        another.remove()
-    assert gone() is None
 
 
 # As a context manager
@@ -488,9 +248,3 @@ def test_a_with_block_closes_on_an_error_and_does_not_hide_it(monkeypatch):
     monkeypatch.setattr(third, "settle", fail)
     with pytest.raises(NonFiniteError, match="the last step"), third:
         pass
-
-
-def test_a_with_block_may_close_by_itself():
-    model = net()
-    with Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1)) as precision:
-        precision.close()

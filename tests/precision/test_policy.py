@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from every import every
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -42,89 +43,97 @@ def test_the_table_is_complete():
     assert set(POLICIES) == set(TABLE)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_policy_is_the_table_s_row(name):
-    policy = POLICIES[name]
-    got = (*(getattr(policy, f"{f}_dtype") for f in FIELDS), policy.tf32, policy.loss_scale.kind)
-    *wanted, kind = TABLE[name]
-    assert [*got, policy.update, policy.moment_format] == wanted
-    assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
-    assert policy.has_masters == (kind == "masters")
-    assert policy.is_pure == (kind == "pure")
-    assert policy.casts_per_op == (kind == "op")
-    # bf16-split and its kin, and no other preset, need an optimizer that knows their way
-    assert policy.needs_own_optimizer == (policy.update != "nearest")
-    assert policy.rules == ()
+def test_policy_is_the_table_s_row():
+    def check(name):
+        policy = POLICIES[name]
+        got = (
+            *(getattr(policy, f"{f}_dtype") for f in FIELDS),
+            policy.tf32,
+            policy.loss_scale.kind,
+        )
+        *wanted, kind = TABLE[name]
+        assert [*got, policy.update, policy.moment_format] == wanted
+        assert policy.loss_scale == LossScaleConfig(kind=policy.loss_scale.kind)
+        assert policy.has_masters == (kind == "masters")
+        assert policy.is_pure == (kind == "pure")
+        assert policy.casts_per_op == (kind == "op")
+        # bf16-split and its kin, and no other preset, need an optimizer that knows their way
+        assert policy.needs_own_optimizer == (policy.update != "nearest")
+        assert policy.rules == ()
+
+    every(TABLE, check)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_policy_prints_its_name_and_its_name_parses_to_it(name):
-    assert str(POLICIES[name]) == POLICIES[name].name == name
-    assert parse_policy(name) == POLICIES[name]
-    assert parse_policy(POLICIES[name]) is POLICIES[name]
-    assert parse_policy(f"  {name}\n") == POLICIES[name]
+def test_a_policy_prints_its_name_and_its_name_parses_to_it():
+    def check(name):
+        assert str(POLICIES[name]) == POLICIES[name].name == name
+        assert parse_policy(name) == POLICIES[name]
+        assert parse_policy(POLICIES[name]) is POLICIES[name]
+        assert parse_policy(f"  {name}\n") == POLICIES[name]
+
+    every(TABLE, check)
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_every_alias_prints_back_canonically(name):
-    for alias in ALIASES[name].split():
-        assert str(parse_policy(alias)) == name
+def test_every_alias_prints_back_canonically():
+    def check(name):
+        for alias in ALIASES[name].split():
+            assert str(parse_policy(alias)) == name
+
+    every(ALIASES, check)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
-        ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
-        ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
-        ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
-        ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
-        ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
-        ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
-        ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
-        (
-            {"param_dtype": B16, "compute_dtype": F16},
-            "params=bf16 with compute=fp16.*compute=bf16",
-        ),
-        (
-            {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
-            "params=bf16 with master=fp16: the master is fp32 or",
-        ),
-        ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
-        ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
-        (
-            {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
-            "grad=fp32 with master=fp16.*use grad=fp16",
-        ),
-        ({"update": "ceil"}, "update=ceil; allowed: nearest, split, split24, kahan, stochastic"),
-        ({"moments": "fp64"}, "moments=fp64; allowed: master, fp32, bf16, 8bit"),
-        ({"update": "split"}, "update=split with params=fp32.*use params=bf16,master=fp32"),
-        (
-            {"param_dtype": F16, "compute_dtype": F16, "update": "split"},
-            "update=split with params=fp16.*for fp16 weights use fp16-master",
-        ),
-        (
-            {"param_dtype": B16, "compute_dtype": B16, "update": "kahan"},
-            "update=kahan with params=bf16, master=fp32: use params=bf16,master=bf16,update=kahan",
-        ),
-        ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
-        (
-            {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
-            "compute=tf32 .*needs params=fp32",
-        ),
-    ],
-)
-def test_a_combination_that_cannot_run_is_refused_with_its_reason(fields, message):
-    with pytest.raises(PrecisionError, match=message):
-        PrecisionPolicy(**fields)
+def test_a_combination_that_cannot_run_is_refused_with_its_reason():
+    def check(fields, message):
+        with pytest.raises(PrecisionError, match=message):
+            PrecisionPolicy(**fields)
 
-
-def test_a_policy_is_a_frozen_value():
-    policy = PrecisionPolicy(compute_dtype=B16)
-    assert policy == POLICIES["bf16-mixed"]
-    assert hash(policy) == hash(POLICIES["bf16-mixed"])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.compute_dtype = F32  # type: ignore[misc]
+    every(
+        [
+            ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
+            ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
+            ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
+            ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
+            ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
+            ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
+            ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
+            ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
+            (
+                {"param_dtype": B16, "compute_dtype": F16},
+                "params=bf16 with compute=fp16.*compute=bf16",
+            ),
+            (
+                {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
+                "params=bf16 with master=fp16: the master is fp32 or",
+            ),
+            ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
+            ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
+            (
+                {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
+                "grad=fp32 with master=fp16.*use grad=fp16",
+            ),
+            (
+                {"update": "ceil"},
+                "update=ceil; allowed: nearest, split, split24, kahan, stochastic",
+            ),
+            ({"moments": "fp64"}, "moments=fp64; allowed: master, fp32, bf16, 8bit"),
+            ({"update": "split"}, "update=split with params=fp32.*use params=bf16,master=fp32"),
+            (
+                {"param_dtype": F16, "compute_dtype": F16, "update": "split"},
+                "update=split with params=fp16.*for fp16 weights use fp16-master",
+            ),
+            (
+                {"param_dtype": B16, "compute_dtype": B16, "update": "kahan"},
+                "update=kahan with params=bf16, master=fp32: "
+                "use params=bf16,master=bf16,update=kahan",
+            ),
+            ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
+            (
+                {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
+                "compute=tf32 .*needs params=fp32",
+            ),
+        ],
+        check,
+    )
 
 
 def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import halfstep
+from every import every
 
 STUB = Path(halfstep.__file__).with_name("__init__.pyi")
 NAMES = {
@@ -45,12 +46,14 @@ def test_the_promised_names_are_there():
     assert set(NAMES) >= PROMISED
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_resolves_to_the_object_of_its_module(name):
-    module = __import__(f"halfstep.{NAMES[name]}", fromlist=[name])
-    assert getattr(halfstep, name) is getattr(module, name)
-    assert name in halfstep.__all__
-    assert name in dir(halfstep)
+def test_every_public_name_resolves_to_the_object_of_its_module():
+    def check(name):
+        module = __import__(f"halfstep.{NAMES[name]}", fromlist=[name])
+        assert getattr(halfstep, name) is getattr(module, name)
+        assert name in halfstep.__all__
+        assert name in dir(halfstep)
+
+    every(NAMES, check)
 
 
 def test_names_that_do_not_exist_are_attribute_errors():
@@ -80,6 +83,7 @@ def test_examples_in_docstrings_are_right():
         assert result.failed == 0, name
 
 
+@pytest.mark.slow
 def test_the_library_needs_no_module_that_windows_lacks():
     """The trainer does, and says so; what Python lacks on Windows is taken away here."""
     code = (
@@ -116,15 +120,17 @@ def written() -> str:
     return "\n".join(p.read_text(encoding="utf-8") for p in (*pages, DOCS / "README.md"))
 
 
-@pytest.mark.parametrize(("module", "name"), EXPORTED)
-def test_every_public_name_is_documented(module, name):
-    value = getattr(importlib.import_module(module), name)
-    assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", written()), "no page of docs/ names it"
-    if callable(value):
-        text = inspect.getdoc(value)
-        assert text
-        assert len(text.split()) >= SHORTEST
-        assert text != inspect.getdoc(type(value))
-        for member, part in vars(value).items() if inspect.isclass(value) else ():
-            if not member.startswith("_") and inspect.isfunction(part):
-                assert inspect.getdoc(getattr(value, member)), member
+def test_every_public_name_is_documented():
+    def check(module, name):
+        value = getattr(importlib.import_module(module), name)
+        assert re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", written()), "no page of docs/ names it"
+        if callable(value):
+            text = inspect.getdoc(value)
+            assert text
+            assert len(text.split()) >= SHORTEST
+            assert text != inspect.getdoc(type(value))
+            for member, part in vars(value).items() if inspect.isclass(value) else ():
+                if not member.startswith("_") and inspect.isfunction(part):
+                    assert inspect.getdoc(getattr(value, member)), member
+
+    every(EXPORTED, check)

@@ -144,19 +144,6 @@ def test_no_product_reaches_torch_s_16_bit_kernels(name, low):
     assert low_products(both, SIMULATED[low]()) == []
 
 
-@both_formats
-@pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_contexts_run_the_same_arithmetic(name, context, low):
-    work, inputs = PRODUCTS[name][0], inputs_of(name, low)
-    with SIMULATED[low]():
-        expected = work(*inputs)
-    with context():
-        assert low_products(lambda: work(*inputs), SIMULATED[low]()) == []
-        with SIMULATED[low]():
-            assert torch.equal(work(*inputs), expected)
-
-
 FURTHER = {
     "attention": lambda t: F.scaled_dot_product_attention(*[t(1, 2, 5, 8)] * 3),
     "addbmm": lambda t: torch.addbmm(t(3, 4), t(2, 3, 5), t(2, 5, 4)),
@@ -192,30 +179,6 @@ def test_every_other_product_is_simulated_too_as_the_module_says(name, context, 
     # inputs are the same, a layer's weights and what it passes on are rounded: a dozen roundings
     error = (got.float() - expected).abs().max()
     assert error <= 12 * U16[low] * expected.abs().max()
-
-
-@both_formats
-def test_a_recurrent_layer_trains_under_autocast(low):
-    torch.manual_seed(0)
-    layer = nn.LSTM(4, 5, num_layers=2, bidirectional=True)
-    x = half(3, 2, 4).float()
-
-    def run() -> list[Tensor]:
-        layer.zero_grad()
-        output = layer(x)[0].float()
-        output.square().sum().backward()
-        return [output.detach(), *(p.grad.clone() for p in layer.parameters())]
-
-    expected = run()
-    with Witness() as witness, SIMULATED[low]():
-        with torch.autocast("cpu", dtype=low):
-            output = layer(x)[0].float()
-        layer.zero_grad()
-        output.square().sum().backward()
-    assert witness.products_in(low) == []
-    for got, wanted in zip([output, *(p.grad for p in layer.parameters())], expected, strict=True):
-        # a rounding of every operand and result, a dozen one after another
-        assert (got - wanted).abs().max() <= 12 * U16[low] * wanted.abs().max()
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -343,12 +306,6 @@ def test_the_upper_end(tail, expected):
         assert product([65504.0, tail], [sign, sign]).item() == sign * expected
 
 
-def test_partial_sums_may_leave_fp16_because_they_are_fp32():
-    assert product([256.0, 256.0, -256.0], [256.0, 256.0, 256.0]).item() == math.inf
-    assert product([256.0, 256.0, -256.0], [255.0, 256.0, 256.0]).item() == 65280.0
-    assert product([60000.0, 60000.0, -60000.0], [1.0, 1.0, 1.0]).item() == 60000.0
-
-
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
@@ -393,13 +350,6 @@ def test_the_ends_and_the_ties_of_bf16(a, b, expected):
 
 
 @both_formats
-def test_nan_and_inf_pass_through(low):
-    assert product([math.inf, 1.0], [1.0, 1.0], low).item() == math.inf
-    assert math.isnan(product([math.inf, 1.0], [0.0, 1.0], low).item())
-    assert math.isnan(product([math.nan, 1.0], [1.0, 1.0], low).item())
-
-
-@both_formats
 def test_long_sums_are_accumulated_in_fp32(low):
     # In fp16 accumulation 2048 + 1 stays 2048, in bf16 256; a tensor core's fp32 does not.
     ones = torch.ones(4096, dtype=low)
@@ -423,28 +373,6 @@ def test_other_dtypes_are_untouched(dtype, low):
 
 
 @both_formats
-def test_operators_that_are_no_products_are_untouched(low):
-    x = half(5, 8).to(low)
-    for work in (torch.softmax, torch.cumsum, torch.sum):
-        outside = work(x, -1)
-        with SIMULATED[low]():
-            inside = work(x, -1)
-        assert inside.dtype == low
-        assert torch.equal(inside, outside)
-
-
-@pytest.mark.parametrize(("low", "other"), MIXED)
-def test_operands_of_two_dtypes_are_refused_as_torch_refuses_them(other, low):
-    # A GPU would stop here; a simulation that goes on hides the bug until then.
-    a, b = half(3, 4).to(low), half(4, 5, seed=1).to(other)
-    for left, right in ((a, b), (b.T, a.T)):
-        with pytest.raises(RuntimeError):
-            left @ right
-        with SIMULATED[low](), pytest.raises(RuntimeError):
-            left @ right
-
-
-@both_formats
 def test_nothing_stays_switched_on(low):
     a, b = half(4, 64).to(low), half(64, 3, seed=1).to(low)
     before = torch._C._len_torch_dispatch_stack()
@@ -460,33 +388,3 @@ def test_nothing_stays_switched_on(low):
     with Witness() as witness:
         a @ b
     assert witness.seen == [("aten.mm.default", {low})]
-
-
-@both_formats
-def test_entering_twice_is_entering_once(low):
-    a, b = half(4, 64).to(low), half(64, 3, seed=1).to(low)
-    with SIMULATED[low]():
-        once = a @ b
-        with SIMULATED[low]():
-            twice = a @ b
-        after = a @ b
-    assert torch.equal(once, twice)
-    assert torch.equal(once, after)
-
-
-@both_formats
-def test_autocast_above_and_autograd_above_work_with_it(low):
-    x, w = half(6, 12).float(), half(5, 12, seed=1).float().requires_grad_()
-    with SIMULATED[low]():
-        with torch.autocast("cpu", dtype=low):
-            y = F.linear(x, w)
-        y.sum().backward()
-    lowered = x.to(low).double()
-    expected = (lowered @ w.detach().to(low).double().T).to(low)
-    assert y.dtype == low
-    # one rounding of a sum of 12 products that fp32 holds to 12 u32: at most one neighbour away
-    assert_within(y.detach(), expected.double(), torch.zeros(6, 5).double(), 1.0)
-    assert w.grad.dtype == torch.float32
-    # gradient: sums of 6 exact products, one rounding to 16 bits
-    slack = 6 * U32 * lowered.abs().sum(0)
-    assert_within(w.grad[0], lowered.sum(0), slack, 0.5, low=low)

@@ -11,7 +11,6 @@ import torch
 
 from halfstep import Precision, PrecisionError, SpikeError
 from halfstep.optim.optimizers import SGD
-from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.spikes import (
     FEWEST,
     LOSS_LIMIT,
@@ -86,44 +85,6 @@ def test_nothing_is_tested_before_there_is_something_to_compare_with():
     assert detector_after(steps).test(1e9, 1e9) is not None
 
 
-def test_a_falling_loss_is_no_reason_to_fear_the_norm_or_a_plateau():
-    """The first steps fall fast, then slowly: a line through them leads too low."""
-    fast = [(4 * math.exp(-0.05 * i), 1.0) for i in range(60)]
-    detector = detector_after(fast)
-    for i in range(200):
-        step = (fast[-1][0] * (1 - 1e-4 * i), 1.0)
-        assert detector.test(*step) is None, i
-        detector.remember(*step)
-
-
-def test_one_value_alone_must_be_further_out_than_both():
-    detector = detector_after(history(128))
-    calm_loss, calm_norm = 3.0 * math.exp(-0.003 * 128), 1.0
-    factors = [1 + 0.02 * i for i in range(400)]
-    alone = next(f for f in factors if detector.test(calm_loss * f, calm_norm))
-    joint = next(f for f in factors if detector.test(calm_loss * f, calm_norm * 5))
-    assert joint < alone
-    (loss, norm) = (detector.test(calm_loss * 3, 1.0), detector.test(calm_loss, 1e3))
-    assert (loss.reason, norm.reason) == ("loss_spike", "gradient_spike")
-
-
-def test_the_scale_of_loss_and_norm_does_not_matter():
-    steps = history(128)
-    for times in (1e-6, 1.0, 2.0**40):
-        detector = detector_after([(a * times, b * times) for a, b in steps])
-        assert detector.test(2.05 * times, 1.0 * times) is None
-        found = detector.test(6.0 * times, 4.0 * times)
-        assert found is not None
-        assert found.expected_loss == pytest.approx(2.04 * times, rel=0.05)  # one deviation
-
-
-def test_a_run_without_noise_may_still_move_by_some_percent():
-    detector = detector_after([(1.0, 1.0)] * 128)
-    assert detector.test(1.05, 1.2) is None
-    assert detector.test(1.3, 1.0) is not None
-    assert detector.test(1.0, 5.0) is not None
-
-
 def test_losses_below_zero_and_norms_of_zero_are_compared_too():
     draw = random.Random(2)
     steps = [(draw.gauss(-1, 0.3), 0.0 if i % 3 else 1.0) for i in range(128)]
@@ -131,15 +92,6 @@ def test_losses_below_zero_and_norms_of_zero_are_compared_too():
     assert all(detector.test(*step) is None for step in steps)
     assert detector.test(9.0, 1.0).reason == "loss_spike"
     assert detector_after([(0.0, 0.0)] * 30).test(0.0, 0.0) is None
-
-
-def test_a_loss_above_every_loss_so_far_is_out_sooner():
-    """Losses near 0 vary by orders of magnitude: against these alone even 5.0 is within reach."""
-    draw = random.Random(3)
-    start = [(2.0, 1.0)] * 20
-    near_zero = [(math.exp(draw.gauss(-6, 1.7)), math.exp(draw.gauss(0, 0.5))) for _ in range(128)]
-    assert detector_after([*start, *near_zero]).test(5.0, 1.0) is not None
-    assert detector_after([(6.0, 1.0), *start, *near_zero]).test(5.0, 1.0) is None
 
 
 def test_the_state_decides_the_same_and_a_damaged_one_is_refused():
@@ -190,12 +142,6 @@ def warmed(policy, steps=30, **options):
 def test_an_unknown_answer_is_refused(text):
     with pytest.raises(PrecisionError, match="allowed: off, stop, skip, skip:K, rollback:N"):
         make("fp32", on_spike=text)
-
-
-def test_answers_are_written_as_they_are_read():
-    for text in ("off", "stop", "skip:3", "rollback:20"):
-        assert str(OnSpike.parse(text)) == text
-    assert str(OnSpike.parse("skip")) == "skip:10"
 
 
 def test_copies_of_two_ages_are_refused():
@@ -295,7 +241,7 @@ def test_a_state_without_a_window_begins_a_new_one():
     precision.load_state_dict({**state, "spikes": guarded.state_dict()["spikes"]})  # not needed
 
 
-# Real runs. The full acceptance is slow; a short part of it always runs.
+# Real runs, both slow; what they show of each answer is shown above, of one step each.
 
 STEPS = 2000
 PLAN = {400 + 177 * i: FAULTS[i % 4] for i in range(8)}
@@ -320,6 +266,7 @@ def caught(plan, stopped):
     return [n for n, fault in plan.items() if n + (fault in late) in stopped]
 
 
+@pytest.mark.slow
 def test_a_short_run_is_undisturbed_and_its_faults_are_caught():
     _, stopped = follow("images", 250, on_spike="stop")
     assert stopped == {}

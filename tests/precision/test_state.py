@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from every import every
 from halfstep import Precision, PrecisionError
 from reference.training import (
     CPU_POLICIES,
     MASTERS,
     OPTIMIZERS,
-    STORED,
     batches,
     differences,
     loss_of,
@@ -56,6 +56,7 @@ def uninterrupted(name: str, optimizer: str):
     return results, snapshot(*parts), copy.deepcopy(parts[2].state_dict())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("optimizer", "cut"),
     [
@@ -84,20 +85,6 @@ def test_a_resumed_run_is_the_uninterrupted_run(name, optimizer, cut):
     assert differences(state, second[2].state_dict()) == []
 
 
-@pytest.mark.parametrize("name", MASTERS)
-def test_masters_hold_more_than_the_weights_and_come_back_with_their_last_bit(name):
-    model, made, precision = make(name)
-    train((model, made, precision), range(2))
-    saved = through_a_file(precision.state_dict())
-    other = make(name)
-    other[2].load_state_dict(saved)
-    for n, master in precision.named_parameters().items():
-        assert torch.equal(other[2].named_parameters()[n], master)
-        assert not torch.equal(master, master.to(STORED[name]).float())
-        # the weights follow without the model's own checkpoint
-        assert torch.equal(other[0].get_parameter(n), model.get_parameter(n))
-
-
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_the_state_holds_all_that_changes(name):
     model, made, precision = make(name)
@@ -124,6 +111,7 @@ def frozen_state(parts):
     return copy.deepcopy((snapshot(*parts), parts[2].state_dict()))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("to", CPU_POLICIES)
 @pytest.mark.parametrize("of", CPU_POLICIES)
 def test_a_state_of_another_policy_is_refused(of, to):
@@ -182,27 +170,20 @@ def damage(name: str):
     return ways
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    # one policy of each kind of state: nothing, a scale, masters and a scale
-    [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)],
-)
-def test_a_damaged_state_is_refused_as_a_whole(name, what):
-    source = make(name)
-    train(source, range(2))
-    saved = copy.deepcopy(source[2].state_dict())
-    saved["skipped_total"], saved["skipped_in_a_row"] = 5, 3
-    damage(name)[what](saved)
-    parts = make(name)
-    before = frozen_state(parts)
-    with pytest.raises(PrecisionError):
-        parts[2].load_state_dict(saved)
-    assert differences(before, frozen_state(parts)) == []
+def test_a_damaged_state_is_refused_as_a_whole():
+    def check(name, what):
+        source = make(name)
+        train(source, range(2))
+        saved = copy.deepcopy(source[2].state_dict())
+        saved["skipped_total"], saved["skipped_in_a_row"] = 5, 3
+        damage(name)[what](saved)
+        parts = make(name)
+        before = frozen_state(parts)
+        with pytest.raises(PrecisionError):
+            parts[2].load_state_dict(saved)
+        assert differences(before, frozen_state(parts)) == []
 
-
-def test_reading_the_state_changes_nothing():
-    parts = make("fp16-master")
-    train(parts, range(1))
-    before = frozen_state(parts)
-    parts[2].state_dict()
-    assert differences(before, frozen_state(parts)) == []
+    every(
+        [(name, what) for name in ("fp32", "fp16-mixed", "fp16-master") for what in damage(name)],
+        check,
+    )

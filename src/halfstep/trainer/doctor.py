@@ -169,8 +169,6 @@ def read_product(text: str) -> Product:
     return m, k, n
 
 
-
-
 def _expected(kind: DeviceKind, form: str) -> str:
     """How halfstep would run a format on a device that is not here."""
     if form not in ("tf32", *DTYPES):
