@@ -6,6 +6,8 @@ import torch
 import halfstep
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
+from halfstep.precision.scaling.gradients import in_fp64
+from halfstep.trainer import memory
 from halfstep.trainer.environment import choose_device
 
 MPS = torch.device("mps")
