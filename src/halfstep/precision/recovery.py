@@ -336,6 +336,8 @@ class Outcome:
         self.on_incurable: Callable[[Judged], None] | None = None
         self.waits = after.waits or self._guard is not None
         """Whether anything needs the outcome of a step at once."""
+        self.follows = self.waits or self.spikes is not None
+        """Whether anything is advanced after an applied step."""
 
     def begin(self) -> None:
         """Start the guard after the steps that are applied by now."""
@@ -343,9 +345,8 @@ class Outcome:
             if self._guard is not None:
                 self._guard.start(self.progress.applied_total)
 
-    def applied(self, judged: Judged) -> StepResult:
-        """Count an applied step, and advance what follows it."""
-        result = self.progress.applied(judged)
+    def applied(self, judged: Judged) -> None:
+        """Advance what follows an applied step that is counted."""
         if self.after.waits:
             self.after(True, self._masters.items())
         if self.spikes is not None:
@@ -353,7 +354,6 @@ class Outcome:
         if self._guard is not None:
             with self._masters.installed():
                 self._guard.applied()
-        return result
 
     def skipped(self, judged: Judged) -> StepResult:
         """Count a skipped step, then lower the scale, let the guard recover, or raise."""

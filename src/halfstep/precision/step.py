@@ -45,7 +45,7 @@ from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import Examiner, Ranks, clip_factor
+from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
 
 
@@ -303,7 +303,8 @@ class Precision:
         self._require_open()
         if max_norm is not None and not (type(max_norm) is float and max_norm > 0):
             checks.check_max_norm(max_norm)
-        self.outcome.after.require_own_weights()
+        if self.outcome.after.ema is not None:
+            self.outcome.after.require_own_weights()
         if loss is not None:
             if self._last is not None and self._last() is loss:
                 raise checks.twice()
@@ -325,7 +326,13 @@ class Precision:
             self._update(gradients, clip_factor(judged.norm, max_norm))
         finally:
             self.discard()
-        return self.outcome.applied(judged)
+        return self._applied(judged)
+
+    def _applied(self, judged: Judged) -> StepResult:
+        result = self.outcome.progress.applied(judged)
+        if self.outcome.follows:
+            self.outcome.applied(judged)
+        return result
 
     def _update(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         self.masters.take_written_()
@@ -335,7 +342,7 @@ class Precision:
     def _learn(self, decision: Decision) -> StepResult:
         """Count a step that the device took or skipped, as if the host had decided about it."""
         judged = self._examiner.judged(decision)
-        return self.outcome.skipped(judged) if judged.broken else self.outcome.applied(judged)
+        return self.outcome.skipped(judged) if judged.broken else self._applied(judged)
 
     def _gradients(self) -> tuple[Tensor, Gradients]:
         """The loss, and the finished gradient of each tensor that is about to be updated."""
