@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim.kernels import dispatch
+from halfstep.optim import kernels, state as fallback
+from halfstep.optim.moments import decode, encode
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.optim.storage import fallback
-from halfstep.optim.storage.moments import decode, encode
-from halfstep.optim.storage.state import FELL_BACK, StepTask, stored_moment
+from halfstep.optim.state import FELL_BACK, StepTask, stored_moment
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.session import (
     convert_optimizer_tensors,
@@ -174,7 +173,7 @@ def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch,
 @pytest.mark.filterwarnings("ignore:the second moments")
 def test_all_kernels_give_the_same_bits(monkeypatch):
     p, first = train("8bit", 1e7, 70)
-    monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+    monkeypatch.setattr(kernels, "native_kernel", lambda: "the test asks for torch")
     q, second = train("8bit", 1e7, 70)
     assert torch.equal(p, q)
     assert fallen_back(first)

@@ -16,16 +16,14 @@ from torch import nn
 
 from halfstep import Precision
 from halfstep.errors import PrecisionError
-from halfstep.optim import optimizers
-from halfstep.optim.kernels import cpu as native, dispatch
+from halfstep.optim import kernels, optimizers
+from halfstep.optim.kernels import cpu as native, kernel_for
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
-from halfstep.optim.kernels.dispatch import kernel_for
-from halfstep.optim.kernels.reference import Plan, run_torch
+from halfstep.optim.kernels.reference import Plan, read_master, run_torch
+from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD, Algorithm
-from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import StepTask
-from halfstep.optim.storage.weights import read_master
+from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION, "directed": DIRECTED}
@@ -399,7 +397,7 @@ def test_asking_for_the_torch_operations(kernel, fresh_build, monkeypatch):
     assert native_kernel() == "HALFSTEP_KERNEL=torch"
     assert kernel_for("cpu").name == "torch operations (HALFSTEP_KERNEL=torch)"
     calls = []
-    monkeypatch.setattr(dispatch, "run_torch", lambda *a: (calls.append(1), run_torch(*a)))
+    monkeypatch.setattr(kernels, "run_torch", lambda *a: (calls.append(1), run_torch(*a)))
     assert torch.equal(step_once(), compiled)
     assert calls
     assert not isinstance(native.native_kernel(), NativeKernel)

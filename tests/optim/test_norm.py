@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels import kernel_for
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import halfstep
 from halfstep.kernels import rows
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.precision.casting import autocast, native_ops
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")

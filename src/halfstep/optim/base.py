@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
+from halfstep.optim.kernels import Kernel, kernel_for
 from halfstep.optim.kernels.cpu import RULES
-from halfstep.optim.kernels.dispatch import Kernel, kernel_for
-from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.kernels.reference import Plan, write_master_
+from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
     check_gradient,
     check_group,
@@ -30,26 +31,27 @@ from halfstep.optim.options import (
     update_of,
 )
 from halfstep.optim.rules import Algorithm
-from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
-from halfstep.optim.storage.moments import Moments
-from halfstep.optim.storage.state import (
+from halfstep.optim.state import (
     FELL_BACK,
     REMAINDER,
     StepTask,
     convert,
     dense,
+    elements_below,
     flat,
+    is_due,
+    must_fall_back,
     new_step,
     stored_moment,
+    wide_moments,
     write_back,
     zero_moment,
 )
-from halfstep.optim.storage.weights import write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.masters.stepping import DeviceDecision
 
 # Group options that loading a state does not change, since they configure this optimizer.
-_OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
+_OWN = ("update", "moments", "seed")
 
 
 _NO_GRADIENT = torch.empty(0)
@@ -103,11 +105,6 @@ class LowPrecisionOptimizer(Optimizer):
         moments: Moments | None,
         seed: int,
     ) -> None:
-        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
-            raise PrecisionError(
-                f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
-                "model.parameters(), model.named_parameters(), or a list of groups"
-            )
         # group, index in it and random stream by the id of a tensor, checked before use
         self._places: dict[int, tuple[int, int, int]] = {}
         self._lengths: list[int] = []  # of the groups, when that was looked up
@@ -126,15 +123,9 @@ class LowPrecisionOptimizer(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set a pickled or loaded state; options missing in older versions get their defaults."""
+        """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept, self._places = {}, {}, {}
-        self._lengths = []
-        # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
-        defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
-        for group in self.param_groups:
-            for key, value in defaults.items():
-                group.setdefault(key, value)
+        self._kernels, self._kept, self._places, self._lengths = {}, {}, {}, []
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
@@ -366,11 +357,13 @@ class LowPrecisionOptimizer(Optimizer):
     def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
         """Those of the parameters that are this optimizer's, in the order of the groups."""
         given = set(map(id, gradients))
-        return [
-            (stream, number, parameter)
-            for stream, (number, _, parameter) in enumerate(self._members())
-            if id(parameter) in given
-        ]
+        standing, stream = [], 0
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:  # every step passes here: no generator
+                if id(parameter) in given:
+                    standing.append((stream, number, parameter))
+                stream += 1
+        return standing
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -530,9 +523,10 @@ class LowPrecisionOptimizer(Optimizer):
             self.state.clear()
             self.state.update(fresh)
             for group, options in zip(self.param_groups, own, strict=True):
-                group.update(options)
+                # a group of torch.optim's lacks some options, and those of _OWN stay
+                group.update({k: v for k, v in options.items() if k in _OWN or k not in group})
 
-        own = [{key: group[key] for key in _OWN if key in group} for group in self.param_groups]
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         handles = (
             self.register_load_state_dict_pre_hook(before),
             self.register_load_state_dict_post_hook(after, prepend=True),

@@ -25,7 +25,7 @@ from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.muon import Muon
-from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
+from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_

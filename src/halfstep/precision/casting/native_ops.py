@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.kernels import attention, rows
-from halfstep.kernels.forward import is_plain, may_run
+from halfstep.kernels.library import is_plain, may_run
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Kernel = Callable[..., Any]
