@@ -10,6 +10,7 @@
 # make site        the site of docs/, into build/site; make serve shows it while it is written
 # make lab       run the experiments of lab/, and write the course's figures and pages from them
 # make ways        one text classifier trained in every way that tutorials compare; WAYS="--train FILE": on your data
+# make catalogue   gather the report page's sentences for translation, and compile them
 # make benchmark   the figures of benchmarks/README.md on this machine
 
 VENV ?= .venv
@@ -24,7 +25,7 @@ UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden t
 # The tests' tensors are small: threads that wait for each other cost more than they give.
 test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve lab ways benchmark clean
+.PHONY: demo test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed lint check wheel site serve lab catalogue ways benchmark clean
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh train plot
@@ -91,6 +92,9 @@ lab:
 	@VENV=$(VENV) scripts/setup-venv.sh test
 	@for script in $(filter-out lab/common.py,$(wildcard lab/*.py)); do $(BIN)/python $$script --out docs/figures/lab || exit 1; done
 	@$(BIN)/python scripts/lab_page.py
+
+catalogue:
+	@$(BIN)/python scripts/catalogue.py
 
 ways:
 	@VENV=$(VENV) scripts/setup-venv.sh test

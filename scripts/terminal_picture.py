@@ -16,20 +16,18 @@ import subprocess
 import sys
 from pathlib import Path
 from shlex import join
-from textwrap import fill
+from textwrap import fill, wrap
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from halfstep.cli.help import wrapped
 from halfstep.shown import columns
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 100
 LOUD = (("halfstep: error:", "bold red"), ("first cause:", "bold yellow"), ("to do:", "bold green"),
-        ("try:", "bold cyan"), ("halfstep\uff1a错误", "bold red"), ("最初的原因", "bold yellow"),
-        ("建议", "bold green"), ("可以试试", "bold cyan"))  # fmt: skip
+        ("try:", "bold cyan"))  # fmt: skip
 """What the reader is to see first."""
 
 
@@ -38,7 +36,7 @@ def picture(words: list[str], printed: str, code: int) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(fill(f"$ {join(words)}", COLUMNS, subsequent_indent="    "), "bold"))
     for line in printed.splitlines():
-        text = Text("\n".join(wrapped(line, COLUMNS)))
+        text = Text("\n".join(wrap(line, COLUMNS, break_on_hyphens=False)))
         for loud, style in LOUD:
             broken = r"\n?".join(map(re.escape, loud)).replace(r"\ ", r"\s")
             text.highlight_regex(broken, style)

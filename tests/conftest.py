@@ -17,8 +17,6 @@ from xdist.workermanage import WorkerController
 
 # Child processes (the command line under test) must not touch the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What commands say is compared in English, whatever language the developer's machine speaks.
-os.environ["LC_ALL"] = "C.UTF-8"
 # One thread, in child processes too, where nobody asks for more: sums that are compared bit for bit
 # are then cut alike in all of them, whoever starts pytest.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 from halfstep.cli import grammar, help
-from halfstep.cli.commands import COMMANDS, POSITIONAL, Start
-from halfstep.cli.words import told
+from halfstep.cli.commands import COMMANDS, Start
+from halfstep.report.translation import LANGUAGES as LANGUAGES
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.words import LANGUAGES as LANGUAGES, speaking
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "halfstep"
@@ -25,9 +24,8 @@ WORDS = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding=
 
 def generated_pages(language: str) -> Iterator[tuple[str, str]]:
     """Each page's path below docs/, as that of the English page, and its Markdown."""
-    with speaking(language):
-        pages = {"commands.md": commands(language), "configuration.md": configuration(language)}
-    yield from pages.items()
+    yield "commands.md", commands(language)
+    yield "configuration.md", configuration(language)
     for section in SECTIONS:
         yield f"api/{section}.md", api(section, language)
 
@@ -41,14 +39,14 @@ def commands(language: str) -> str:
     parts = [f"# {words['commands']}", words["commands_text"]]
     for name, kind in COMMANDS.items():
         parts.append(f"## halfstep {name} {{: #{name.replace(' ', '-')} }}")
-        parts.append(plain(help.docstrings(kind)[help.DOC]))
+        parts.append(plain(help.purpose(kind)))
         runs = issubclass(kind, BaseConfig)
         options = list(grammar.leaves(Start if runs else kind))
         rows = [_row(one, _spelling(one), language) for one in options]
         parts.append(table(("option", "values", "default", "meaning"), rows, words))
         if runs:
             parts.append(words["plus"])
-    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(told("exit_codes"))]
+    parts += [f"## {words['exit']} {{: #exit-codes }}", plain(help.EXIT_CODES)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -82,7 +80,7 @@ def configuration(language: str) -> str:
 
 
 def _spelling(option: grammar.Option) -> str:
-    if option.field.metadata == POSITIONAL:
+    if "positional" in option.field.metadata:
         return f"`{option.key.upper()}`"
     return f"`{grammar.option_name(option.key)}`"
 

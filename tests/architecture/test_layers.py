@@ -10,31 +10,31 @@ SOURCE = Path(__file__).parents[2] / "src" / "halfstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Chapter -> chapters it may import besides itself and its parents; the longest entry counts.
-BASE = {"errors", "files", "formats", "shown", "torch_compat", "words"}
+BASE = {"errors", "files", "formats", "option", "shown", "torch_compat"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
     "files": {"errors"},
-    "formats": {"errors", "shown", "words"},
+    "formats": {"errors", "shown"},
+    "option": set(),
     "shown": set(),
     "torch_compat": {"errors"},
-    "words": {"errors"},
-    "kernels": {"errors", "formats", "words"},
-    "precision": {"errors", "formats", "kernels", "shown", "words"},
+    "kernels": {"errors", "formats"},
+    "precision": {"errors", "formats", "kernels", "shown"},
     "precision.policy": {
-        *("errors", "formats", "precision.border", "precision.scaling", "words"),
+        *("errors", "formats", "precision.border", "precision.scaling"),
         "precision.masters.rounding",  # the table of rounding modes, which imports errors alone
     },
-    "optim": {"errors", "formats", "kernels", "precision", "words"},
+    "optim": {"errors", "formats", "kernels", "precision"},
     "diagnostics": {
-        *("errors", "files", "formats", "kernels", "precision", "optim", "shown", "words"),
+        *("errors", "files", "formats", "kernels", "precision", "optim", "shown"),
     },
     "distributed": {"errors", "precision"},
     "integrations": {"errors", "formats", "precision", "optim", "diagnostics"},
-    "report": {"errors", "files", "formats", "diagnostics", "precision.policy", "shown", "words"},
+    "report": {"errors", "files", "formats", "diagnostics", "precision.policy", "shown"},
     "trainer": {*LIBRARY, "report"},
-    "trainer.models": {"errors", "files", "kernels", "precision"},
-    "trainer.data": {"errors", "files", "words"},
+    "trainer.models": {"errors", "files", "kernels", "option", "precision"},
+    "trainer.data": {"errors", "files", "option"},
     "trainer.checkpoint": {"errors", "files", "optim", "precision"},
     "cli": {*LIBRARY, "integrations", "report", "trainer"},
     "__init__": set(),

@@ -16,8 +16,6 @@ from halfstep.cli import bench, demo
 from halfstep.cli.grammar import read_words
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
-from halfstep.shown import columns
-from halfstep.words import LANGUAGES
 
 
 def here(command, **_):
@@ -96,29 +94,6 @@ def test_it_ends_with_table_verdict_figure_and_a_command(config, halfstep, fakes
     assert (words[0], read_words(words[1:])[0]) == ("halfstep", "report")
 
 
-def test_it_speaks_chinese(config, halfstep, fakes, cpu):
-    cpu("avx512_bf16")
-    fakes(here)
-    done = halfstep(
-        "demo", "--config", config, "--max-steps", 1, "--output-dir", "d", "--lang", "zh"
-    )
-    header, *rows = done.stdout[done.stdout.index("精度 ") :].splitlines()[:4]
-    assert header.split() == [
-        "精度",
-        "矩阵乘",
-        "验证损失",
-        "token/秒",
-        "内存峰值",
-        "跳过的步",
-        "秒数",
-    ]
-    assert [row.split()[1] for row in rows] == ["原生", "原生", "模拟"]
-    assert [columns(row) for row in rows] == [columns(header)] * 3
-    figure, _, command = last_lines(done.stdout, 3)
-    assert (figure, command.partition("：")[0]) == ("图：d/demo.png", "接下来")
-    assert "训练" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
@@ -169,10 +144,9 @@ def test_a_configuration_of_another_task_is_refused(halfstep, tmp_path, monkeypa
     assert "trains language models" in done.stderr
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_verdict_and_figure_are_in_the_language(config, halfstep, fakes, cpu, language, tmp_path):
+def test_it_ends_with_a_verdict(config, halfstep, fakes, cpu):
     cpu("avx512_bf16")
     fakes(here)
-    done = halfstep("demo", "--config", config, "--max-steps", 2, "--lang", language,
+    done = halfstep("demo", "--config", config, "--max-steps", 2,
                     "--precisions", "fp32", "bf16-mixed", "--output-dir", "d")  # fmt: skip
-    assert {"en": "Beside fp32", "zh": "与 fp32 相比"}[language] in done.stdout
+    assert "Beside fp32" in done.stdout

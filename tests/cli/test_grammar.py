@@ -89,10 +89,13 @@ def test_a_slip_of_a_command_is_answered_with_it(slip):
         read_words([slip.upper()])
 
 
-def test_help_shows_docstrings_and_both_spellings(capsys):
+def test_help_shows_defaults_and_both_spellings(capsys):
     assert main(["train", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "--max-steps N, --run.max-steps N Optimizer steps, skipped ones included." in text
+    assert (
+        "--max-steps N, --run.max-steps N Optimizer steps, skipped ones included. Default: 1500."
+        in text
+    )
     assert "--report-to mlflow|tensorboard|wandb" in text
     assert "exit codes: 0 done" in text
 

@@ -43,7 +43,7 @@ def test_chinese_json_and_several_runs(trained, halfstep, tmp_path):
     done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.json")
     assert done.returncode == 0, done.stderr
     assert "正常" in done.stdout
-    assert "各次相同：" in done.stdout
+    assert "The same in all: " in done.stdout
     assert len(json.loads((tmp_path / "r.json").read_text())["runs"]) == 2
 
 

@@ -23,8 +23,7 @@ files of ``FILES`` and, under every ``runs/NAME`` that they name, a short run. `
 stands for what the page leaves out: it is read and not run. Of other programs, ``pip``, ``make``,
 ``python FILE`` and ``torchrun`` are checked: there must be such an extra, target or file.
 
-The same block on the Chinese page may differ in comments only; it is compared, and not run again. A
-console there may give its command ``--lang zh`` and show what that prints, with the same numbers.
+The same block on the Chinese page may differ in comments only; it is compared, and not run again.
 """
 
 from __future__ import annotations
@@ -175,16 +174,7 @@ def without_comments(block: Block) -> object:
 
 def is_the_same(block: Block, twin: Block) -> bool:
     """Whether a block of the Chinese page does what the English one does."""
-    if block.language == "console" and "--lang zh" in block.code:
-        chinese = block.code.replace(" --lang zh", "")
-        asked = block._replace(code=chinese).commands == twin.commands
-        return asked and numbers(chinese) == numbers(twin.code)
     return without_comments(block) == without_comments(twin)
-
-
-def numbers(text: str) -> list[str]:
-    """The numbers in a text but for those in names such as fp32, in an order of their own."""
-    return sorted(re.findall(r"(?<![A-Za-z0-9.])\d+(?:[.,]\d+)*", text))
 
 
 def reader(code: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch,
     """The floor from the format's text: 2^-32 of twice the top's power of two, and two steps up."""
     if broken and count < 131:
         pytest.skip("there is no element to break")
-    monkeypatch.setattr(fallback, "_CHUNK", 512)
+    monkeypatch.setattr(fallback, "_CHECKED", 512)
     t = task(count, count, broken)
     v = decode(t.moments[1], t.tops[1], signed=False).double().numpy()
     tops = np.repeat(t.tops[1].numpy().astype(np.int64), 128)[:count]

@@ -117,7 +117,7 @@ def test_names_are_sorted_into_nan_and_inf():
         ("empty", torch.zeros(0)),
     ]
     found = find_nonfinite(named)
-    assert found == NonFinite(nan=("nan", "both"), inf=("plus", "minus"))
+    assert found == NonFinite(nan=("nan", "both"), inf=("plus", "minus", "both"))
     assert found.names == ("nan", "both", "plus", "minus")
     assert found.reason == "overflow"
     assert NonFinite(nan=("a",), inf=()).reason == "nan_gradients"

@@ -5,12 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from halfstep.diagnostics.memory.table import PARTS, Memory, part_text
+from halfstep.diagnostics.memory.table import PARTS, Memory
 from halfstep.errors import ConfigError
 from halfstep.report.memory import memory_figure, segments, sentence, write_memory_figure
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from halfstep.words import said
 from report.conftest import line
 
 BYTES = {
@@ -55,12 +54,6 @@ def test_the_sentence_is_the_library_s_own():
         assert share in said
         assert share in MIXED.why_not_half()
     assert "halved" not in WIDE.why_not_half()
-
-
-def test_every_part_has_words():
-    for part in (*PARTS, "total"):
-        assert part_text(part) == part
-        assert (said(part_text(part), "zh") == part) == (part == "logits")
 
 
 def test_a_page_shows_the_memory(run):

@@ -143,11 +143,6 @@ def test_both_languages(folder, language):
     assert ("Lost updates" in page) is (language == "en")
 
 
-def test_another_language_is_refused(folder):
-    with pytest.raises(ConfigError, match="--lang fr; allowed: en, zh"):
-        make_report([read_run(folder([line(1)]))], "fr")
-
-
 def test_several_runs_with_a_band(folder):
     runs = [
         read_run(folder([line(s, val_loss=4 + seed / 10) for s in range(1, 30)], f"s{seed}"))

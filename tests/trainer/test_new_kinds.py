@@ -79,8 +79,7 @@ class Signum(LowPrecisionOptimizer):
     algorithm = Algorithm(
         "signum",
         ("momentum_buffer",),
-        lambda group: (group["momentum"], 1 - group["momentum"], group["lr"]),
-        lambda c, step: c,
+        lambda group, step: (group["momentum"], 1 - group["momentum"], group["lr"]),
         sign_of_momentum,
     )
 

@@ -17,7 +17,6 @@ from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.formats import table
 from halfstep.cli.grammar import read_words
 from halfstep.cli.train import require_trust
-from halfstep.cli.words import told
 from halfstep.diagnostics.lost_updates.report import lost_share
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import write_whole
@@ -67,18 +66,17 @@ def run(arguments: Bench) -> int:
                 rows.append(_row(folder, policy))
             else:
                 last = [*done.stderr.splitlines(), ""][0] or str(done.returncode)
-                refused[str(policy)] = last.removeprefix(told("error", message=""))
+                refused[str(policy)] = last.removeprefix("halfstep: error: ")
     if not rows:
-        raise PrecisionError(told("none_measured", why=told("separator").join(refused.values())))
+        raise PrecisionError(f"no policy could be measured: {'; '.join(refused.values())}")
     if arguments.json:
         found = {"rows": [asdict(row) for row in rows], "not_measured": refused}
         print(json.dumps(found, indent=1))
         return 0
-    head = (told("policy"), told("rate tokens"), told("times"), told("peak"), told("the_loss"),
-            told("lost"))  # fmt: skip
+    head = ("policy", "tokens/s", "times", "peak memory", "loss", "lost")
     print(table([head, *(_cells(row, rows[0]) for row in rows)], set(range(1, len(head)))))
     for policy_name, why in refused.items():
-        print(told("not_measured", policy=policy_name, why=why))
+        print(f"{policy_name}: {why}")
     return 0
 
 
@@ -98,7 +96,7 @@ def split_policies(words: Sequence[str]) -> list[str]:
                 found.append(part)
             first = False
     if not found:
-        raise ConfigError(told("names_no_policy"))
+        raise ConfigError("--precision names no policy; halfstep explain lists them")
     return found
 
 
@@ -140,7 +138,10 @@ def _config(arguments: Bench) -> BaseConfig:
     """Load the configuration to measure, short and without an evaluation on the way."""
     kind = TASKS.get(read_table(arguments.config)[1].get("task", TrainConfig.TASK), TrainConfig)
     if not kind.COMMAND:
-        raise ConfigError(told("bench_other_task", config=arguments.config, task=kind.TASK))
+        raise ConfigError(
+            f"configuration {arguments.config} is of the task {kind.TASK}, whose model and data "
+            "are in your program: bench measures runs of halfstep train and finetune"
+        )
     given = read_words([*kind.COMMAND.split(), *arguments.words])[1].given
     config = load_config(arguments.config, list(given.items()))
     require_trust(given, config)

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
-
-POSITIONAL = {"positional": True}
-"""Metadata of a field that is a positional argument."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """The options of every command that starts a run, besides the keys of its configuration."""
 
-    config: str = ""
-    """A TOML file, or a configuration that is shipped: gpt-tiny, gpt-small-cpu, gpt2, gpt2-medium,
-    gpt2-large, gpt2-xl, classify-scratch, classify-pretrained, lm-lora, lm-full; default: the
-    task's."""
-    resume: bool = False
-    """Go on with the run in --output-dir, bit for bit."""
-    quiet: bool = False
-    """Show no progress on stderr."""
-    nproc: int | None = None
-    """Start this many ranks on this machine; options of torchrun may follow after --, such as
-    -- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST."""
+    config: str = option(
+        "",
+        "A TOML file, or a configuration that is shipped: gpt-tiny, gpt-small-cpu, gpt2, "
+        "gpt2-medium, gpt2-large, gpt2-xl, classify-scratch, classify-pretrained, lm-lora, "
+        "lm-full; default: the task's.",
+    )
+    resume: bool = option(False, "Go on with the run in --output-dir, bit for bit.")
+    quiet: bool = option(False, "Show no progress on stderr.")
+    nproc: int | None = option(
+        None,
+        "Start this many ranks on this machine; options of torchrun may follow after --, such as "
+        "-- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +55,36 @@ class Request:
 class Explain:
     """Explain what a precision policy means, costs and needs."""
 
-    policies: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Names, field strings or files; default: all."""
-    config: str = ""
-    """Also show, for this configuration's model, the format that a policy gives each module: which
-    layers are in 16 bits, and which stay in fp32."""
-    device: str = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
-    simulate: bool = False
-    """As if formats below 16 bits were simulated where the device has no products for them."""
+    policies: tuple[str, ...] = option(
+        (), "Names, field strings or files; default: all.", positional=True
+    )
+    config: str = option(
+        "",
+        "Also show, for this configuration's model, the format that a policy gives each module: "
+        "which layers are in 16 bits, and which stay in fp32.",
+    )
+    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    simulate: bool = option(
+        False,
+        "As if formats below 16 bits were simulated where the device has no products for them.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneStep:
     """The options of commands that look at one training step, of which nothing is kept."""
 
-    run: str = field(default="", metadata=POSITIONAL)
-    """A run folder; the step after its newest checkpoint is taken."""
-    config: str = ""
-    """In place of a run: a shipped configuration or a TOML file."""
-    data: tuple[str, ...] = ()
-    """With --config: the training data; default: the configuration's."""
-    device: str = ""
-    """auto, cpu, cuda or cuda:N; default: that of the run or configuration."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    run: str = option(
+        "", "A run folder; the step after its newest checkpoint is taken.", positional=True
+    )
+    config: str = option("", "In place of a run: a shipped configuration or a TOML file.")
+    data: tuple[str, ...] = option(
+        (), "With --config: the training data; default: the configuration's."
+    )
+    device: str = option(
+        "", "auto, cpu, cuda or cuda:N; default: that of the run or configuration."
+    )
+    json: bool = option(False, "Print one JSON object on stdout.")
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless exactly one thing to take a step of is given."""
@@ -97,10 +102,8 @@ class Trace(OneStep):
     table are the operations that ran otherwise than the policy says.
     """
 
-    precision: str = ""
-    """Policy; default: that of the run or configuration."""
-    save: str = ""
-    """Write the trace to this file, for the report or for Trace.check."""
+    precision: str = option("", "Policy; default: that of the run or configuration.")
+    save: str = option("", "Write the trace to this file, for the report or for Trace.check.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +113,13 @@ class Memory(OneStep):
     The step is that of a configuration, or the next one of a run; nothing of it is kept.
     """
 
-    precision: tuple[str, ...] = ()
-    """Policies; default: fp32 and that of the run or configuration."""
-    out: str = ""
-    """Draw the policies beside each other, stacked by part and module, into this .svg or .png."""
+    precision: tuple[str, ...] = option(
+        (), "Policies; default: fp32 and that of the run or configuration."
+    )
+    out: str = option(
+        "",
+        "Draw the policies beside each other, stacked by part and module, into this .svg or .png.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +131,15 @@ class Formats:
     With --block: the scales, codes and numbers of a block that begins with the VALUEs.
     """
 
-    values: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several."""
-    block: str = ""
-    """A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    values: tuple[str, ...] = option(
+        (),
+        "Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several.",
+        positional=True,
+    )
+    block: str = option(
+        "", "A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."
+    )
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +150,15 @@ class Doctor:
     looked up in halfstep's table. Paste the output of --json into an issue.
     """
 
-    device: tuple[str, ...] = ("auto",)
-    """auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'."""
-    shapes: tuple[str, ...] = ()
-    """Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."""
-    config: str = ""
-    """A configuration of halfstep train, whose own products are measured."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    device: tuple[str, ...] = option(
+        ("auto",),
+        "auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'.",
+    )
+    shapes: tuple[str, ...] = option(
+        (), "Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."
+    )
+    config: str = option("", "A configuration of halfstep train, whose own products are measured.")
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,38 +169,40 @@ class Estimate:
     also what a step of that GPT saves for its backward, and the largest batch that fits.
     """
 
-    params: str = ""
-    """Number of parameters: 1.3B, 124M, 7e9."""
-    config: str = ""
-    """A configuration of halfstep train; default, without --params: gpt-small-cpu."""
-    precision: tuple[str, ...] = ()
-    """Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and
-    bf16-split, also with moments=8bit."""
-    optimizer: str = ""
-    """The optimizer, as --optimizer.name of halfstep train; default: the configuration's."""
-    batch_size: int = 0
-    """Sequences of one micro-batch on one rank; 0: the configuration's."""
-    parallel: str = ""
-    """The layout of the ranks, of each of which the memory is estimated: "shard=4" or
-    "data=2,tensor=2", as for halfstep train; default: one device."""
-    memory: str = ""
-    """The device's memory, such as 16GB; default: of the device that this machine trains on."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
+    config: str = option(
+        "", "A configuration of halfstep train; default, without --params: gpt-small-cpu."
+    )
+    precision: tuple[str, ...] = option(
+        (),
+        "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
+        "bf16-split, also with moments=8bit.",
+    )
+    optimizer: str = option(
+        "", "The optimizer, as --optimizer.name of halfstep train; default: the configuration's."
+    )
+    batch_size: int = option(0, "Sequences of one micro-batch on one rank; 0: the configuration's.")
+    parallel: str = option(
+        "",
+        'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '
+        '"data=2,tensor=2", as for halfstep train; default: one device.',
+    )
+    memory: str = option(
+        "", "The device's memory, such as 16GB; default: of the device that this machine trains on."
+    )
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
     """Train the same model in several precisions, one after the other, and draw them together."""
 
-    config: str = "gpt-small-cpu"
-    """A shipped configuration or a TOML file."""
-    precisions: tuple[str, ...] = ()
-    """Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."""
-    max_steps: int = 80
-    """Optimizer steps in each precision."""
-    output_dir: str = ""
-    """Folder of the runs and of the figure; default runs/demo-TIME."""
+    config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file.")
+    precisions: tuple[str, ...] = option(
+        (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
+    )
+    max_steps: int = option(80, "Optimizer steps in each precision.")
+    output_dir: str = option("", "Folder of the runs and of the figure; default runs/demo-TIME.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,20 +213,18 @@ class Bench:
     training follow after --, as in halfstep bench -- --data book.txt --batch-size 16.
     """
 
-    words: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Options of the configuration's command (train or finetune), after --."""
-    config: str = "gpt-small-cpu"
-    """A shipped configuration or a TOML file, of any task."""
-    precision: tuple[str, ...] = ("fp32,bf16-mixed,fp16-mixed,bf16-split,bf16-split,moments=8bit",)
-    """Policies, separated by spaces or commas."""
-    steps: int = 30
-    """Optimizer steps under each policy."""
-    out: str = ""
-    """Folder for the runs; default runs/bench-TIME."""
-    json: bool = False
-    """Print one JSON object on stdout instead of the table."""
-    quiet: bool = False
-    """Show no progress on stderr."""
+    words: tuple[str, ...] = option(
+        (), "Options of the configuration's command (train or finetune), after --.", positional=True
+    )
+    config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file, of any task.")
+    precision: tuple[str, ...] = option(
+        ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", "bf16-split,moments=8bit"),
+        "Policies, separated by spaces or commas.",
+    )
+    steps: int = option(30, "Optimizer steps under each policy.")
+    out: str = option("", "Folder for the runs; default runs/bench-TIME.")
+    json: bool = option(False, "Print one JSON object on stdout instead of the table.")
+    quiet: bool = option(False, "Show no progress on stderr.")
 
     def __post_init__(self) -> None:
         """Raise ConfigError for numbers out of range."""
@@ -230,25 +240,31 @@ class Report:
     drawn with the band of their spread.
     """
 
-    runs: tuple[str, ...] = field(default=(), metadata=POSITIONAL)
-    """Folders of runs."""
-    out: str = ""
-    """The file to write; its name ends in .html, .md or .json. Default: report.html in the run's
-    folder, for several runs in the current one."""
+    runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)
+    out: str = option(
+        "",
+        "The file to write; its name ends in .html, .md or .json. Default: report.html in the "
+        "run's folder, for several runs in the current one.",
+    )
+    lang: Literal["en", "zh"] = option("en", "Language of the page.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     """Take a captured step again, bit for bit, or in another precision."""
 
-    capture: str = field(metadata=POSITIONAL)
-    """A folder in captures/ of a run with run.capture, or of halfstep.Recorder."""
-    precision: str = ""
-    """The policy to take it in, such as fp32; default: the run's own."""
-    model: str = ""
-    """For a loop of one's own: PACKAGE.MODULE:FUNCTION that returns (model, optimizer, loss)."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    capture: str = field(
+        metadata={
+            "help": "A folder in captures/ of a run with run.capture, or of halfstep.Recorder.",
+            "positional": True,
+        }
+    )
+    precision: str = option("", "The policy to take it in, such as fp32; default: the run's own.")
+    model: str = option(
+        "",
+        "For a loop of one's own: PACKAGE.MODULE:FUNCTION that returns (model, optimizer, loss).",
+    )
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 COMMANDS: Mapping[str, type[Any]] = {

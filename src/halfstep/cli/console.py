@@ -7,7 +7,6 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from halfstep.cli.words import told
 from halfstep.trainer.loop import Tick
 
 _LINE_EVERY = 10.0  # seconds between lines where there is no terminal
@@ -64,7 +63,7 @@ class RunDisplay:
 
     def prepared(self, what: str, done: int, total: int) -> None:
         """Show the progress of preparing data, in bytes."""
-        text = told("bytes_prepared", done=done / 1e6, total=total / 1e6)
+        text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
         self._show(what, done, total, text)
         if not self._console.is_terminal and 0 < done < total and total > _WORTH_A_LINE:
             self._line(f"{what}: {text}")
@@ -72,22 +71,26 @@ class RunDisplay:
     def stepped(self, tick: Tick, max_steps: int) -> None:
         """Show one step of training."""
         record = tick.record
-        parts = [told("step", step=record.step, last=max_steps), told("loss", loss=record.loss)]
+        parts = [f"step {record.step}/{max_steps}", f"loss {record.loss:.3f}"]
         if record.loss_scale is not None and record.loss_scale != 1:
             power = record.loss_scale.hex().split("p")[1].lstrip("+")
-            parts.append(told("scale", power=power))
+            parts.append(f"scale 2^{power}")
         if record.skipped_total:
-            parts.append(told("skips", count=record.skipped_total))
-        parts.append(told("rate", rate=record.tokens_per_second))
-        parts.append(told("left", duration=duration(tick.seconds_left)))
+            parts.append(f"skipped {record.skipped_total}")
+        parts.append(f"{record.tokens_per_second:,.0f} tok/s")
+        parts.append(f"{duration(tick.seconds_left)} left")
         text = "  ".join(parts)
         self._show(self._title, record.step, max_steps, text)
         if not record.applied:
-            few = told("few_skips") if record.skipped_total == 1 else ""
+            few = (
+                " (a few are normal: a dynamic loss scale finds its level so)"
+                if record.skipped_total == 1
+                else ""
+            )
             scale, reason = record.loss_scale, record.skip_reason
-            self.say(told("skipped_step", step=record.step, reason=reason, scale=scale, few=few))
+            self.say(f"step {record.step}: skipped ({reason}) at loss scale {scale:g}{few}")
         for said in [*tick.verdicts, *([tick.evaluation.text] if tick.evaluation else [])]:
-            self.say(told("at_step", step=record.step, text=said))
+            self.say(f"step {record.step}: {said}")
         if not self._console.is_terminal:
             self._line(f"{self._title}: {text}")
 

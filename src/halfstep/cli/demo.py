@@ -15,11 +15,10 @@ from halfstep.cli.bench import prepare, train_apart
 from halfstep.cli.commands import Demo
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.formats import table
-from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.precision.casting.autocast import Support, require_support, support
-from halfstep.precision.policy.devices import kind_of, name_of, status_text
+from halfstep.precision.policy.devices import kind_of, name_of
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import AUTO, parse_policy
 from halfstep.report.record import read_run
@@ -27,14 +26,13 @@ from halfstep.report.side_by_side import Side, Trial, draw, verdict
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device
-from halfstep.words import said, spoken
 
 _WARMUP = 20
 
 
 def run(arguments: Demo) -> int:
     """Train in each precision in a process of its own, then print and draw what came of it."""
-    steps, language = arguments.max_steps, spoken()
+    steps = arguments.max_steps
     if steps < 1:
         raise ConfigError(f"--max-steps {steps}; allowed: integers >= 1")
     keys = {"run.max_steps": steps, "run.eval_every": steps, "run.save_every": 0}
@@ -54,7 +52,7 @@ def run(arguments: Demo) -> int:
         count = prepare(config, display)
         trial = Trial(model=config.name, parameters=count, steps=steps, device=named)
         names = ", ".join(map(str, policies))
-        display.say(told("demo_begins", trial=trial.text(language), policies=names))
+        display.say(f"Training {trial.text()}, in {names}, one after the other")
     sides = []
     for policy in policies:
         folder, begin = root / str(policy), time.perf_counter()
@@ -64,18 +62,18 @@ def run(arguments: Demo) -> int:
         sides.append(_side(folder, policy, support(policy, device), time.perf_counter() - begin))
     values = {"trial": asdict(trial), "sides": [asdict(side) for side in sides]}
     write_whole(root / "demo.json", f"{json.dumps(values, indent=1)}\n")
-    figures = draw(sides, trial, root, language)
+    figures = draw(sides, trial, root)
     titles = (
-        told("precision"), told("products"), told("val_loss"), told("rate tokens"), told("peak"),
-        told("skipped"), told("seconds"),
+        "precision", "products", "val loss", "tokens/s", "peak memory",
+        "skipped", "seconds",
     )  # fmt: skip
     print(table([titles, *map(_cells, sides)], right=set(range(2, len(titles)))))
     if len(sides) > 1:
-        print(f"\n{verdict(sides, language)}")
+        print(f"\n{verdict(sides)}")
     if figures:
-        print("\n" + told("figure", path=figures[0]))
+        print(f"\nFigure: {figures[0]}")
     report = join(["halfstep", "report", *(str(root / str(policy)) for policy in policies)])
-    print("\n" + told("next_command", report=report))
+    print(f"\nNext: {report}")
     return 0
 
 
@@ -110,6 +108,6 @@ def _side(folder: Path, policy: PrecisionPolicy, how: Support, seconds: float) -
 
 
 def _cells(side: Side) -> tuple[str, ...]:
-    how = said(status_text("simulated" if side.simulated else "native"))
+    how = "simulated" if side.simulated else "native"
     numbers = f"{side.val_loss:.4f}", f"{side.rate:,.0f}", megabytes(side.peak_bytes)
     return side.precision, how, *numbers, str(side.skipped), f"{side.seconds:.0f}"

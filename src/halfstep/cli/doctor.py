@@ -8,8 +8,6 @@ from typing import Any
 
 from halfstep.cli.commands import Doctor
 from halfstep.cli.formats import table
-from halfstep.cli.words import told
-from halfstep.precision.policy.devices import status_text
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.doctor import (
     Diagnosis,
@@ -21,7 +19,6 @@ from halfstep.trainer.doctor import (
     read_product,
 )
 from halfstep.trainer.environment import environment
-from halfstep.words import said
 
 
 def run(arguments: Doctor) -> int:
@@ -45,37 +42,33 @@ def run(arguments: Doctor) -> int:
         if here:
             print(f"\n{machine_text(here[0])}")
     else:
-        rows = [
-            (name, d.policy, said(d.reason))
-            for name, d in zip(arguments.device, every, strict=True)
-        ]
-        print(table([(told("device"), told("take"), told("why")), *rows], set()))
+        rows = [(name, d.policy, d.reason) for name, d in zip(arguments.device, every, strict=True)]
+        print(table([("device", "take", "why"), *rows], set()))
     return 0
 
 
 def text_of(found: Diagnosis) -> str:
     """Format a diagnosis: what to take and why, the formats, what it saves."""
     keys = list(dict.fromkeys(key for row in found.forms for key in row.rates))
-    shapes = [told("square") if key == "square" else key for key in keys]
-    head = (told("format"), told("hardware"), "halfstep", *(f"{key} GFLOP/s" for key in shapes))
+    head = ("format", "hardware", "halfstep", *(f"{key} GFLOP/s" for key in keys))
     rows = [
         (
             row.form,
-            said(status_text(row.status)),
-            said(status_text(row.here)) if row.here else "-",
+            row.status,
+            row.here or "-",
             *(f"{row.rates[key] / 1e9:,.0f}" if key in row.rates else "-" for key in keys),
         )
         for row in found.forms
     ]
     lines = [
-        told("take_this", policy=found.policy, reason=found.reason),
-        told("source", source=found.source),
-        *([told("instructions", names=", ".join(found.instructions))] * bool(found.instructions)),
+        f"take {found.policy}: {found.reason}",
+        f"source: {found.source}",
+        *([f"instructions: {', '.join(found.instructions)}"] * bool(found.instructions)),
         "",
         table([head, *rows], set(range(3, len(head)))),
         "",
         _savings(found),
-        *(told("note", text=note) for note in found.notes),
+        *(f"note: {note}" for note in found.notes),
     ]
     return "\n".join(lines)
 
@@ -84,13 +77,20 @@ def _savings(found: Diagnosis) -> str:
     """Say what the policy saves, in time of products and in bytes."""
     parts = []
     if found.product_times is not None:
-        parts.append(told("product_times", times=found.product_times, policy=found.policy))
+        parts.append(
+            f"measured: products take {found.product_times:.2f} of fp32's time in {found.policy}"
+        )
     cost = found.bytes_per_parameter
     if found.policy != "fp32":
-        parts.append(told("as_fp32", policy=found.policy, bytes=cost[found.policy]))
+        parts.append(
+            f"{found.policy} saves the operands of products in 16 bits for the backward, and "
+            f"keeps {cost[found.policy]:g} bytes per parameter with AdamW, as fp32 does"
+        )
     least = found.smallest
-    parts.append(told("fewest_bytes", policy=least, bytes=cost[least], fp32=cost["fp32"]))
-    return told("separator").join(parts)
+    parts.append(
+        f"{least} keeps {cost[least]:.3g} bytes per parameter, where fp32 keeps {cost['fp32']:g}"
+    )
+    return "; ".join(parts)
 
 
 def machine_text(report: Mapping[str, Any]) -> str:
@@ -101,20 +101,24 @@ def machine_text(report: Mapping[str, Any]) -> str:
         for gpu in report["gpus"]
     )
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
-    bf16 = told("yes") if cpu["bf16_instructions"] else told("no")
+    bf16 = "yes" if cpu["bf16_instructions"] else "no"
     optimizer, forward = report["optimizer_kernel"], report["forward_kernels"]
     machine = [
-        (told("env_python"), told("on_platform", **report)),
-        (told("env_packages"), packages),
-        (told("env_cpu"), told("cpu", **{**cpu, "bf16": bf16})),
-        (told("env_memory"), f"{report['memory_bytes'] / 2**30:.1f} GiB"),
-        (told("env_gpus"), gpus or told("no_gpus")),
-        (told("env_device"), report["device"]),
-        (told("env_kernels"), told("kernels", optimizer=optimizer, forward=forward)),
+        ("python", f"{report['python']} on {report['platform']}"),
+        ("packages", packages),
+        (
+            "cpu",
+            f"{cpu['name']}, {cpu['cores']} cores, {cpu['torch_threads']} torch threads, "
+            f"{cpu['vector_instructions']}, bf16 instructions: {bf16}",
+        ),
+        ("memory", f"{report['memory_bytes'] / 2**30:.1f} GiB"),
+        ("gpus", gpus or "none seen by torch"),
+        ("device", report["device"]),
+        (
+            "kernels",
+            f"halfstep.optim runs by {optimizer}; attention, norms and losses in bf16 by {forward}",
+        ),
     ]
-    policies = [
-        (name, said(status_text(row["status"])), said(row["reason"]))
-        for name, row in report["precisions"].items()
-    ]
-    head = (told("precision"), told("here"), told("reason"))
+    policies = [(name, row["status"], row["reason"]) for name, row in report["precisions"].items()]
+    head = ("precision", "here", "reason")
     return f"{table(machine, set())}\n\n{table([head, *policies], set())}"

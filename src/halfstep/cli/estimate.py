@@ -6,8 +6,7 @@ import json
 
 from halfstep.cli.commands import Estimate
 from halfstep.cli.formats import table
-from halfstep.cli.words import told
-from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_text
+from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import name_of
@@ -16,7 +15,6 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.memory import memory_bytes
-from halfstep.words import said
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
@@ -45,9 +43,9 @@ def run(arguments: Estimate) -> int:
         rows = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": rows}, indent=1))
     else:
-        what = told("this_machine") if device.type == "cpu" else name_of(device)
-        own = told("fits_into_device", size=size_text(have), device=what)
-        fits = told("fits_into", size=size_text(have)) if arguments.memory else own
+        what = "this machine" if device.type == "cpu" else name_of(device)
+        own = f"fits: in the {size_text(have)} of {what}"
+        fits = f"fits: in {size_text(have)}" if arguments.memory else own
         print(_text(found, have, fits, layout))
     return 0
 
@@ -55,26 +53,26 @@ def run(arguments: Estimate) -> int:
 def _text(found: list[Memory], have: int, fits: str, layout: Layout) -> str:
     with_batch = any(memory.rows for memory in found)
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
-    names = [said(part_text(part)) for part in [*parts, "total"]]
-    head = (told("policy"), *names, told("fits"), *([told("largest_batch")] * with_batch))
+    names = [*parts, "total"]
+    head = ("policy", *names, "fits", *(["largest batch"] * with_batch))
     rows = [
         (
             memory.policy,
             *(size_text(memory.part(part)) if memory.part(part) else "-" for part in parts),
             size_text(memory.total),
-            told("yes") if memory.total <= have else told("no"),
+            "yes" if memory.total <= have else "no",
             *([str(memory.largest_batch(have))] if with_batch else []),
         )
         for memory in found
     ]
     notes = [fits]
     if with_batch:
-        notes.append(told("micro_batch", rows=found[0].rows))
+        notes.append(f"a micro-batch of {found[0].rows}")
     else:
-        notes.append(told("without_activations"))
+        notes.append("without activations, which depend on model and batch")
     if layout.size > 1:
-        notes.append(told("each_rank", size=layout.size, layout=layout))
+        notes.append(f"on each of {layout.size} ranks ({layout})")
     lines = [table([head, *rows], set(range(1, len(head)))), ""]
-    lines.append(told("sentence", text=told("separator").join(notes)))
-    lines.append(told("on_top"))
+    lines.append(f"{'; '.join(notes)}.")
+    lines.append("Temporary tensors, the allocator's rounding and the process come on top.")
     return "\n".join(lines)

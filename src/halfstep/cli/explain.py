@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from halfstep.cli.commands import Explain
-from halfstep.cli.words import told
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain, explain_model
 from halfstep.precision.policy.devices import choose
@@ -15,7 +14,6 @@ from halfstep.shown import padded
 from halfstep.trainer.config.config import simulated
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.estimate import described_model
-from halfstep.words import said
 
 
 def run(arguments: Explain) -> int:
@@ -23,7 +21,9 @@ def run(arguments: Explain) -> int:
     device = choose_device(arguments.device)
     model, named = None, arguments.policies
     if arguments.config:
-        config, model = described_model(arguments.config, told.phrase("any_model"))
+        config, model = described_model(
+            arguments.config, "halfstep.explain_model(policy, model) answers for any model"
+        )
         named = named or (str(config.precision),)
     if named:
         # every error before the first page
@@ -40,20 +40,20 @@ def run(arguments: Explain) -> int:
         return 0
     print(_every(device, simulate=arguments.simulate))
     taken = choose(device)
-    print("\n" + told("auto_is", policy=taken.policy, reason=taken.reason))
-    print(told("policy_in_full"))
+    print(f"\nauto is {taken.policy} here: {taken.reason}.")
+    print("halfstep explain POLICY shows one in full. Bytes are with AdamW.")
     return 0
 
 
 def _every(device: torch.device, *, simulate: bool) -> str:
     """Every policy, with its cost and how the device runs it, a line each."""
-    heads = told("policy"), told("aliases"), told("bytes_each"), told("scaling")
-    lines = [_line(*heads, told("on_device", device=device))]
+    heads = "policy", "aliases", "bytes/param", "scale"
+    lines = [_line(*heads, f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
         found = support(_simulated(policy) if simulate else policy, device)
         aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
         total = f"{sum(bytes_per_parameter(policy).values()):g}"
-        how = said(found.how)
+        how = found.how
         lines.append(_line(name, aliases, total, policy.loss_scale.kind, how))
     return "\n".join(lines)
 

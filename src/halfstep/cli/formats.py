@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from halfstep.cli.commands import Formats
-from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.shown import columns, padded
-from halfstep.words import Phrase, said
 
 
 def run(arguments: Formats) -> int:
@@ -104,20 +102,20 @@ def round_value(form: FloatFormat, value: float) -> dict[str, Any]:
     }
 
 
-def verdict(form: FloatFormat, value: float, number: float) -> Phrase:
+def verdict(form: FloatFormat, value: float, number: float) -> str:
     """Name in a word or two what rounding ``value`` to ``number`` did."""
     if math.isnan(number):
-        exact = told.phrase("exact") if form.has_nan else told.phrase("no_nan")
-        return exact if math.isnan(value) else told.phrase("overflows_to_nan")
+        exact = "exact" if form.has_nan else "has no NaN"
+        return exact if math.isnan(value) else "overflows to NaN"
     if not form.has_nan and abs(value) > form.max:
-        return told.phrase("saturates")
+        return "saturates"
     if math.isinf(number):
-        return told.phrase("exact") if math.isinf(value) else told.phrase("overflows_to_inf")
+        return "exact" if math.isinf(value) else "overflows to inf"
     if number == 0.0 and value != 0.0:
-        return told.phrase("underflows_to_0")
-    word = told.phrase("exact") if number == value else told.phrase("rounded")
+        return "underflows to 0"
+    word = "exact" if number == value else "rounded"
     small = 0.0 < abs(number) < form.min_normal
-    return told.phrase("subnormal", word=word) if small else word
+    return f"{word}, subnormal" if small else word
 
 
 def _describe(form: FloatFormat) -> dict[str, Any]:
@@ -167,8 +165,8 @@ def table(rows: Sequence[tuple[str, ...]], right: set[int]) -> str:
 
 def _ranges() -> str:
     head = (
-        told("format"), told("bits"), "s/e/m", told("largest"), told("smallest_normal"),
-        told("smallest_positive"), told("gap"), told("digits"),
+        "format", "bits", "s/e/m", "largest", "smallest normal",
+        "smallest positive", "gap at 1", "digits",
     )  # fmt: skip
     rows = [
         (
@@ -186,27 +184,32 @@ def _ranges() -> str:
     finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only and form.has_nan)
     numbers = ", ".join(form.name for form in FORMATS.values() if not form.has_nan)
     return (
-        f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\n"
-        f"{told('about_formats', finite=finite, numbers=numbers)}"
+        f"{table([head, *rows], {1, 2, 3, 4, 5, 6, 7})}\n\ns/e/m: bits of sign, exponent, "
+        f"mantissa. digits: decimal, log10(2^(m+1)).\ntf32 is stored in 32 bits. {finite} has no "
+        f"infinity: beyond the largest comes NaN.\n{numbers} has neither: beyond the largest "
+        "comes the largest.\nhalfstep formats VALUE shows what each makes of a number."
     )
 
 
 def _blocks() -> str:
     rows = [
         (
-            *(told("block_format"), told("numbers"), told("block"), told("scales")),
-            *(told("scale_rule"), told("bits_per_number")),
+            *("block format", "numbers", "block", "scales"),
+            *("rule", "bits per number"),
         )
     ]
     for form in BLOCK_FORMATS.values():
-        shape = told("the_tensor") if form.block is None else "x".join(map(str, form.block))
+        shape = "the tensor" if form.block is None else "x".join(map(str, form.block))
         each = float(form.element.bits)
         if form.block is not None:
             each += form.scale.bits / math.prod(form.block)
         two = form.rule == "two-level"
-        scale = told("and_one_fp32", scale=form.scale.name) if two else form.scale.name
+        scale = f"{form.scale.name}, and one fp32" if two else form.scale.name
         rows.append((form.name, form.element.name, shape, scale, form.rule, f"{each:.4g}"))
-    return f"{table(rows, {5})}\n\n{told('about_blocks')}"
+    return (
+        f"{table(rows, {5})}\n\nhalfstep formats VALUE VALUE ... --block NAME shows what becomes "
+        "of a block."
+    )
 
 
 def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> str:
@@ -214,19 +217,19 @@ def _roundings(text: str, value: float, rounded: dict[str, dict[str, Any]]) -> s
     if math.isfinite(value):
         spelled = str(Decimal(value))
         if len(spelled) > 60:  # the decimal digits of an fp64 number can be hundreds
-            spelled = told("about", number=f"{Decimal(value):.25g}")
+            spelled = f"about {Decimal(value):.25g}"
         spelled += f" = {value.hex()}"
-    form = told("format")
-    errors = [(form, told("number"), told("error_of"), told("relative"), told("verdict"))]
-    bits = [(form, told("fields"), told("hex"), told("below"), told("above"))]
+    form = "format"
+    errors = [(form, "number", "error", "relative", "verdict")]
+    bits = [(form, "s|exponent|mantissa", "hex", "below", "above")]
     for name, row in rounded.items():
         error, relative = row["absolute_error"], row["relative_error"]
         errors.append(
-            (name, repr(row["number"]), f"{error:.3g}", f"{relative:.3g}", said(row["verdict"]))
+            (name, repr(row["number"]), f"{error:.3g}", f"{relative:.3g}", row["verdict"])
         )
         fields = "|".join((row["sign"], row["exponent"], row["mantissa"]))
         bits.append((name, fields, row["hex"], f"{row['below']:.9g}", f"{row['above']:.9g}"))
     return (
-        f"{told('read_as', text=text, spelled=spelled)}\n\n"
-        f"{table(errors, {1, 2, 3})}\n\n{table(bits, {3, 4})}"
+        f"{text} is read as fp64: {spelled}\nEach format rounds that once, to the nearest, ties "
+        f"to even.\n\n{table(errors, {1, 2, 3})}\n\n{table(bits, {3, 4})}"
     )

@@ -1,6 +1,6 @@
 """Derives the command line's grammar from dataclasses: ``commands.py`` and the configurations.
 
-Every field is an option, described by its type, default and docstring (``help.py``). argparse
+Every field is an option, described by its type, default and help. argparse
 splits the words and prints help; words are converted to values by the code for TOML files, with
 the same errors.
 docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import argparse
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
+from importlib import resources
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from halfstep.cli.commands import (
     COMMANDS,
-    POSITIONAL,
     Request,
     Start,
 )
-from halfstep.cli.help import DOC, Formatter, docstrings, overview
-from halfstep.cli.words import told
+from halfstep.cli.help import EXIT_CODES, Formatter, overview, purpose
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.words import LANGUAGES, speaking, spoken
 
-LANG = "--lang"
-"""The option of every command that says the language; main takes it out before others are read."""
 _VALUES = {int: "N", float: "X"}
 
 
@@ -41,31 +38,6 @@ class Option(NamedTuple):
     hint: Any
     field: Field[Any]
     text: str
-
-
-def split_language(words: Sequence[str]) -> tuple[list[str], str]:
-    """Take ``--lang`` out of a command line, before which or behind whose command it stands.
-
-    Returns:
-        The other words, and the language asked for: empty if none is.
-
-    Raises:
-        ConfigError: If no language follows.
-    """
-    kept: list[str] = []
-    asked = ""
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if word == "--":
-            return [*kept, word, *left], asked
-        if name == LANG:
-            asked = value if equals else next(left, "")
-            if not asked:
-                raise ConfigError(told("no_language", allowed=", ".join(LANGUAGES)))
-        else:
-            kept.append(word)
-    return kept, asked
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
@@ -84,7 +56,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     if runs and "--" in words:
         cut = words.index("--")
         words, launcher = words[:cut], words[cut + 1 :]
-    parser = parser_of(name, spoken())
+    parser = parser_of(name)
     given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
     first = Start if runs else kind
     own = {field.name for field in fields(first)}
@@ -93,7 +65,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
     if not runs:
         return name, start
     if launcher is not None and start.nproc is None:
-        raise ConfigError(told("launcher_alone"))
+        raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
     return name, Request(kind=kind, start=start, given=keys, words=words, launcher=launcher or [])
 
 
@@ -113,14 +85,14 @@ def command_of(words: Sequence[str]) -> str:
         print(overview(group or list(COMMANDS)))
         raise SystemExit(0)
     if not first:
-        raise ConfigError(told("no_command"))
+        raise ConfigError("a COMMAND is missing; halfstep --help lists them")
     known = [name.split()[-1] for name in group] or [name.split()[0] for name in COMMANDS]
     wrong = " ".join(words[1:2]) if group else first
     allowed = ", ".join(dict.fromkeys(known))
     if not wrong:
-        raise ConfigError(told("half_command", command=first, allowed=allowed))
+        raise ConfigError(f"{first} what? One of: {allowed}")
     hint = did_you_mean(wrong, known) if group else _meant(wrong)
-    raise ConfigError(told("unknown_command", word=repr(wrong), hint=hint, allowed=allowed))
+    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {allowed}")
 
 
 def _meant(word: str) -> str:
@@ -129,7 +101,7 @@ def _meant(word: str) -> str:
         known = ["--help", "--version"]
         if hint := did_you_mean(word, known) or {"-v": did_you_mean("--version", known)}.get(word):
             return hint
-        return told("command_first", word=f"{word:.40}")
+        return f", the COMMAND comes first, as in halfstep train {word:.40}"
     return did_you_mean(word.lower(), [name.split()[0] for name in COMMANDS])
 
 
@@ -140,35 +112,27 @@ class _Parser(argparse.ArgumentParser):
         wrong, unknown, words = message.partition("unrecognized arguments: ")
         missing = message.partition("arguments are required: ")[2]
         if unknown and not wrong:
-            message = told("unrecognized", words=words)
+            message = f"unrecognized arguments: {words}"
             if "--data" in self._option_string_actions:
-                message += told("text_by_data", word=words.split()[0])
+                message += f"; files of text are given by --data {words.split()[0]}"
         elif missing:
-            message = told("required", names=missing)
+            message = f"the following arguments are required: {missing}"
             for action in self._actions:
                 if {action.dest, action.metavar} & {*missing.split(", ")}:
-                    message += f": {str(action.help).rstrip('.。')}"
-        else:
-            message = message.replace("expected one argument", told("one_argument"))
-            message = message.replace("expected at least one argument", told("some_arguments"))
-        raise ConfigError(told("see_help", message=message, program=self.prog))
+                    message += f": {str(action.help).rstrip('.')}"
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 @cache
-def parser_of(name: str, language: str) -> argparse.ArgumentParser:
+def parser_of(name: str) -> argparse.ArgumentParser:
     """Make the parser of one command; its result has only options that are given, as text."""
-    with speaking(language):
-        return _made(name)
-
-
-def _made(name: str) -> argparse.ArgumentParser:
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
     parser = _Parser(
         prog=f"halfstep {name}",
-        usage=told("usage_of_runs") if runs else None,
-        description=docstrings(kind)[DOC],
-        epilog=told("exit_codes"),
+        usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
+        description=purpose(kind),
+        epilog=EXIT_CODES,
         formatter_class=Formatter,
         add_help=False,
         allow_abbrev=False,
@@ -176,24 +140,51 @@ def _made(name: str) -> argparse.ArgumentParser:
     )
     # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
-    positionals = parser.add_argument_group(told("positionals"))
-    options = parser.add_argument_group(told("options"))
-    options.add_argument("-h", "--help", action="help", help=told("help"))
-    options.add_argument(LANG, metavar="|".join(LANGUAGES), help=told("lang"))
+    positionals = parser.add_argument_group("positional arguments")
+    options = parser.add_argument_group("options")
+    options.add_argument("-h", "--help", action="help", help="Show this help and end.")
     for option in leaves(Start if runs else kind):
-        named = option.field.metadata != POSITIONAL
-        _add(options if named else positionals, option, [option_name(option.key)])
+        named = "positional" not in option.field.metadata
+        shown = option._replace(text=option.text + default_text(option))
+        _add(options if named else positionals, shown, [option_name(option.key)])
     keys = [*leaves(kind)] if runs else []
     shorts = short_options(kind) if runs else {}
+    defaults = _shipped_defaults(kind) if runs else {}
     groups: dict[str, Any] = {"": options}
     for option in keys:
         section = option.key.rpartition(".")[0]
         if section not in groups:
-            groups[section] = parser.add_argument_group(told(f"section {section}"))
+            groups[section] = parser.add_argument_group(section)
         short = [f"--{short}" for short, key in shorts.items() if key == option.key]
         names = dict.fromkeys([*short, option_name(option.key)])
-        _add(groups[section], option, list(names), sets=True)
+        text = option.text + default_text(option, defaults.get(option.key))
+        _add(groups[section], option._replace(text=text), list(names), sets=True)
     return parser
+
+
+def _shipped_defaults(kind: type[BaseConfig]) -> dict[str, Any]:
+    """Return what the configuration sets that a command starts from, by key."""
+    file = resources.files("halfstep").joinpath("configs", f"{kind.shipped({})}.toml")
+    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    found = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    for section in table.keys() - found.keys():
+        found |= {f"{section}.{key}": value for key, value in table[section].items()}
+    return found
+
+
+def default_text(option: Option, shipped: Any = None) -> str:
+    """Say what an option's default is, where its help does not; empty where it means nothing.
+
+    Args:
+        option: The option.
+        shipped: The value of the configuration that the command starts from, if it has one.
+    """
+    default = option.field.default if shipped is None else shipped
+    if default in (MISSING, "", None, ()) or default is False or "efault" in option.text:
+        return ""
+    if isinstance(default, tuple | list):
+        return f" Default: {' '.join(map(str, default))}."
+    return f" Default: {str(default).lower() if default is True else default}."
 
 
 def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -> None:
@@ -205,7 +196,7 @@ def _add(parser: Any, option: Option, names: list[str], *, sets: bool = False) -
         more["metavar"] = "|".join(choices_of(hint))
     elif hint is not bool:
         more["metavar"] = _VALUES.get(hint, option.key.rpartition(".")[2].upper())
-    if option.field.metadata == POSITIONAL:
+    if "positional" in option.field.metadata:
         if option.field.default is not MISSING:
             more["nargs"] = "*" if several else "?"
         parser.add_argument(option.key, **more)
@@ -228,18 +219,18 @@ def choices_of(hint: Any) -> list[str]:
 
 def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
     """Yield the fields of a dataclass and of its sections as options, in order."""
-    hints, texts = get_type_hints(cls), docstrings(cls)
+    hints = get_type_hints(cls)
     for field in fields(cls):
         hint, key = hints[field.name], prefix + field.name
         if kinds := sections(hint):
             every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
             if len(kinds) > 1:
                 names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
-                text = told("which_family", default=kinds[0].FAMILY)
+                text = f"Which family; default {kinds[0].FAMILY}."
                 yield Option(f"{key}.{FAMILY}", names, field, text)
             yield from every.values()
         else:
-            yield Option(key, hint, field, texts.get(field.name, ""))
+            yield Option(key, hint, field, field.metadata.get("help", ""))
 
 
 def short_options(kind: type[BaseConfig]) -> dict[str, str]:
@@ -267,7 +258,7 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
             name = name.replace("_", "-")
             if name not in known:
                 hint = did_you_mean(name, known)
-                message = told("unknown_option", name=f"{name:.80}", hint=hint)
-                raise ConfigError(told("see_help", message=message, program=parser.prog))
+                message = f"unknown option {name:.80}{hint}"
+                raise ConfigError(f"{message}; see {parser.prog} --help")
         done.append(name + equals + value)
     return done

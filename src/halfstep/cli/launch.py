@@ -15,10 +15,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from halfstep.cli.commands import Request
-from halfstep.cli.grammar import LANG
 from halfstep.cli.main import INTERRUPTED
 from halfstep.errors import ConfigError
-from halfstep.words import spoken
 
 _PROGRAM = ("-m", "halfstep")
 """What each rank runs."""
@@ -40,7 +38,7 @@ def run(request: Request) -> int:
     # torchrun's own default is one thread a rank, however many cores there are
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))
-    words = _without_nproc([LANG, spoken(), *request.words])
+    words = _without_nproc(request.words)
     options = ["--nproc-per-node", str(nproc), *request.launcher]
     chosen: Any = torchrun.get_args_parser().parse_args([*options, *_PROGRAM, *words])
     if getattr(chosen, "shutdown_timeout", 0) is None:  # newer versions of torch have it

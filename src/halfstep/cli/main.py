@@ -12,10 +12,8 @@ from contextlib import suppress
 
 from halfstep import __version__
 from halfstep.cli.commands import Request
-from halfstep.cli.grammar import read_words, split_language
-from halfstep.cli.words import told
+from halfstep.cli.grammar import read_words
 from halfstep.errors import HalfstepError, lost_contact
-from halfstep.words import chosen_language, message, said, speaking
 
 INTERRUPTED = 4
 """Exit code of a run that a signal ended after it had saved."""
@@ -35,20 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run one command in the language of ``--lang``, else of the locale."""
-    with speaking(chosen_language()):
-        if any("\0" in word for word in argv):
-            return _complain(ValueError(), told("nul"), 2)
-        try:
-            words, asked = split_language(argv)
-            language = chosen_language(asked)
-        except HalfstepError as error:
-            return _complain(error, *describe(error))
-        with speaking(language):
-            return _run_command(words)
-
-
-def _run_command(argv: Sequence[str]) -> int:
+    if any("\0" in word for word in argv):
+        return _complain(ValueError(), "an argument holds a NUL character", 2)
     if list(argv) == ["--version"]:
         print(f"halfstep {__version__}")
         return 0
@@ -62,7 +48,7 @@ def _run_command(argv: Sequence[str]) -> int:
     except SystemExit as end:  # after printing help
         return int(end.code or 0)
     except KeyboardInterrupt as error:
-        return _complain(error, told("interrupted"), 130)
+        return _complain(error, "interrupted; what was not saved is lost", 130)
     except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -74,12 +60,12 @@ def _run_command(argv: Sequence[str]) -> int:
 def _told(error: Exception) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return told("disk_full", error=error), 1
+        return f"no space left on the disk: {error}", 1
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return told("name_too_long", error=error), 2
+        return f"a name is too long for this file system: {error}", 2
     extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if extra:
-        return told("install", error=error, extra=extra), 2
+        return f"{error}; install what this needs: pip install 'halfstep[{extra}]'", 2
     return describe(_cause(error))
 
 
@@ -112,8 +98,8 @@ def _complain(error: BaseException, text: str, code: int) -> int:
     if len(plain) > _LONGEST:
         plain = f"{plain[:1500]} ... {plain[-400:]}"
     rank = rank_of_many()
-    plain = plain if rank is None else told("by_rank", rank=rank, message=plain)
-    print(told("error", message=plain), file=sys.stderr)
+    plain = plain if rank is None else f"rank {rank}: {plain}"
+    print(f"halfstep: error: {plain}", file=sys.stderr)
     if os.environ.get("HALFSTEP_DEBUG") == "1":
         raise
     return code
@@ -128,12 +114,12 @@ def rank_of_many() -> int | None:
 def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     if isinstance(error, HalfstepError):
-        return said(message(error)), error.exit_code
+        return str(error), error.exit_code
     if rank_of_many() is not None and lost_contact(error):
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         reason = re.sub(r"^\[[^]]*\] ", "", reason)
-        return told("lost_contact", reason=reason), 1
-    return told("unexpected", kind=type(error).__name__, error=error), 1
+        return f"lost contact with another rank ({reason}); its own message tells why", 1
+    return f"unexpected {type(error).__name__}: {error}; HALFSTEP_DEBUG=1 shows where", 1
 
 
 def _leave(code: int) -> None:

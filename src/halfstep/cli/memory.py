@@ -9,14 +9,11 @@ from pathlib import Path
 from halfstep.cli.commands import Memory
 from halfstep.cli.formats import table
 from halfstep.cli.one_step import opened
-from halfstep.cli.words import told
 from halfstep.diagnostics.memory import table as memory
 from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.errors import ConfigError
 from halfstep.report.memory import require_figure_name, write_memory_figure
-from halfstep.report.words import phrase
 from halfstep.trainer.loop import attempt
-from halfstep.words import said, spoken
 
 
 def run(arguments: Memory) -> int:
@@ -27,15 +24,18 @@ def run(arguments: Memory) -> int:
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
     bars = [(m.policy, m, None) for m in found]
-    if out is not None and not write_memory_figure(bars, out, spoken()):
-        raise ConfigError(f"--out {out}: {phrase('no_figures', 'en')}")
+    if out is not None and not write_memory_figure(bars, out):
+        raise ConfigError(
+            f"--out {out}: No figures: pip install 'halfstep[plot]' installs matplotlib, which "
+            "draws them."
+        )
     if arguments.json:
         plain = [each.to_json() for each in found]
         print(json.dumps({"policies": plain}, indent=1))
         return 0
     parts = [part for part in memory.PARTS if any(each.part(part) for each in found)]
-    names = [said(memory.part_text(part)) for part in [*parts, "total"]]
-    head = (told("policy"), *names, told("of_the_first"))
+    names = [*parts, "total"]
+    head = ("policy", *names, "of the first")
     rows = [
         (
             each.policy,
@@ -47,11 +47,9 @@ def run(arguments: Memory) -> int:
     ]
     lines = [table([head, *rows], set(range(1, len(head))))]
     lines += [
-        f"\n{told('why_of', policy=each.policy, why=each.why_not_half())}"
-        for each in found[1:]
-        if each.part("gradients")
+        f"\n{each.policy}: {each.why_not_half()}" for each in found[1:] if each.part("gradients")
     ]
-    lines += [f"\n{told('written', path=out)}"] if out is not None else []
+    lines += [f"\nWritten: {out}"] if out is not None else []
     print("\n".join(lines))
     return 0
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from halfstep.cli.words import told
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Predicting
@@ -36,7 +35,7 @@ def run(arguments: Predicting) -> int:
         _write(found, sys.stdout)
     else:
         count = _write_file(found, Path(arguments.output))
-        print(told("labels_written", count=count, path=arguments.output))
+        print(f"Labels of {count:,} texts written: {arguments.output}")
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from halfstep.cli.commands import Replay
-from halfstep.cli.words import told
 from halfstep.diagnostics.capture import Finding, Replayed, is_sealed, replay as replay_of_loop
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.trainer.run.replay import replay
-from halfstep.words import said
 
 
 def run(arguments: Replay) -> int:
@@ -35,10 +33,9 @@ def run(arguments: Replay) -> int:
         print(json.dumps(_plain(values)))
     else:
         before, now = found.captured_precision, found.precision
-        known = {"step": found.step, "found": _found(found.captured)}
-        print(told("captured_in", policy=before, **known))
-        print(told("again_in", policy=now, found=_found(found.found)))
-        print(said(found.verdict))
+        print(f"step {found.step} in {before}: {_found(found.captured)}")
+        print(f"again in {now}: {_found(found.found)}")
+        print(found.verdict)
     return 0 if found.repeated or found.precision != found.captured_precision else 1
 
 
@@ -47,14 +44,24 @@ def _replayed(arguments: Replay, world: World) -> Replayed:
     of_loop = is_sealed(path)
     if not of_loop:
         if arguments.model:
-            raise ConfigError(told("model_is_known", model=arguments.model, path=path))
+            raise ConfigError(
+                f"--model {arguments.model}: {path} is no capture of a loop of one's own; the run "
+                "of halfstep train says itself what its model is. Leave --model out"
+            )
         return replay(path, arguments.precision, world)
     if not arguments.model:
-        raise ConfigError(told("model_is_missing", path=path, made=told("made")))
+        raise ConfigError(
+            f"{path} is a capture of a loop of one's own, which does not say how its model is "
+            "made: give --model PACKAGE.MODULE:FUNCTION, a function of no arguments that returns "
+            "(model, optimizer, loss)"
+        )
     made = _function(arguments.model)()
     if not isinstance(made, tuple) or len(made) != 3:
-        known = {"model": arguments.model, "kind": type(made).__name__}
-        raise ConfigError(told("model_returned", made=told("made"), **known))
+        raise ConfigError(
+            f"--model {arguments.model} returned {type(made).__name__}; allowed: a function of no "
+            "arguments that returns (model, optimizer, loss), where loss(model, batch) computes "
+            "a micro-batch's loss"
+        )
     model, optimizer, loss = made
     precision = arguments.precision
     return replay_of_loop(
@@ -66,22 +73,27 @@ def _function(name: str) -> Callable[[], Any]:
     """The function that the user named; its module may be in the present folder."""
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(told("model_is_no_name", model=name, made=told("made")))
+        raise ConfigError(
+            f"--model {name}; allowed: PACKAGE.MODULE:FUNCTION, a function of no arguments that "
+            "returns (model, optimizer, loss)"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(told("model_not_imported", model=name, error=error)) from error
+        raise ConfigError(f"--model {name} cannot be imported: {error}") from error
     if not callable(found):
-        known = {"model": name, "kind": type(found).__name__}
-        raise ConfigError(told("model_is_no_function", made=told("made"), **known))
+        raise ConfigError(
+            f"--model {name} is a {type(found).__name__}; allowed: a function of no arguments "
+            "that returns (model, optimizer, loss)"
+        )
     function: Callable[[], Any] = found
     return function
 
 
 def _found(found: Finding) -> str:
-    return told("found", reason=found.reason, loss=found.loss, norm=found.grad_norm)
+    return f"{found.reason}, loss {found.loss:.6g}, gradient norm {found.grad_norm:.6g}"
 
 
 def _plain(value: Any) -> Any:

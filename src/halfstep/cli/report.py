@@ -6,12 +6,10 @@ from pathlib import Path
 
 from halfstep.cli.commands import Report
 from halfstep.cli.formats import table
-from halfstep.cli.words import told
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.trainer.run.execute import CURVES
-from halfstep.words import spoken
 
 
 def run(arguments: Report) -> int:
@@ -19,7 +17,7 @@ def run(arguments: Report) -> int:
     if not arguments.runs:
         raise ConfigError("halfstep report RUN [RUN ...]: give the folder of a run, or of several")
     folders = [Path(name) for name in arguments.runs]
-    report = make_report([read_run(folder) for folder in folders], spoken())
+    report = make_report([read_run(folder) for folder in folders], arguments.lang)
     default = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     path = report.write(Path(arguments.out) if arguments.out else default)
     for row in report.rows:
@@ -29,9 +27,9 @@ def run(arguments: Report) -> int:
         numbers = set(range(1, 1 + len(report.rows)))
         print("", table([(label, *shown) for label, shown in unlike.items()], numbers), sep="\n")
         alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
-        print(told("the_same", what=alike), "", *report.comparison.verdict, "", sep="\n")
+        print(f"The same in all: {alike}", "", *report.comparison.verdict, "", sep="\n")
     for curves in (folder / CURVES for folder in folders):
         if curves.is_file():
-            print(told("figure", path=curves))
-    print(told("written", path=path))
+            print(f"Figure: {curves}")
+    print(f"Written: {path}")
     return 0

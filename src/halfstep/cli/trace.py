@@ -6,10 +6,8 @@ import json
 
 from halfstep.cli.commands import Trace
 from halfstep.cli.one_step import opened
-from halfstep.cli.words import told
 from halfstep.diagnostics.trace.record import trace
 from halfstep.trainer.loop import attempt
-from halfstep.words import said
 
 
 def run(arguments: Trace) -> int:
@@ -24,8 +22,8 @@ def run(arguments: Trace) -> int:
         print(json.dumps(ran.to_json()))
     else:
         differences = ran.differences()
-        verdict = told("all_as_said", policy=policy)
+        verdict = f"all operations ran as {policy} says"
         if differences:
-            verdict = told("otherwise", count=len(differences), policy=policy)
-        print("\n".join([ran.table(), "", verdict, *map(said, differences)]))
+            verdict = f"{len(differences)} operations ran otherwise than {policy} says:"
+        print("\n".join([ran.table(), "", verdict, *differences]))
     return 0

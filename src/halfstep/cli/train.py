@@ -10,7 +10,6 @@ from typing import Any
 from halfstep.cli.commands import Request
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
-from halfstep.cli.words import told
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import Auto, parse_later
@@ -66,11 +65,11 @@ def _train(
             resuming=resuming,
         )
         if outcome.interrupted:
-            display.say(told("interrupted_saved", path=path))
+            display.say(f"saved: go on by the same command with --resume --output-dir {path}")
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
-            print(told("page_of_it", verdict=outcome.verdict, path=path))
+            print(f"{outcome.verdict} (halfstep report {path} makes a page of it)")
         if outcome.written:
             print(outcome.written)
     return INTERRUPTED if outcome.interrupted else 0
@@ -83,7 +82,7 @@ def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[s
     schedule = read_table(_spec(request))[1].get("schedule", {})
     kept = schedule.get("warmup_steps", ScheduleConfig().warmup_steps)
     used = config.schedule.warmup_steps
-    return [told("warmup_cut", used=used, kept=kept)] * (used < kept)
+    return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
 
 
 def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
@@ -107,19 +106,21 @@ def _requested(request: Request) -> BaseConfig:
     if request.start.resume:
         named = request.given.get("run.output_dir")
         if named is None:
-            raise ConfigError(told("needs_folder"))
+            raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
     config = load_config(_spec(request), list(request.given.items()))
     require_trust(request.given, config)
     if type(config) is not request.kind:
-        values = {"config": request.start.config, "task": config.TASK}
-        raise ConfigError(told("other_task", command=_started_by(config), **values))
+        raise ConfigError(
+            f"configuration {request.start.config} is of the task {config.TASK}: use "
+            f"{_started_by(config)}"
+        )
     return config
 
 
 def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
     """Name what trains such a configuration: a command, or the user's own program."""
-    own = told("in_your_program", line=f"halfstep.Trainer(...){call}")
+    own = f"halfstep.Trainer(...){call} in your program"
     return f"halfstep {config.COMMAND}{words}" if config.COMMAND else own
 
 
@@ -129,7 +130,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     saved = run_config(path)
     if type(saved) is not request.kind:
         command = _started_by(saved, " --resume", ".train(resume=True)")
-        raise ConfigError(told("other_run", path=path, task=saved.TASK, command=command))
+        raise ConfigError(f"{path} is a run of the task {saved.TASK}: go on with it by {command}")
     if "precision" in given and not _has_recipe(given["precision"]):
         given.setdefault("run.simulate", "false")  # which was said of the saved precision
     if "run.epochs" in given:
@@ -153,27 +154,34 @@ def require_trust(given: Mapping[str, Any], config: BaseConfig) -> None:
     """Refuse a file's request to run a model's code; only the command line may allow that."""
     flag = "model.trust_remote_code"
     if config.runs_foreign_code and flag not in given:
-        raise ConfigError(told("foreign_code", flag=flag))
+        raise ConfigError(
+            f"{flag}=true would run Python code that comes with the model; only "
+            "--trust-remote-code on the command line allows that: give it if you have read the "
+            "code"
+        )
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if last is None:
         steps = session.config.run.max_steps
-        return told("nothing_to_do", path=path, step=session.step, last=steps)
+        return f"{path}: step {session.step} of {steps}: nothing to do"
     record = last.record
-    parts = [told("summary_step", path=path, step=record.step)]
+    parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
         parts.append(last.evaluation.text)
     best = session.best if session.task.keeps_best else None
     if best is not None:
-        parts.append(told("best_at", step=best.step))
-    parts.append(told("applied", applied=session.applied, skipped=record.skipped_total))
-    parts.append(told("peak_memory", size=megabytes(record.peak_memory_bytes or 0)))
+        parts.append(f"best at step {best.step}")
+    parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
+    parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:
         in_fp32 = megabytes(record.sent_bytes_fp32 or 0)
-        parts.append(told("sent", size=megabytes(record.sent_bytes), size_fp32=in_fp32))
+        parts.append(
+            f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step "
+            f"(in fp32 {in_fp32})"
+        )
     if best is not None and best.step != record.step:
-        parts.append(told("best_state", evaluation=best.evaluation.text))
+        parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
-        parts.append(told("stopped_by", cause=last.stopped_by))
-    return told("separator").join(parts)
+        parts.append(f"stopped by {last.stopped_by}")
+    return "; ".join(parts)

@@ -44,9 +44,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnSpike
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.step import Precision
-from halfstep.words import Phrase, Told
-
-_told = Told("halfstep.diagnostics")
 
 CAPTURES = "captures"
 TENSORS, VALUES, MANIFEST = "tensors.safetensors", "values.json", "manifest.json"
@@ -359,17 +356,20 @@ class Replayed:
         return self.found.reason == "applied"
 
     @property
-    def verdict(self) -> Phrase:
+    def verdict(self) -> str:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
             if self.survives:
-                return _told.phrase("survives", policy=self.precision)
-            return _told.phrase("does_not_survive", policy=self.precision)
+                return f"{self.precision} would have survived"
+            return f"{self.precision} would not have survived"
         if self.repeated:
-            return _told.phrase("repeats")
+            return "the step repeats bit for bit: the batch, the weights or the model make it"
         if self.differs:
-            return _told.phrase("other_torch", differs=self.differs)
-        return _told.phrase("does_not_repeat")
+            return (
+                f"the step does not repeat: another machine, another torch ({self.differs}), or a "
+                "fault that is gone"
+            )
+        return "the step does not repeat: another machine, another torch, or a fault that is gone"
 
 
 @dataclass(frozen=True, slots=True)

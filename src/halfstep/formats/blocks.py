@@ -36,15 +36,14 @@ from torch import Tensor
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
 from halfstep.shown import Text, padded
-from halfstep.words import Phrase, Told, said
 
-_told = Told("halfstep.formats")
 ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
 
 LEAST_AMAX = 1e-12
 """What ``amax`` counts as at least. **Source:** torchao 0.18, ``float8_utils.EPS``."""
 
 _ABS, _FRACTION, _HALF = 0x7FFFFFFF, 0x7FFFFF, 0x400000
+_NAN = 0x7FC00000  # torch.nan's bits in fp32
 _LARGEST_FP32 = FP32.max
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,8 +77,9 @@ class ExponentFormat:
     def decode(self, codes: Tensor) -> Tensor:
         """The fp32 numbers of uint8 codes."""
         field = codes.to(torch.int32)
-        numbers = torch.where(field == 0, _HALF, field << 23).view(torch.float32)
-        return torch.where(field == 255, torch.nan, numbers)
+        bits = torch.where(field == 0, _HALF, field << 23)
+        # NaN by its bits: a literal would be what a search for the first NaN finds
+        return torch.where(field == 255, _NAN, bits).view(torch.float32)
 
 
 E8M0 = ExponentFormat("e8m0", torch.float8_e8m0fnu)
@@ -227,7 +227,7 @@ class BlockFormat:
                         0.1    0x00               0               0        0.1         1
         """
         found = self.rows(values)
-        rows = [[_told(f"column {name}") for name in _COLUMNS]]
+        rows = [[*_COLUMNS]]
         for row in found["numbers"]:
             cells = [f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}"]
             errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
@@ -236,7 +236,7 @@ class BlockFormat:
             "  ".join(padded(c, w, right=True) for c, w in zip(row, _COLUMNS.values(), strict=True))
             for row in rows
         ]
-        return Text("\n".join([self._head(), said(found["scale"]), "", *lines]))
+        return Text("\n".join([self._head(), found["scale"], "", *lines]))
 
     def rows(self, values: Sequence[float]) -> dict[str, Any]:
         """What :meth:`explain` shows, as plain values."""
@@ -263,13 +263,11 @@ class BlockFormat:
         return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
 
     def _head(self) -> str:
-        shape = _told("one_block")
+        shape = "the whole tensor one block"
         if self.block is not None:
-            shape = _told("blocks", rows=self.block[0], columns=self.block[1])
-        return _told(
-            "head", name=self.name, element=self.element.name, shape=shape,
-            scale=self.scale.name, rule=self.rule,
-        )  # fmt: skip
+            shape = f"blocks of {self.block[0]}x{self.block[1]}"
+        return (f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
+            f"({self.rule})")  # fmt: skip
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -389,7 +387,8 @@ def _steps(form: FloatFormat, y: Tensor, bits: Tensor | None) -> tuple[Tensor, T
 def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
     """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
     if bits is None and form.dtype is not None:  # torch's cast rounds alike, in one pass
-        return torch.where(y.isnan(), torch.nan, y).to(form.dtype).view(torch.uint8)
+        codes = y.to(form.dtype).view(torch.uint8)
+        return torch.where(y.isnan(), (1 << (form.bits - 1)) - 1, codes)
     steps, _, exponent = _steps(form, y, bits)
     # Subnormal and normal numbers alike: a carry from the mantissa raises the exponent field.
     magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (exponent << form.mantissa_bits)
@@ -433,7 +432,8 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     outer, rest = form._of_tensor(by)
     whole = E4M3FN.max
     wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
-    codes = _codes(E4M3FN, torch.where(finite, wanted, torch.nan), None)
+    lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+    codes = _codes(E4M3FN, wanted + lost, None)
     decode = _numbers(E4M3FN, codes)
     encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
     return _Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
@@ -447,16 +447,16 @@ def _over(number: float, x: Tensor) -> Tensor:
 _COLUMNS = {"number": 15, "code": 6, "in the block": 14, "becomes": 14, "error": 9, "relative": 8}
 
 
-def _scale_line(q: Quantized) -> Phrase:
+def _scale_line(q: Quantized) -> str:
     scale = q.scales.reshape(-1)[0]
     number = f"{scale.float().item():g}"
     if q.format.scale is FP32:
-        return _told.phrase("scale", number=number)
+        return f"scale {number}"
     code = f"0x{scale.view(torch.uint8).item():02x}"
     if q.outer is None:
         power = scale.float().log2().item()
-        return _told.phrase("scale_of_block", number=number, power=power, code=code)
-    return _told.phrase("scales", outer=q.outer.item(), number=number, code=code)
+        return f"scale of the block {number} = 2^{power:g} ({code})"
+    return f"scale of the tensor {q.outer.item():g}, of the block {number} ({code})"
 
 
 MXFP8 = BlockFormat("mxfp8", E4M3FN, (1, 32), "rceil")

@@ -25,9 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.words import Told
 
-_phrase = Told("halfstep.kernels").phrase
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math"),
@@ -52,7 +50,7 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     known = (name for name in ("g++", "c++", "clang++") if shutil.which(name))
     compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
     if not compiler:
-        return _phrase("no_compiler")
+        return "no C++ compiler (g++, c++ or clang++) on the PATH"
     try:
         return ctypes.CDLL(str(_build(compiler, sources, fused)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:

@@ -18,9 +18,6 @@ from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.scaling.spikes import as_state
-from halfstep.words import Told
-
-_told = Told("halfstep.precision")
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
@@ -28,7 +25,7 @@ _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 def some(names: tuple[str, ...], limit: int = 3) -> str:
     """The first few names, joined, and how many more there are."""
     first, more = ", ".join(names[:limit]), len(names) - limit
-    return _told.phrase("and_more", names=first, count=more) if more > 0 else first
+    return f"{first} and {more} more" if more > 0 else first
 
 
 def check_arguments(model: object, optimizers: object) -> None:

@@ -12,16 +12,18 @@ from halfstep.formats import BLOCK_FORMATS, FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
-from halfstep.precision.policy.devices import choose, status_text
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.shown import Text, aligned, bars, padded
-from halfstep.words import Told, said
 
-_told = Told("halfstep.precision")
+_MOMENTS = {
+    "bf16": "the optimizer's running averages, rounded stochastically",
+    "8bit": "block-wise: 128 elements share a window of exponents; rounded stochastically",
+}
 
 _PART, _FORM = 8, 8
 """The widths of a table's first two columns."""
@@ -41,17 +43,17 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     where = as_device(device)
     value = parse_policy(policy, where)
     found = support(value, where)
-    reason = said(found.reason)
-    reason += _told("nearest", nearest=found.nearest) if found.nearest else ""
+    reason = found.reason
+    reason += f"; nearest: {found.nearest}" if found.nearest else ""
     asked = isinstance(parse_later(policy), Auto)
-    auto = [(_told("row auto"), "", said(choose(where).reason))] if asked else []
-    rows = [(_told("row policy"), "", str(value)), *auto, *explain_policy(value)]
-    rows.append((where.type, said(status_text(found.status)), reason))
+    auto = [("auto", "", choose(where).reason)] if asked else []
+    rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
+    rows.append((where.type, found.status, reason))
     text = "\n".join(
         f"{padded(part, _PART)} {padded(form, _FORM)} {text}".rstrip() for part, form, text in rows
     )
     cost = {name: {"bytes": size} for name, size in bytes_per_parameter(value).items()}
-    return Text.with_figure(text, bars(cost, _told("bytes_per_parameter")))
+    return Text.with_figure(text, bars(cost, "bytes per parameter with AdamW"))
 
 
 def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
@@ -85,8 +87,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     low = sum(bytes_per_parameter(value).values())
     high = sum(bytes_per_parameter(value, kept=True).values())
     names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
-    rows = [(_told("module"), _told("class"), _told("params"), _told("compute"), _told("rule"),
-             _told("size"))]  # fmt: skip
+    rows = [("module", "class", "params", "compute", "rule", "bytes")]
     counted: set[int] = set()
     total = 0.0
     for placement in placed.modules:
@@ -109,7 +110,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         rule = placement.rule or "-"
         kind = type(placement.module).__name__
         rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
-    rows.append((_told("total"), "", "", "", "", f"{total:.0f}"))
+    rows.append(("total", "", "", "", "", f"{total:.0f}"))
     return Text(aligned(rows))
 
 
@@ -139,13 +140,19 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
     p, c = policy.param_dtype, policy.compute_dtype
     mode = rounding_mode(policy.update)
-    products = _told("operands_tf32") if policy.tf32 else _told("operands", form=dtype_name(c))
-    products += _told("accumulation") if min(c.itemsize, p.itemsize) < 4 else ""
-    whole = mode.remainder_dtype is not None and not mode.remainder_dtype.is_floating_point
-    master = _told(f"master {mode.name}") if whole else _told("master")
-    added = _told("grad") + ("" if policy.update == "nearest" else _told("grad_of_one"))
+    products = (
+        "matrix products: operands rounded to tf32"
+        if policy.tf32
+        else f"matrix products: operands in {dtype_name(c)}"
+    )
+    products += ", fp32 accumulation" if min(c.itemsize, p.itemsize) < 4 else ""
+    added = "gradients of micro-batches add up in this format" + (
+        "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
+    )
     averaged = policy.moment_format if policy.needs_own_optimizer else ""
-    moments = _told(f"moments {averaged}") if averaged in ("bf16", "8bit") else _told("moments")
+    moments = (
+        _MOMENTS[averaged] if averaged in ("bf16", "8bit") else "the optimizer's running averages"
+    )
     form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
     cost = bytes_per_parameter(policy)
     return [
@@ -153,55 +160,60 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ("compute", form.name, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
-        ("reduce", dtype_name(policy.reduce_dtype), _told("reduce")),
-        ("master", dtype_name(policy.master_dtype), master),
+        ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
+        ("master", dtype_name(policy.master_dtype), mode.master),
         ("moments", policy.moment_format, moments),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
-        (_told("row bytes"), f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
-        (_told("row range"), f"{form.max:.6g} / {form.min_subnormal:.3g}", _told("limits")),
+        ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
+        (
+            "range",
+            f"{form.max:.6g} / {form.min_subnormal:.3g}",
+            "largest finite and smallest positive number of the compute format",
+        ),
         *_explain_low(policy),
-        *((_told("row rule"), f, _told("modules", pattern=glob)) for glob, f in policy.rules),
+        *(("rule", f, f"modules {glob}") for glob, f in policy.rules),
     ]
 
 
 def _weights(policy: PrecisionPolicy) -> str:
     """How the weights are stored, and what is made of them to compute."""
-    weights = _told(f"weight {policy.update}")
+    weights = rounding_mode(policy.update).weight
     if policy.has_masters:
-        weights = _told("weight_of_masters")
+        weights = "16 bit, rounded from the masters after every step"
     elif policy.update == "nearest" and not policy.is_pure:
-        weights = _told("weight_own")
+        weights = "the optimizer's own copy"
     if policy.casts_per_op:
-        weights += _told("cast_per_op", form=dtype_name(policy.compute_dtype))
+        weights += f"; cast to {dtype_name(policy.compute_dtype)} operation by operation"
     elif policy.casts == "module":
-        weights += _told("cast_per_module", form=dtype_name(policy.compute_dtype))
+        weights += (
+            f"; FSDP2 gathers them in {dtype_name(policy.compute_dtype)}, module by module: "
+            "sharded runs only"
+        )
     return weights
 
 
 def _scale(scale: LossScaleConfig) -> str:
     if scale.kind == "none":
-        return _told("scale_none")
+        return "the loss is not scaled"
     if scale.kind == "static":
-        return _told("scale_static", scale=scale.init_scale)
-    return _told(
-        "scale_dynamic",
-        scale=scale.init_scale,
-        growth=scale.growth_factor,
-        interval=scale.growth_interval,
-        backoff=scale.backoff_factor,
-        least=scale.min_scale,
-        most=scale.max_scale,
-        hysteresis=scale.hysteresis,
-        skips=scale.max_consecutive_skips,
+        return f"{scale.init_scale:g} throughout"
+    return (
+        f"starts at {scale.init_scale:g}; x{scale.growth_factor:g} after {scale.growth_interval} "
+        f"good steps, x{scale.backoff_factor:g} and skip on overflow; between {scale.min_scale:g} "
+        f"and {scale.max_scale:g}, hysteresis {scale.hysteresis}, stops after "
+        f"{scale.max_consecutive_skips} skips in a row"
     )
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    parts = [_told(f"part {key}", size=f"{size:.4g}") for key, size in cost.items() if size]
+    parts = [f"{size:.4g} {key}" for key, size in cost.items() if size]
     one = f"{sum(cost.values()) - cost['moments'] / 2:.4g}"
-    text = _told("bytes", parts=" + ".join(parts), one=one)
+    text = f"per parameter with AdamW: {' + '.join(parts)}; {one} with one moment (Muon, Lion)"
     if policy.casts_per_op:
-        text += _told("bytes_of_casts", size=policy.compute_dtype.itemsize)
+        text += (
+            f", and {policy.compute_dtype.itemsize} for the cast copies while a forward and "
+            "backward run"
+        )
     return text
 
 
@@ -212,26 +224,29 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         scheme = SCHEMES.get(getattr(policy.recipe, product))
         if scheme is None:
             continue
-        extra = _told("stochastic") if "gradients" in operands and scheme.stochastic else ""
-        extra += _told("hadamard") if product == "wgrad" and scheme.hadamard else ""
+        extra = (
+            ", gradients rounded stochastically"
+            if "gradients" in operands and scheme.stochastic
+            else ""
+        )
+        extra += ", Hadamard over 16 tokens" if product == "wgrad" and scheme.hadamard else ""
         texts = [_operand(scheme, operand) for operand in operands]
         rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
     for scheme in policy.schemes():
-        rows.append((_told("row scales"), scheme.name, _scales(scheme)))
+        rows.append(("scales", scheme.name, _scales(scheme)))
         since = "{}.{}".format(*scheme.since)
-        rows.append((_told("row native"), scheme.name, _told("since", since=since)))
+        rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))
     if policy.simulate:
-        rows.append((_told("row simulate"), "yes", _told("simulate")))
+        rows.append(("simulate", "yes", "where the device has no such products"))
     return rows
 
 
 def _operand(scheme: Scheme, operand: str) -> str:
     """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
-    known = {"operand": _told(f"operand {operand}"), "form": form.element.name}
     if not form.block:
-        return _told("in_one_block", **known)
-    return _told("in_blocks", block="{}x{}".format(*form.block), **known)
+        return f"{operand} {form.element.name} with one scale for the tensor"
+    return f"{operand} {form.element.name} in {'{}x{}'.format(*form.block)} blocks"
 
 
 def _scales(scheme: Scheme) -> str:
@@ -240,22 +255,31 @@ def _scales(scheme: Scheme) -> str:
     scale = form.scale.name
     if form.block:
         both = form.has_tensor_scale
-        scale = _told("scales_of_both", form=scale) if both else _told("of_blocks", form=scale)
+        scale = (
+            f"{scale} for each block and fp32 for the tensor" if both else f"{scale} for each block"
+        )
     elif form.has_tensor_scale:
-        scale = _told("scales_of_tensor", form=scale)
+        scale = f"{scale} for the tensor"
     bits = []
     for operand in ("inputs", "weights", "gradients"):
         form = BLOCK_FORMATS[getattr(scheme, operand)]
         shared = math.prod(form.block) if form.block else math.inf
         each = f"{form.element.bits + form.scale.bits / shared:.4g}"
-        bits.append(_told("bits_of_one", operand=_told(f"operand {operand}"), bits=each))
-    return _told("bits", scale=scale, operands=_told("comma").join(bits))
+        bits.append(f"{operand} {each}")
+    return f"{scale}; bits per element of {', '.join(bits)}"
 
 
 def _islands(policy: PrecisionPolicy) -> str:
     """The operations that run in fp32 although matrix products do not."""
     if policy.param_dtype != torch.float32:
-        return _told("output_stored")
+        return (
+            "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "
+            "sums inside, fp32 where operands are mixed"
+        )
     if policy.casts == "module":
-        return _told("output_module")
-    return _told("output_per_op") if policy.casts_per_op else _told("output_fp32")
+        return "of the model and the loss; softmax and norms take and give 16 bits"
+    return (
+        "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
+        if policy.casts_per_op
+        else "of the model; everything else is fp32 too"
+    )

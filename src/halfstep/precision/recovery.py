@@ -22,9 +22,6 @@ from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.scaling.gradients import Judged, Ranks, clip_factor, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
-from halfstep.words import Told, joined, message, said
-
-_told = Told("halfstep.precision")
 
 Action = Literal["stop", "skip", "rollback"]
 _Choice = TypeVar("_Choice", "OnNonFinite", "OnSpike")
@@ -35,9 +32,12 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
 not applied, and whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = _told.phrase("find_it")
+FIND_IT = (
+    "; to see which operation made it: print(halfstep.first_cause(precision, lambda: "
+    "your_loss(batch)))"
+)
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
-_UNCHANGED = _told.phrase("unchanged")
+_UNCHANGED = "; the weights are unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +122,18 @@ def parse_choices(
 
 
 def without_hint(error: Exception) -> str:
-    """An error's message in the language spoken, without how to look for the first cause."""
-    return said(message(error)).removesuffix(said(FIND_IT))
+    """An error's message without how to look for the first cause."""
+    return str(error).removesuffix(FIND_IT)
 
 
 def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
     """The error for a finite step far from the ones before it."""
-    found = {"loss": loss, "norm": norm, "excess": spike.excess}
-    found |= {"expected_loss": spike.expected_loss, "expected_norm": spike.expected_norm}
-    text = _told.phrase("gradient_spike", **found)
-    if spike.reason == "loss_spike":
-        text = _told.phrase("loss_spike", **found)
+    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
+    text = (
+        f"the {what} spikes: loss {loss:.4g} and gradient norm {norm:.4g}, where the steps before "
+        f"lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} ({spike.excess:.3g} "
+        "times what is allowed). Look at the batch and the learning rate; the weights are unchanged"
+    )
     return SpikeError(text, cause=spike.reason)
 
 
@@ -162,19 +163,28 @@ def incurable(
     found, loss = judged.found, judged.loss
     assert found is not None, "the loss is finite"
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
-    what = what or _told.phrase("nan_and_inf")
-    where = _told.phrase("gradients", what=what, names=some(found.names), loss=loss)
-    known = {"where": where, "end": joined([_UNCHANGED, FIND_IT], "")}
+    what = what or "NaN and inf"
+    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
+    end = _UNCHANGED + FIND_IT
     scale = loss_scale.value
     if policy.loss_scale.kind == "none":
         form = dtype_name(policy.compute_dtype)
-        text = _told.phrase("no_scale", policy=str(policy), form=form, **known)
+        text = (
+            f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
+            f"or values beyond {form}{end}"
+        )
         return NonFiniteError(text, cause="gradients", parameters=found.names)
     if loss_scale.at_floor:
-        text = _told.phrase("scale_floor", scale=scale, **known)
+        text = (
+            f"{where} at the smallest loss scale {scale:g}: no smaller scale can help, so this is "
+            f"not an overflow by scaling but a bug or values beyond the format{end}"
+        )
         return NonFiniteError(text, cause="loss_scale_floor", parameters=found.names)
     if in_a_row >= policy.loss_scale.max_consecutive_skips:
-        text = _told.phrase("skip_limit", count=in_a_row, scale=scale, **known)
+        text = (
+            f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at "
+            f"loss scale {scale:g}{end}"
+        )
         return NonFiniteError(text, cause="skip_limit", parameters=found.names)
     return None
 
@@ -186,10 +196,15 @@ def broken_loss(
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    known = {"loss": loss, "policy": str(policy)}
-    text = _told.phrase("broken_loss", end=joined([_UNCHANGED, FIND_IT], ""), **known)
+    text = (
+        f"the loss is {loss} before any gradient: the forward pass or the data made it, no loss "
+        f"scale can help (policy {policy}){_UNCHANGED + FIND_IT}"
+    )
     if broken:
-        text = _told.phrase("broken_weights", names=some(broken), **known)
+        text = (
+            f"the loss is {loss} before any gradient: the weights {some(broken)} are not finite, "
+            f"no loss scale can help (policy {policy})"
+        )
     return NonFiniteError(text, cause="forward", parameters=broken)
 
 

@@ -13,7 +13,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from halfstep.report.record import RunRecord
-from halfstep.report.words import phrase
+from halfstep.report.translation import gettext
 
 NOT_ARITHMETIC = frozenset(
     f"run.{key}"
@@ -125,11 +125,20 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
     differs, order = _differences(groups), [group.name for group in groups]
     unlike = [k for k in differs if k == "task" or k.startswith("data.") or k == "model.source"]
     if unlike:
-        why = phrase("not_comparable", language, {"keys": ", ".join(unlike)})
+        why = gettext(
+            "These runs cannot be ranked: they differ in {keys}, so their losses do not measure "
+            "the same thing.",
+            language,
+        ).format(keys=", ".join(unlike))
         return Comparison("", 0, groups, differs, [why], order)
     measure, step = _measure(runs)
     if not measure:
-        return Comparison("", 0, groups, differs, [phrase("no_common_step", language)], order)
+        why = gettext(
+            "These runs cannot be ranked: there is no step at which all of them were evaluated. "
+            "Give them the same run.eval_every.",
+            language,
+        )
+        return Comparison("", 0, groups, differs, [why], order)
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
     groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
@@ -167,17 +176,28 @@ def _values(runs: Sequence[RunRecord], measure: str, step: int) -> dict[str, flo
 
 
 def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) -> list[str]:
-    def say(name: str, **values: Any) -> str:
-        return phrase(name, language, values)
-
     broken = [run.name for g in groups for run in g.runs if not _values([run], measure, step)]
-    said = [say("not_finite_at", runs=", ".join(broken), step=step)] if broken else []
+    said = []
+    if broken:
+        text = gettext("No finite validation result at step {step}: {runs}.", language)
+        said.append(text.format(runs=", ".join(broken), step=step))
     sound = [group for group in groups if group.values]
     shown = {g.name: shown_value(g, measure) for g in groups}
     if len(groups) == 1 and len(groups[0].values) < 2:
-        return [*said, say("same_seed")]
+        text = gettext(
+            "These runs have the same configuration and the same seed, so they say nothing of "
+            "noise. Repeat with another --seed.",
+            language,
+        )
+        return [*said, text]
     if len(groups) == 1:
-        return [*said, say("one_group", value=shown[groups[0].name], step=step)]
+        text = gettext(
+            "All runs repeat one configuration: {value} at step {step}, mean and standard "
+            "deviation over the runs. A difference from another configuration means something "
+            "only beyond that.",
+            language,
+        )
+        return [*said, text.format(value=shown[groups[0].name], step=step)]
     if len(sound) < 2:
         return said
     best, *others = sound
@@ -186,7 +206,20 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
         values = {"best": best.name, "other": other.name, "step": step, "n": counts[0]}
         values |= {"a": shown[best.name], "b": shown[other.name], "m": counts[1]}
         values["gap"] = _digits(abs(other.mean - best.mean))
-        said.append(say("noise_unknown" if max(counts) == 1 else "ahead", **values))
+        if max(counts) == 1:
+            text = gettext(
+                "{best} ({a}) is ahead of {other} ({b}) by {gap} at step {step}, but each ran "
+                "once, so nobody can tell whether that is more than the noise of the seed. Repeat "
+                "both with two other seeds (--seed).",
+                language,
+            )
+        else:
+            text = gettext(
+                "{best} ({a}; {n} of its runs) is ahead of {other} ({b}; {m}) by {gap} at step "
+                "{step}.",
+                language,
+            )
+        said.append(text.format(**values))
     return said
 
 

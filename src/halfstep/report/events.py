@@ -1,7 +1,7 @@
 """What interrupted a run's course: skipped steps, spikes, values that were not finite; and why.
 
-``causes.jsonl`` holds a first cause as values and in English. A page in another language tells the
-values anew, where they still make the English that stands there.
+``causes.jsonl`` holds a first cause in English; a page in another language translates its class
+and its remedy, and quotes the rest.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.diagnostics.nonfinite.cause import CHANGES, Cause, class_in_words, remedy_of
+from halfstep.diagnostics.nonfinite.cause import OR_BF16, REMEDIES
 from halfstep.report.record import Line, RunRecord, number
-from halfstep.words import said
+from halfstep.report.translation import gettext
 
 EventKind = Literal["calibration", "overflow", "nonfinite", "spike"]
 KINDS: Mapping[str, EventKind] = {
@@ -87,27 +87,13 @@ def told(found: Sequence[Event]) -> list[Event]:
 
 def cause_words(name: str, language: str) -> str:
     """The class of a first cause; one that is not known here as it is."""
-    return said(class_in_words(name), language) if name in CHANGES else name
+    return gettext(name, language)
 
 
 def remedy_words(line: Line, language: str) -> str:
     """What to do about a cause; what another version of halfstep advised, in its own words."""
     name, wrote = str(line.get("cause_class")), str(line.get("remedy"))
-    known = [remedy_of(name, form) for form in ("fp32", "fp16")] if name in CHANGES else []
-    return next((said(text, language) for text in known if text == wrote), wrote)
-
-
-def cause_text(line: Line, language: str) -> str:
-    """A cause in full."""
-    wrote, cause = str(line.get("text")), Cause.from_json(line)
-    text = str(cause) if cause else ""
-    return said(text, language) if text == wrote else wrote
-
-
-def cause_summary(run: RunRecord, step: int, wrote: str, language: str) -> str:
-    """A step's cause in a line, as the step's own line has it in English."""
-    for line in run.causes:
-        cause = Cause.from_json(line) if line.get("step") == step else None
-        if cause is not None and cause.summary == wrote:
-            return said(cause.summary, language)
-    return wrote
+    known = REMEDIES.get(name, "")
+    if known and wrote == OR_BF16.format(remedy=known):
+        return gettext(OR_BF16, language).format(remedy=gettext(known, language))
+    return gettext(wrote, language) if wrote == known else wrote

@@ -17,7 +17,16 @@ from halfstep.files import write_whole
 from halfstep.report.compare import Group, grouped
 from halfstep.report.events import EventKind, events
 from halfstep.report.record import RunRecord, number
-from halfstep.report.words import phrase
+from halfstep.report.translation import N_, gettext
+
+TITLES: Mapping[str, str] = {
+    "loss": N_("Loss"),
+    "scale": N_("Loss scale"),
+    "norm": N_("Gradient norm (before clipping)"),
+    "lost": N_("Lost updates"),
+    "speed_title": N_("Speed"),
+}
+"""A figure's title."""
 
 MOST_POINTS = 600
 """Of a curve in a figure: two for each column of pixels of the widest page."""
@@ -55,17 +64,17 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
         axes = figure.subplots()
         if draw(axes, runs, language):
             _finish(axes, runs, language)
-            found.append(Figure(phrase(title, language), as_svg(figure, salt=title)))
+            found.append(Figure(gettext(TITLES[title], language), as_svg(figure, salt=title)))
     return found
 
 
-def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
+def draw_curves(run: RunRecord, path: Path) -> bool:
     """Draw all curves of one run into one PNG; whether matplotlib is there to do it."""
     probe = new_figure()
     if probe is None:
         return False
     empty = dict(zip(CURVES, probe.subplots(len(CURVES)), strict=True))
-    titles = [title for title, draw in CURVES.items() if draw(empty[title], [run], language)]
+    titles = [title for title, draw in CURVES.items() if draw(empty[title], [run], "en")]
     if not titles:
         return True
     columns = 1 if len(titles) == 1 else 2
@@ -73,9 +82,9 @@ def draw_curves(run: RunRecord, path: Path, language: str = "en") -> bool:
     figure = new_figure((5.5 * columns, 3.2 * rows))
     cells = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, title in zip(cells, titles, strict=False):
-        CURVES[title](axes, [run], language)
-        _finish(axes, [run], language)
-        axes.set_title(phrase(title, language), fontsize=10)
+        CURVES[title](axes, [run], "en")
+        _finish(axes, [run], "en")
+        axes.set_title(TITLES[title], fontsize=10)
     for axes in cells[len(titles) :]:
         axes.set_axis_off()
     save_png(figure, path)
@@ -111,7 +120,7 @@ def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
 def _finish(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
     last = max(line["step"] for run in runs for line in run.steps)
     axes.set_xlim(-0.01 * last, 1.02 * last or 1)
-    styled(axes, phrase("step", language))
+    styled(axes, gettext("Step", language))
 
 
 def styled(axes: Any, label: str) -> None:
@@ -229,10 +238,10 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     for run, colour in zip(runs, _colours(runs), strict=True):
         one_of_many = id(run) in repeated
         thin = {"color": colour, "alpha": 0.2 if one_of_many else 0.35 if len(runs) > 1 else 0.9}
-        name = None if one_of_many else _label(run, runs, phrase("training", language))
+        name = None if one_of_many else _label(run, runs, gettext("training", language))
         drawn |= _plot(axes, _applied(run), "loss", label=name, **thin)
         if not one_of_many:
-            name = _label(run, runs, phrase("validation", language))
+            name = _label(run, runs, gettext("validation", language))
             dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
             drawn |= _plot(axes, run, "val_loss", label=name, **dark)
     if drawn:
@@ -241,7 +250,7 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     for group in grouped(runs):
         if len(group.runs) > 1:
             _band(axes, group, colours[id(group.runs[0])], language)
-    axes.set_ylabel(phrase("loss_axis", language))
+    axes.set_ylabel(gettext("loss (nats per target)", language))
     return drawn
 
 
@@ -252,12 +261,12 @@ def _applied(run: RunRecord) -> RunRecord:
 
 
 _MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
-    "calibration": ("|", "#8a8f98", 0.02, "mark_calibration"),
-    "overflow": ("x", "#b57c00", 0.02, "mark_overflow"),
-    "nonfinite": ("X", "#d00000", 0.97, "mark_nonfinite"),
-    "spike": ("v", "#d55e00", 0.97, "mark_spike"),
+    "calibration": ("|", "#8a8f98", 0.02, N_("skipped: loss scale calibrating ({count})")),
+    "overflow": ("x", "#b57c00", 0.02, N_("skipped: gradient overflow ({count})")),
+    "nonfinite": ("X", "#d00000", 0.97, N_("not finite ({count})")),
+    "spike": ("v", "#d55e00", 0.97, N_("spike ({count})")),
 }
-"""An event's kind to its mark, colour, height in the axes, and name in words.toml."""
+"""An event's kind to its mark, colour, height in the axes, and label."""
 _MOST_LINES = 12
 
 
@@ -268,7 +277,7 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         steps = [event.step for event in found if event.kind == kind]
         if not steps:
             continue
-        told = phrase(name, language, {"count": len(steps)})
+        told = gettext(name, language).format(count=len(steps))
         how = {"marker": marker, "color": colour, "s": 24, "clip_on": False, "zorder": 5}
         where = axes.get_xaxis_transform()
         shown, _ = thinned(steps, [0.0] * len(steps))
@@ -278,7 +287,7 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
                 axes.axvline(step, color=colour, linewidth=0.7, linestyle=":", zorder=1)
     back = [event.step for event in found if event.rolled_back]
     if back:
-        told = phrase("mark_rolled_back", language, {"count": len(back)})
+        told = gettext("rolled back ({count})", language).format(count=len(back))
         how = {"marker": "<", "color": INK, "s": 20, "clip_on": False, "zorder": 6}
         where = axes.get_xaxis_transform()
         axes.scatter(back, [0.9] * len(back), label=told, transform=where, **how)
@@ -296,7 +305,8 @@ def _band(axes: Any, group: Group, colour: str, language: str) -> None:
     spread = [stdev(table[s] for table in tables) for s in steps]
     low = [m - s for m, s in zip(means, spread, strict=True)]
     high = [m + s for m, s in zip(means, spread, strict=True)]
-    label = f"{plain(group.name)}: {phrase('band', language, {'count': len(group.runs)})}"
+    band = gettext("mean ± s.d. of {count} runs", language).format(count=len(group.runs))
+    label = f"{plain(group.name)}: {band}"
     mark = {"marker": "o", "markersize": 3} if key == "val_loss" else {}
     axes.plot(steps, means, color=colour, linewidth=1.4, label=label, **mark)
     axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
@@ -336,7 +346,7 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
             axes.plot(*thinned(*curve), label=name, **how)
             drawn = True
     axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel(phrase("lost_axis", language))
+    axes.set_ylabel(gettext("share of updates lost to rounding", language))
     return drawn
 
 
@@ -345,7 +355,7 @@ def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     for run, colour in zip(runs, _colours(runs), strict=True):
         drawn |= _plot(axes, run, "tokens_per_second", label=_label(run, runs), color=colour)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(phrase("speed_axis", language))
+    axes.set_ylabel(gettext("tokens per second", language))
     return drawn
 
 
@@ -356,7 +366,7 @@ CURVES: dict[str, Draw] = {
     "lost": _lost,
     "speed_title": _speed,
 }
-"""A figure's title in words.py to the function that draws it."""
+"""A figure's name to the function that draws it."""
 
 
 def _colours(runs: Sequence[RunRecord]) -> list[str]:

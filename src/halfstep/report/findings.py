@@ -1,6 +1,6 @@
 """Rules that find in a run's record what its user should know, worst first, with what to do.
 
-Each rule is one function of :data:`RULES`; its words are in words.py, under its findings' names.
+Each rule is one function of :data:`RULES`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,28 @@ from halfstep.diagnostics.statistics.what_if import what_if
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.report.events import cause_words, events, remedy_words
 from halfstep.report.record import RunRecord, number, parsed, scale_text
-from halfstep.report.words import phrase
+from halfstep.report.translation import N_, gettext
+
+_TEXTS = {
+    "lost_in_fp32": (
+        N_(
+            "{share} of the updates of {group} were lost to rounding, although its weights are "
+            "kept in fp32"
+        ),
+        N_(
+            "No policy keeps more than fp32: if the loss does not fall either, raise "
+            "optimizer.learning_rate."
+        ),
+    ),
+    "lost_updates": (
+        N_("{share} of the updates of {group} were lost to rounding"),
+        N_(
+            'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or "{wide}" '
+            "(fp32 weights)."
+        ),
+    ),
+}
+"""Of findings whose name is chosen by the run: what happened, and what to do."""
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -41,19 +62,29 @@ RISE = 1.2
 
 @dataclass(frozen=True, slots=True)
 class RunFinding:
-    """Something that happened, by the name of its words, with the values to put in."""
+    """Something that happened, and what to do about it.
+
+    Attributes:
+        level: How bad it is.
+        name: Its name in JSON.
+        what: The sentence in English, with names in braces.
+        do: What to do about it, likewise.
+        values: What takes the names' places.
+    """
 
     level: Level
     name: str
+    what: str
+    do: str
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, language: str) -> str:
         """The sentence."""
-        return phrase(self.name, language, self._in(language))
+        return gettext(self.what, language).format(**self._in(language))
 
     def remedy(self, language: str) -> str:
         """What to do about it."""
-        return phrase(f"{self.name}!", language, self._in(language))
+        return gettext(self.do, language).format(**self._in(language))
 
     def _in(self, language: str) -> Mapping[str, Any]:
         if "cause_class" not in self.values:
@@ -71,20 +102,29 @@ def findings(run: RunRecord) -> list[RunFinding]:
 def verdict(run: RunRecord, language: str = "en") -> str:
     """The run in one line: healthy, or the worst finding; with skips and lost updates."""
     if not run.steps:
-        return phrase("no_steps", language)
+        return gettext("the run took no step", language)
     counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
     found = findings(run)
     worst = next((f for f in found if f.level != "note"), None)
     if worst is not None:
-        return phrase("trouble", language, {**counts, "worst": worst.text(language)})
+        return gettext("{worst} ({skipped} of {steps} steps skipped)", language).format(
+            **counts, worst=worst.text(language)
+        )
     shares = [*_lost_shares(run).values()]
-    name = "healthy" if shares else "healthy_unmeasured"
     if len(run.steps) < FEW:
-        name = "too_short"
-    lost = f"{fmean(shares):.1%}" if shares else ""
-    said = phrase(name, language, {**counts, "lost": lost})
+        text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
+    elif shares:
+        text = gettext(
+            "healthy: {skipped} of {steps} steps skipped, {lost} of updates lost", language
+        )
+        counts["lost"] = f"{fmean(shares):.1%}"
+    else:
+        text = gettext(
+            "healthy: {skipped} of {steps} steps skipped; lost updates were not measured", language
+        )
+    said = text.format(**counts)
     ended = [f.text(language) for f in found if f.name == "unfinished"]
-    return phrase("and_also", language, {"said": said, "also": ended[0]}) if ended else said
+    return gettext("{said}. {also}", language).format(said=said, also=ended[0]) if ended else said
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -98,19 +138,53 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
     stopped = last.get("applied") is False and (planned is None or step < planned)
     kind = events(run)[-1].kind if stopped else ""
     if kind == "spike":
-        yield RunFinding("fault", "stopped_spike", {"step": step, "resume": _resume(run)})
+        yield RunFinding(
+            "fault",
+            "stopped_spike",
+            N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
+            N_(
+                "Look at the batch that exclude.jsonl names. To go on without it, set "
+                'run.on_spike = "skip" (--on-spike skip): {resume}.'
+            ),
+            {"step": step, "resume": _resume(run)},
+        )
     elif kind in ("nonfinite", "overflow"):
-        cause = next((c for c in run.causes if c.get("step") == step), {})
-        known = {k: cause.get(k) for k in ("cause_class", "remedy", "module", "op")}
-        if all(isinstance(value, str) for value in known.values()):
-            place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
-            values = {"step": step, "place": place, **known}
-            yield RunFinding("fault", "stopped_by_cause", values)
-        else:
-            yield RunFinding("fault", "stopped_nonfinite", {"step": step})
+        yield _not_finite(run, step)
     elif planned is not None and step < planned:
         values = {"step": step, "planned": planned, "resume": _resume(run)}
-        yield RunFinding("note", "unfinished", values)
+        yield RunFinding(
+            "note",
+            "unfinished",
+            N_("The run ended at step {step} of {planned}"),
+            N_("To go on with it: {resume}."),
+            values,
+        )
+
+
+def _not_finite(run: RunRecord, step: int) -> RunFinding:
+    cause = next((c for c in run.causes if c.get("step") == step), {})
+    known = {k: cause.get(k) for k in ("cause_class", "remedy", "module", "op")}
+    if all(isinstance(value, str) for value in known.values()):
+        place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
+        values = {"step": step, "place": place, **known}
+        return RunFinding(
+            "fault",
+            "stopped_by_cause",
+            N_("Step {step} was not finite, and the run ended there: {cause_class}, in {place}"),
+            N_("To do: {remedy}."),
+            values,
+        )
+    return RunFinding(
+        "fault",
+        "stopped_nonfinite",
+        N_("Step {step} was not finite, and the run ended there"),
+        N_(
+            "No first cause was found. Lower optimizer.learning_rate, or set "
+            'optimizer.max_norm = 1.0; run.on_nonfinite = "rollback:20" lets a run go on '
+            "past such a step."
+        ),
+        {"step": step},
+    )
 
 
 def _resume(run: RunRecord) -> str:
@@ -142,10 +216,22 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     last = smooth[-1]
     if not last <= max(best * RISE if best > 0 else best, best + 6 * spread):
         values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
-        yield RunFinding("fault", "diverged", values)
+        yield RunFinding(
+            "fault",
+            "diverged",
+            N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
+            N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
+            values,
+        )
     elif min(losses[-3:]) > max(2 * best if best > 0 else best, best + 12 * spread):
         values = {"best": f"{best:.4g}", "last": f"{losses[-1]:.4g}", "step": steps[at]}
-        yield RunFinding("fault", "diverged", values)
+        yield RunFinding(
+            "fault",
+            "diverged",
+            N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
+            N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
+            values,
+        )
 
 
 def _stood_still(run: RunRecord) -> Iterator[RunFinding]:
@@ -165,7 +251,19 @@ def _stood_still(run: RunRecord) -> Iterator[RunFinding]:
     most = before + max(3 * noise, 0.05 * abs(before))  # above that it rose: another rule
     if least < after <= most:
         values = {"first": f"{before:.4g}", "last": f"{after:.4g}"}
-        yield RunFinding("warning", "stood_still", values)
+        yield RunFinding(
+            "warning",
+            "stood_still",
+            N_(
+                "The loss did not fall: {first} in the first quarter of the run, {last} in the last"
+            ),
+            N_(
+                "Compare optimizer.learning_rate with that of a shipped configuration: too low "
+                "moves nothing, too high falls to a plateau at once and stays there. If it is "
+                "right, check that labels and inputs belong together."
+            ),
+            values,
+        )
 
 
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
@@ -174,7 +272,16 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
     skipped = sum(event.kind == "overflow" for event in events(run))
     expected = 2 / run.parsed.loss_scale.growth_interval
     if counted >= FEW and skipped > max(2, max(SKIPS, expected) * counted):
-        yield RunFinding("warning", "many_skips", {"share": f"{skipped / counted:.1%}"})
+        yield RunFinding(
+            "warning",
+            "many_skips",
+            N_("{share} of the steps after calibration were skipped because gradients overflowed"),
+            N_(
+                "That is more than a growing loss scale explains, so values leave the format: set "
+                'precision = "bf16-mixed", whose range is that of fp32.'
+            ),
+            {"share": f"{skipped / counted:.1%}"},
+        )
 
 
 def _schedule_over_skips(run: RunRecord) -> Iterator[RunFinding]:
@@ -182,7 +289,16 @@ def _schedule_over_skips(run: RunRecord) -> Iterator[RunFinding]:
     schedule = run.config.get("schedule")
     moved_on = isinstance(schedule, dict) and schedule.get("on_skip") == "advance"
     if moved_on and run.skipped:
-        yield RunFinding("note", "schedule_over_skips", {"count": f"{len(run.skipped):,}"})
+        yield RunFinding(
+            "note",
+            "schedule_over_skips",
+            N_(
+                "The learning rate's schedule moved on over {count} skipped steps "
+                "(schedule.on_skip = advance)"
+            ),
+            N_("The learning rate is ahead of the updates: leave schedule.on_skip at hold."),
+            {"count": f"{len(run.skipped):,}"},
+        )
 
 
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
@@ -193,7 +309,16 @@ def _left_out(run: RunRecord) -> Iterator[RunFinding]:
     steps = [step for step in steps if step != run.steps[-1]["step"]]
     if steps:
         values = {"count": len(steps), "step": steps[0]}
-        yield RunFinding("warning", "left_out", values)
+        yield RunFinding(
+            "warning",
+            "left_out",
+            N_("Steps without a finite loss, left out: {count}; the first is step {step}"),
+            N_(
+                "A loss scale does not cure these: the forward pass or the data made them. The "
+                "table of skipped steps names the cause where it was found."
+            ),
+            values,
+        )
 
 
 def _scale(run: RunRecord) -> Iterator[RunFinding]:
@@ -209,7 +334,15 @@ def _scale(run: RunRecord) -> Iterator[RunFinding]:
     before, last = max(held[: len(held) // 2]), max(held[-max(5, len(held) // 10) :])
     if last <= before / 8:
         yield RunFinding(
-            "warning", "scale_fell", {"high": scale_text(before), "low": scale_text(last)}
+            "warning",
+            "scale_fell",
+            N_("The loss scale fell from {high} to {low} and stayed there"),
+            N_(
+                "Gradients overflow at scales that used to fit: look for a layer whose values "
+                'grow, and keep it in fp32 (precision = "fp16-mixed,keep_fp32=NAME"), or set '
+                'precision = "bf16-mixed".'
+            ),
+            {"high": scale_text(before), "low": scale_text(last)},
         )
 
 
@@ -232,7 +365,7 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
         if share > LOUD:
             name = "lost_in_fp32" if policy.master_dtype == torch.float32 else "lost_updates"
             values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
-            yield RunFinding("warning", name, values)
+            yield RunFinding("warning", name, *_TEXTS[name], values)
 
 
 def _one_class(run: RunRecord) -> Iterator[RunFinding]:
@@ -248,13 +381,35 @@ def _one_class(run: RunRecord) -> Iterator[RunFinding]:
     given = [name for name, count in found.items() if count]
     if len(given) == 1 and classes > 1:
         values = {"label": given[0], "count": f"{found[given[0]]:,}", "classes": classes}
-        yield RunFinding("warning", "one_class", values)
+        yield RunFinding(
+            "warning",
+            "one_class",
+            N_(
+                "The classifier answers {label} for all {count} validation texts, which are of "
+                "{classes} classes"
+            ),
+            N_(
+                "Train for more steps, or lower optimizer.learning_rate; where one class is much "
+                "larger than the others, choose the best state by --best-by macro_f1 and see "
+                "report.txt."
+            ),
+            values,
+        )
 
 
 def _back(run: RunRecord) -> Iterator[RunFinding]:
     count = sum(event.rolled_back for event in events(run))
     if count:
-        yield RunFinding("warning", "rolled_back", {"count": count})
+        yield RunFinding(
+            "warning",
+            "rolled_back",
+            N_("Rollbacks of the weights to an earlier step: {count}"),
+            N_(
+                "Each time a step was not finite or spiked. The table of skipped steps has the "
+                "causes, and exclude.jsonl the batches where the task can name them."
+            ),
+            {"count": count},
+        )
 
 
 def _underflow(run: RunRecord) -> Iterator[RunFinding]:
@@ -269,13 +424,34 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     if share > FLUSHED:
         values = {"share": f"{share:.1%}", "tensor": name}
         if fit is None or not fit.fits or fit.high <= k:
-            yield RunFinding("warning", "fp16_no_scale_fits", values)
+            yield RunFinding(
+                "warning",
+                "fp16_no_scale_fits",
+                N_(
+                    "fp16 flushes {share} of {tensor} to 0 at the loss scale in force, and a "
+                    "larger scale would overflow other gradients"
+                ),
+                N_(
+                    'Set precision = "bf16-mixed", whose range is that of fp32 and which needs no '
+                    "loss scale."
+                ),
+                values,
+            )
         else:
             scale = 2.0 ** round((max(fit.low, k) + fit.high) / 2)
             policy = _fp16_policy(run, step)
             scaled = replace(policy.loss_scale, init_scale=scale)
             line = str(replace(policy, loss_scale=scaled))
-            yield RunFinding("warning", "fp16_underflow", {**values, "precision": line})
+            yield RunFinding(
+                "warning",
+                "fp16_underflow",
+                N_("fp16 flushes {share} of {tensor} to 0 at the loss scale in force"),
+                N_(
+                    'A larger loss scale keeps them: set precision = "{precision}", or precision '
+                    '= "bf16-mixed", whose range is that of fp32.'
+                ),
+                {**values, "precision": line},
+            )
 
 
 def _in_fp16(step: StepNumerics) -> bool:
@@ -304,19 +480,43 @@ def _headroom(run: RunRecord) -> Iterator[RunFinding]:
         values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
         policy = _fp16_policy(run, step)
         values["precision"] = str(replace(policy, rules=(*policy.rules, (module, "fp32"))))
-        yield RunFinding("warning", "fp16_headroom", values)
+        yield RunFinding(
+            "warning",
+            "fp16_headroom",
+            N_("{tensor} reaches {largest}, within a factor of four of fp16's 65,504"),
+            N_(
+                'Keep this module in fp32: precision = "{precision}"; or set precision = '
+                '"bf16-mixed".'
+            ),
+            values,
+        )
 
 
 def _spikes(run: RunRecord) -> Iterator[RunFinding]:
     if run.excluded:
         spikes = {s for line in run.excluded if isinstance(s := line.get("spike_step"), int)}
         values = {"count": len(spikes) or len(run.excluded), "batches": len(run.excluded)}
-        yield RunFinding("note", "spikes", values)
+        yield RunFinding(
+            "note",
+            "spikes",
+            N_("Spikes left out: {count}; batches listed in exclude.jsonl: {batches}"),
+            N_("Look at what these batches hold, and leave the broken ones out of the data."),
+            values,
+        )
 
 
 def _damaged(run: RunRecord) -> Iterator[RunFinding]:
     for file, count in run.damaged.items():
-        yield RunFinding("note", "damaged", {"count": count, "file": file})
+        yield RunFinding(
+            "note",
+            "damaged",
+            N_("Lines of {file} that could not be read: {count}"),
+            N_(
+                "A process that is killed may leave its last line unfinished; halfstep train "
+                "--resume writes it anew."
+            ),
+            {"count": count, "file": file},
+        )
 
 
 RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import PARTS, Memory, part_text, size_text
+from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
 from halfstep.errors import ConfigError
 from halfstep.report.figures import (
     COLOURS,
@@ -18,7 +18,6 @@ from halfstep.report.figures import (
     INK,
     PAPER,
     as_svg,
-    fonts_of,
     largest,
     new_figure,
     plain,
@@ -26,8 +25,7 @@ from halfstep.report.figures import (
     styled,
 )
 from halfstep.report.record import RunRecord
-from halfstep.report.words import phrase
-from halfstep.words import said
+from halfstep.report.translation import gettext
 
 _COLOURS: Mapping[str, str] = {
     "weights": COLOURS[0],
@@ -99,7 +97,7 @@ def _legend(
 ) -> None:
     """Explain colours, then hatches, then the line of the measured peak."""
     for part in (part for part in PARTS if any(piece.part == part for piece in pieces)):
-        label = plain(said(part_text(part), language))
+        label = plain(gettext(part, language))
         axes.barh(0, 0, color=_COLOURS[part], alpha=_SHADES.get(part, 1.0), label=label)
     hatches: dict[str, list[str]] = {}
     for form in dict.fromkeys(piece.form for piece in pieces):
@@ -108,7 +106,7 @@ def _legend(
         look = {"color": GRID, "edgecolor": INK, "hatch": hatch, "label": plain(", ".join(forms))}
         axes.barh(0, 0, linewidth=0, **look)
     if any(peak is not None for *_, peak in bars):
-        axes.vlines([], 0, 0, color=INK, linewidth=1.6, label=phrase("peak_mark", language))
+        axes.vlines([], 0, 0, color=INK, linewidth=1.6, label=gettext("measured peak", language))
     figure.legend(
         loc="outside lower center", ncols=3, frameon=False, fontsize=7.5, labelcolor=INK,
         handlelength=2.2, handleheight=1.1,
@@ -125,10 +123,8 @@ def require_figure_name(path: Path) -> None:
         raise ConfigError(f"--out {path}; allowed: a name that ends in .svg or .png")
 
 
-def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -> bool:
+def write_memory_figure(bars: Sequence[Bar], path: Path) -> bool:
     """Write the figure as SVG or PNG, by the path's suffix; whether matplotlib is there to do it.
-
-    Its words are English where no installed font has the characters of the language.
 
     Raises:
         ConfigError: For another suffix, or a path that cannot be written.
@@ -138,8 +134,7 @@ def write_memory_figure(bars: Sequence[Bar], path: Path, language: str = "en") -
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with fonts_of(language) as drawn:
-            _save(memory_figure(bars, drawn), path)
+        _save(memory_figure(bars), path)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
     return True
@@ -156,7 +151,12 @@ def _save(figure: Any, path: Path) -> None:
 
 def sentence(memory: Memory, language: str) -> str:
     """What holds the memory, and why 16 bits saved less than half of it."""
-    return said(memory.why_not_half(), language)
+    reasons = [
+        gettext(REASONS[each.name], language).format(share=f"{each.share:.0%}")
+        for each in memory.reasons()
+    ]
+    total, several = size_text(memory.total), gettext("; ", language).join(reasons)
+    return gettext("Of {total}, {reasons}.", language).format(total=total, reasons=several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +190,10 @@ def memory_view(
         ]
         for name, memory, peak in bars
     ]
-    names = [said(part_text(part), language) for part in [*parts, "total"]]
+    names = [gettext(part, language) for part in [*parts, "total"]]
     figure = memory_figure(bars, language) if drawn else None
     return MemoryView(
-        [phrase("run", language), *names, phrase("memory", language)],
+        [gettext("Run", language), *names, gettext("Peak memory", language)],
         rows,
         [(name, sentence(memory, language)) for name, memory, _ in bars],
         Markup("" if figure is None else as_svg(figure, salt="memory")),
@@ -204,8 +204,8 @@ def memory_json(run: RunRecord, language: str) -> dict[str, Any]:
     """The same of one run as plain values; empty where it wrote none."""
     if run.memory is None:
         return {}
-    said = sentence(run.memory, language)
-    return {"memory": {**run.memory.to_json(), "peak_bytes": _peak(run), "text": said}}
+    text = sentence(run.memory, language)
+    return {"memory": {**run.memory.to_json(), "peak_bytes": _peak(run), "text": text}}
 
 
 def _peak(run: RunRecord) -> float | None:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -26,8 +27,6 @@ from halfstep.errors import ConfigError
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
 from halfstep.report.events import (
     Event,
-    cause_summary,
-    cause_text,
     cause_words,
     events,
     told,
@@ -35,10 +34,33 @@ from halfstep.report.events import (
 from halfstep.report.figures import figures, largest
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
 from halfstep.report.memory import memory_json, memory_view
-from halfstep.report.record import TRACE, Line, RunRecord, scale_text
-from halfstep.report.words import phrase
+from halfstep.report.record import TRACE, RunRecord, scale_text
+from halfstep.report.translation import N_, gettext
 from halfstep.shown import bars
-from halfstep.words import chosen_language
+
+NAMES: Mapping[str, str] = {
+    "run": N_("Run"),
+    "precision": N_("Precision"),
+    "model": N_("Model"),
+    "machine": N_("Machine"),
+    "steps": N_("Steps"),
+    "skipped": N_("Skipped"),
+    "first_loss": N_("First loss"),
+    "last_loss": N_("Last loss"),
+    "val_loss": N_("Validation loss"),
+    "val_accuracy": N_("Validation accuracy"),
+    "speed": N_("Tokens/s (median)"),
+    "memory": N_("Peak memory"),
+    "nonfinite": N_("not finite"),
+    "spike": N_("spike"),
+    "overflow": N_("gradient overflow"),
+    "calibration": N_("calibration"),
+    "activation": N_("activations"),
+    "activation_gradient": N_("gradients of activations"),
+    "gradient": N_("gradients of weights"),
+    "update": N_("updates of weights"),
+}
+"""What a page calls a measure, or a kind of events or of tensors."""
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
 MOST_OPERATIONS = 40
@@ -111,7 +133,13 @@ class Report:
                     "level": row.level,
                     "verdict": row.verdict,
                     "findings": [
-                        {**asdict(f), "text": f.text(self.language), "do": f.remedy(self.language)}
+                        {
+                            "level": f.level,
+                            "name": f.name,
+                            "values": dict(f.values),
+                            "text": f.text(self.language),
+                            "do": f.remedy(self.language),
+                        }
                         for f in row.findings
                     ],
                     "card": dict(row.card),
@@ -154,9 +182,7 @@ class Report:
         return self._written("page.md.j2", memory=memory)
 
     def _written(self, template: str, **more: Any) -> str:
-        def say(key: str, **values: Any) -> str:
-            return phrase(key, self.language, values)
-
+        said = partial(gettext, language=self.language)
         environment = Environment(
             loader=PackageLoader("halfstep.report", "templates"),
             autoescape=template.endswith(".html.j2"),
@@ -165,24 +191,20 @@ class Report:
             lstrip_blocks=True,
         )
         environment.filters |= {**_FILTERS, "cause": self._cause}
-        environment.filters |= {"cause_text": self._cause_text, "cause_of": self._cause_of}
         environment.filters["stored_bars"] = self._stored_bars
         made = environment.get_template(template)
-        return made.render(report=self, say=say, language=self.language, **more)
+        return made.render(report=self, gettext=said, names=NAMES, language=self.language, **more)
 
     def _cause(self, name: Any) -> str:
         return cause_words(str(name), self.language)
 
-    def _cause_text(self, line: Line) -> str:
-        return cause_text(line, self.language)
-
-    def _cause_of(self, event: Event, record: RunRecord) -> str:
-        return cause_summary(record, event.step, event.cause, self.language)
-
     def _stored_bars(self, trace: Mapping[str, Any]) -> Markup:
         products, stored = product_bars(trace), stored_bars(trace)
-        drawn = bars(products, phrase("ran_title", self.language))
-        return Markup(drawn + bars(stored, phrase("stored_title", self.language)))
+        drawn = bars(
+            products,
+            gettext("Calls of matrix products by the dtype of their operands", self.language),
+        )
+        return Markup(drawn + bars(stored, gettext("MB stored, by dtype", self.language)))
 
     def write(self, path: Path) -> Path:
         """Write the report in the form that the path's suffix names; whole or not at all.
@@ -208,12 +230,7 @@ class Report:
 
 
 def make_report(runs: Sequence[RunRecord], language: str = "en") -> Report:
-    """A report of runs that were read, in a language; "": that of the locale.
-
-    Raises:
-        ConfigError: For a language that there are no words in.
-    """
-    language = chosen_language(language)
+    """A report of runs that were read, in a language of the catalogue."""
     rows = [Row(run, verdict(run, language), findings(run), _card(run, language)) for run in runs]
     return Report(rows, language, compare(runs, language))
 
@@ -246,7 +263,7 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     peak = largest(run, "peak_memory_bytes")
     if peak is not None and math.isfinite(peak):
         card["memory"] = f"{peak / 1e6:,.0f} MB"
-    return {phrase(label, language): value for label, value in card.items() if value}
+    return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 
 def _model(run: RunRecord) -> str:

@@ -16,7 +16,7 @@ from halfstep.report.figures import (
     save_svg,
     styled,
 )
-from halfstep.report.words import phrase
+from halfstep.report.translation import gettext
 
 _WIDTHS = (6.0, 3.2, 1.2)
 """Of the first curve to the last one, so that each is seen below the next."""
@@ -71,7 +71,9 @@ class Trial:
     def text(self, language: str = "en") -> str:
         """What was trained, and where."""
         values = {**asdict(self), "parameters": f"{self.parameters:,}"}
-        return phrase("beside_trial", language, values)
+        return gettext(
+            "{model}, {parameters} parameters, {steps} steps on {device}", language
+        ).format(**values)
 
 
 def verdict(sides: Sequence[Side], language: str = "en") -> str:
@@ -95,11 +97,28 @@ def verdict(sides: Sequence[Side], language: str = "en") -> str:
         "share": f"{abs(less):.0%}",
         "loss": f"{other.val_loss / first.val_loss - 1:+.2%}",
     }
-    name = "beside_less" if less >= 0 else "beside_more"
-    return phrase(name if native else "beside_no_speed", language, values)
+    if not native:
+        text = gettext(
+            "{other} is simulated on this processor, so that its speed says nothing of other "
+            "devices; its validation loss differs from that of {first} by {loss}.",
+            language,
+        )
+    elif less >= 0:
+        text = gettext(
+            "Beside {first}, {other} trains {times} times as many tokens per second in {share} "
+            "less memory, and its validation loss differs by {loss}.",
+            language,
+        )
+    else:
+        text = gettext(
+            "Beside {first}, {other} trains {times} times as many tokens per second in {share} "
+            "more memory, and its validation loss differs by {loss}.",
+            language,
+        )
+    return text.format(**values)
 
 
-def draw(sides: Sequence[Side], trial: Trial, folder: Path, language: str) -> list[Path]:
+def draw(sides: Sequence[Side], trial: Trial, folder: Path, language: str = "en") -> list[Path]:
     """Write the figure as demo.png and demo.svg into a folder.
 
     Args:
@@ -129,20 +148,23 @@ def _fill(figure: Any, sides: Sequence[Side], trial: Trial, language: str) -> No
         label = f"{side.precision}: {side.val_loss:.4f}"
         how = {"linewidth": _WIDTHS[min(i, len(_WIDTHS) - 1)]}
         curves.plot(side.steps, side.losses, color=_colour(i), label=label, **how)
-    styled(curves, phrase("step", language))
-    curves.set_title(phrase("beside_curves", language), color=INK, fontsize=11)
-    told = phrase("beside_validation", language)
+    styled(curves, gettext("Step", language))
+    curves.set_title(gettext("Training loss, nats per token", language), color=INK, fontsize=11)
+    told = gettext("validation loss at the end", language)
     curves.legend(title=told, frameon=False, fontsize=10, title_fontsize=10, labelcolor=INK)
     curves.get_legend().get_title().set_color(INK)
     speed, memory = (figure.add_subplot(grid[i, 1]) for i in range(2))
     _bars(speed, sides, [f"{side.rate:,.0f}" for side in sides], [side.rate for side in sides])
-    speed.set_title(phrase("speed", language), color=INK, fontsize=11)
+    speed.set_title(gettext("Tokens/s (median)", language), color=INK, fontsize=11)
     peaks = [side.peak_bytes / 1e6 for side in sides]
     _bars(memory, sides, [f"{peak:,.0f}" for peak in peaks], peaks)
-    memory.set_title(phrase("beside_memory", language), color=INK, fontsize=11)
+    memory.set_title(gettext("Peak memory, MB", language), color=INK, fontsize=11)
     caption = trial.text(language)
     if any(side.simulated for side in sides):
-        caption = f"{caption}\n{phrase('beside_simulated', language)}"
+        note = gettext(
+            "* simulated: this processor has no instructions for such products", language
+        )
+        caption = f"{caption}\n{note}"
     figure.supxlabel(caption, color=INK, fontsize=8.5)
 
 

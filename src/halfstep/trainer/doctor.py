@@ -21,7 +21,6 @@ from halfstep.precision.policy.devices import (
     kind_named,
     name_of,
     reason_of,
-    status_text,
 )
 from halfstep.precision.policy.policy import DTYPES, POLICIES
 from halfstep.precision.policy.probe import failed_probe
@@ -29,9 +28,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import choose_device, gemm_table
-from halfstep.words import Told
-
-_phrase = Told("halfstep.trainer").phrase
 
 FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _INSTRUCTIONS = ("amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512f",
@@ -146,7 +142,8 @@ def diagnose_named(name: str) -> Diagnosis:
     forms = tuple(FormRow(form, kind.status(form), _expected(kind, form)) for form in FORMS)
     return Diagnosis(
         name, name, kind.family, kind.policy, reason_of(kind, name), kind.source, False, forms,
-        *_bytes(kind), notes=(_phrase("not_measured"),),
+        *_bytes(kind),
+        notes=("nothing was measured: this is what halfstep's table says of such a device",),
     )  # fmt: skip
 
 
@@ -240,21 +237,27 @@ def _notes(
     device: torch.device, policy: str, forms: tuple[FormRow, ...], times: float | None
 ) -> list[str]:
     notes: list[str] = [
-        _phrase("probe_wrong", form=row.form, probe=row.probe) for row in forms if row.probe
+        f"{row.form}: a probe found it wrong here ({row.probe})" for row in forms if row.probe
     ]
     if times is not None and times > 1:
-        notes.append(_phrase("slow_products", form=policy.partition("-")[0], times=times))
+        notes.append(
+            f"products in {policy.partition('-')[0]} took {times:.2f} times as long as in fp32 at "
+            "these shapes: halfstep bench compares whole steps, and fp32 may be the faster policy"
+        )
     if device.type == "cuda" and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability(device)
         built = torch.cuda.get_arch_list()
         if built and not any(arch.endswith(f"_{major}{minor}") for arch in built) and (
             f"sm_{major}0" not in built
         ):  # fmt: skip
-            notes.append(_phrase("no_kernels", here=f"{major}.{minor}", built=", ".join(built)))
+            notes.append(
+                f"this torch has no kernels for compute capability {major}.{minor} (it has "
+                f"{', '.join(built)}): install a build of torch that has"
+            )
     if device.type == "mps":
-        notes.append(_phrase("never_on_mac"))
+        notes.append("halfstep was never run on a Mac's GPU; the probes above are all it knows")
     found = support(POLICIES[policy], device)
     if found.status != "native":
-        status = status_text(found.status)
-        notes.append(_phrase("runs_as", policy=policy, status=status, reason=found.reason))
+        status = found.status
+        notes.append(f"{policy} is {status} here: {found.reason}")
     return notes

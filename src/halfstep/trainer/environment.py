@@ -18,9 +18,6 @@ from halfstep.precision.casting.autocast import Autocast, support
 from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import Auto
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -42,15 +39,15 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     kind, _, index = spec.partition(":")
     if spec == "mps":
         if not torch.backends.mps.is_available():
-            raise ConfigError(_told("no_mps"))
+            raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
         return torch.device("mps")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
         allowed = "auto, cpu, mps, cuda, cuda:N"
-        raise ConfigError(_told("no_such_device", spec=repr(spec), allowed=allowed))
+        raise ConfigError(f"run.device={spec!r}; allowed: {allowed}")
     count = torch.cuda.device_count()
     number = int(index) if index else local_rank
     if number >= count:
-        raise ConfigError(_told("no_cuda", spec=spec, count=count))
+        raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)
 
 
@@ -104,10 +101,10 @@ def _forward_kernels(device: torch.device) -> str:
         return "torch"
     found = loaded()
     if not isinstance(found, str):
-        return _told.phrase("compiled_kernels")
+        return "compiled C++"
     # the compiler's own words may name one of the user's folders
-    reason = _told.phrase("compiler_failed") if "failed" in found else found
-    return _told.phrase("torch_because", reason=reason)
+    reason = "the C++ compiler failed" if "failed" in found else found
+    return f"torch ({reason})"
 
 
 def gemm_flops_per_second(

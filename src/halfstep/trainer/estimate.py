@@ -26,9 +26,7 @@ from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.optimizer import OWN, averages
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Task
-from halfstep.words import Told
 
-_told = Told("halfstep.trainer")
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _LEANER = ("bf16-split", "bf16-split,moments=8bit")
 """Policies to offer where one does not fit, the nearest first."""
@@ -178,7 +176,7 @@ def read_count(text: str, option: str) -> int:
     except ValueError:
         count = 0.0
     if not 1 <= count < 2**60:
-        raise ConfigError(_told("no_count", option=option, text=repr(text)))
+        raise ConfigError(f"{option} {text!r}; allowed: a number from 1, such as 1.3B or 124M")
     return round(count)
 
 

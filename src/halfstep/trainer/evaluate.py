@@ -13,9 +13,6 @@ from halfstep.errors import DataError
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.step import Batch, LossSum, to_device
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +99,6 @@ def evaluate(batches: Iterable[Batch], judge: Judge, density: float | None = Non
     """
     loss, targets = mean_loss(batches, judge)
     bits = None if density is None else loss / math.log(2) * density
-    suffix = "" if bits is None else _told("bits_per_byte", bits=bits)
-    text = _told("loss_per_token", loss=loss, bits=suffix)
+    suffix = "" if bits is None else f", {bits:.4f} bits per byte"
+    text = f"validation loss {loss:.4f} nats per token{suffix}"
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

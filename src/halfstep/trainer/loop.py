@@ -38,9 +38,6 @@ from halfstep.trainer.run.first_cause import CauseSearch
 from halfstep.trainer.run.folder import CHECKPOINTS, report_best
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import train_step
-from halfstep.words import Told, message, said
-
-_told = Told("halfstep.trainer")
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
@@ -278,24 +275,23 @@ class _Books:
             try:
                 work()
             except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += _told("semicolon") + said(message(failed))
+                also += f"; {failed}"
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
-            also += _told("semicolon") + _told("take_again", path=capture)
+            also += f"; take the step again: halfstep replay {capture}"
         world.wait_for_save()
         kept = list_checkpoints(self._folder)
-        last = _told("last_checkpoint", path=kept[-1]) if kept else _told("no_checkpoint")
+        last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
-        told = [_told("stopped_at", step=step, error=without_hint(error))]
-        between = _told("semicolon")
+        told = [f"step {step}: {without_hint(error)}"]
         if isinstance(error, SpikeError):
-            return SpikeError(between.join([*told, last]), cause=error.cause)
+            return SpikeError("; ".join([*told, last]), cause=error.cause)
         if cause is not None:
-            told.append(_told("first_cause", cause=cause.summary))
-            told.append(_told("to_do", remedy=cause.remedy))
-        told += [said(causes.failed), last, causes.next_command()]
+            told.append(f"first cause: {cause.summary}")
+            told.append(f"to do: {cause.remedy}")
+        told += [causes.failed, last, causes.next_command()]
         stopped = NonFiniteError(
-            between.join(filter(None, told)), cause=error.cause, parameters=error.parameters
+            "; ".join(filter(None, told)), cause=error.cause, parameters=error.parameters
         )
         stopped.first_cause = cause
         return stopped

@@ -7,9 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from halfstep.shown import as_html, bars
-from halfstep.words import Phrase, Told, joined
 
-_phrase = Told("halfstep.diagnostics.memory").phrase
+REASONS = {
+    "state": "{share} are weights, gradients and optimizer state",
+    "state_of_mixed": (
+        "{share} are weights, gradients and optimizer state, which a *-mixed policy keeps in fp32"
+    ),
+    "wide_logits": "{share} are logits in fp32 (softmax, norms and losses compute in it)",
+    "wide_activations": "{share} are activations in fp32 (softmax, norms and losses compute in it)",
+    "casts": "{share} are 16-bit copies of weights that come on top",
+    "halved": "{share} are saved tensors that 16 bits have halved",
+}
+"""A reason why 16 bits saved less than half, by name, to the words for it."""
 
 PARTS = {
     "weights": "parameters and buffers",
@@ -98,10 +107,10 @@ class Memory:
             return 0
         return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
 
-    def why_not_half(self) -> Phrase:
+    def why_not_half(self) -> str:
         """Why 16-bit products saved less than half of the memory, as a sentence."""
-        parts = [_phrase(f"why {r.name}", share=f"{r.share:.0%}") for r in self.reasons()]
-        return _phrase("why", total=size_text(self.total), reasons=joined(parts, _phrase("and")))
+        parts = [REASONS[r.name].format(share=f"{r.share:.0%}") for r in self.reasons()]
+        return f"Of {size_text(self.total)}, {'; '.join(parts)}."
 
     def reasons(self) -> list[Reason]:
         """What :meth:`why_not_half` says, by name and share of the total."""
@@ -142,14 +151,9 @@ class Memory:
         return f"{how}, on each of {self.ranks} ranks" if self.ranks > 1 else how
 
 
-def part_text(part: str) -> Phrase:
-    """The name of a part, of ``PARTS`` or ``"total"``."""
-    return _phrase("total") if part == "total" else _phrase(f"part {part}")
-
-
-def _forms(found: Mapping[str, int]) -> Phrase:
+def _forms(found: Mapping[str, int]) -> str:
     texts = [f"{dtype} {size_text(size)}" for dtype, size in found.items()]
-    return joined(texts, _phrase("comma"))
+    return ", ".join(texts)
 
 
 def memory_from_json(found: Any) -> Memory | None:

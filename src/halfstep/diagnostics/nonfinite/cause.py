@@ -1,6 +1,6 @@
 """The report of the first NaN or infinity: one operation in full detail, its class and remedy.
 
-:data:`CHANGES` has all classes, and words.toml their names and remedies; :func:`cause_class`
+:data:`CHANGES` has all classes, :data:`REMEDIES` what to do about them; :func:`cause_class`
 chooses the class from the facts that the trace has about the operation.
 """
 
@@ -16,9 +16,80 @@ from torch import nn
 
 from halfstep.precision.policy.policy import DTYPES, dtype_name
 from halfstep.shown import as_html
-from halfstep.words import Phrase, Told, phrase_of
 
-_told = Told("halfstep.diagnostics.nonfinite")
+REMEDIES = {
+    "weights diverged": (
+        "lower the learning rate, lengthen the warm-up, or clip gradients (max_norm=1.0) where "
+        "nothing does yet"
+    ),
+    "weight not finite": (
+        "go back to a checkpoint whose weights are finite; what wrote it (an update at too high a "
+        "learning rate, an initialisation, a cast) ran before this step"
+    ),
+    "buffer not finite": (
+        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint; an "
+        "earlier forward wrote it"
+    ),
+    "data not finite": (
+        "clean the data: x = torch.nan_to_num(x), or leave out rows where not "
+        "torch.isfinite(x).all()"
+    ),
+    "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
+    "unwritten memory": (
+        "write the tensor before it is read: torch.zeros(...) in place of torch.empty(...)"
+    ),
+    "overflow in attention scores": (
+        "scale before the product, q = q * head_dim ** -0.5, or normalise q and k; or call "
+        "F.scaled_dot_product_attention, which keeps the scores in fp32"
+    ),
+    "overflow in a residual sum": (
+        "keep the residual stream in fp32, x = x.float() + branch(x).float(), or scale the branch "
+        "down at its initialisation"
+    ),
+    "overflow in a product": (
+        "scale the layer's input or weight down, or compute this layer in fp32: with "
+        "torch.autocast(x.device.type, enabled=False): y = layer(x.float())"
+    ),
+    "overflow in the loss": (
+        "compute the loss in fp32, loss_fn(logits.float(), targets), and sum before dividing by "
+        "counts only where the sum fits"
+    ),
+    "overflow in a cast": (
+        "clamp before the cast, x.clamp(-m, m).to(dtype) with m = torch.finfo(dtype).max, or keep "
+        "the tensor in fp32"
+    ),
+    "overflow of a mask": (
+        "add the mask once, and make it boolean or use halfstep.mask_value(dtype): two times "
+        "torch.finfo(dtype).min is -inf, and a row of -inf alone has no softmax"
+    ),
+    "overflow in the backward": (
+        "a lower loss scale cures it where a scale made it; otherwise scale the loss down or "
+        "clamp what this operation divides by, and check its inputs' range"
+    ),
+    "overflow": "clamp the operand, or compute this operation in fp32: x.float()",
+    "own autograd.Function": (
+        "check its backward by torch.autograd.gradcheck in fp64, and decorate forward and "
+        "backward with torch.amp.custom_fwd(cast_inputs=torch.float32) and torch.amp.custom_bwd"
+    ),
+    "fully masked row": (
+        "let every row see one key at least, or clear such rows: scores.masked_fill(mask.all(-1, "
+        "keepdim=True), 0)"
+    ),
+    "log or division of zero": (
+        "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward (x + "
+        "eps).sqrt() and x.norm() of a row that is not 0"
+    ),
+    "invalid operation": (
+        "keep the operand in the function's domain: x.clamp_min(0).sqrt(), and no mean of nothing "
+        "or 0 / 0"
+    ),
+    "inf - inf": (
+        "the infinity was allowed when it was made: use a large finite number there, such as "
+        "halfstep.mask_value(dtype), or x.masked_fill(...) after this operation"
+    ),
+}
+"""A class of causes to what to do about it."""
+OR_BF16 = "{remedy}; or train in bf16-mixed, whose range is that of fp32"
 
 Kind = Literal[
     "overflow",
@@ -54,19 +125,14 @@ CHANGES: Mapping[str, Change] = {
     "inf - inf": "",
 }
 """Class of a cause to what a run can change without a change of code: a policy with more range, the
-learning rate, or leaving out the batch. words.toml has the line of code to change."""
+learning rate, or leaving out the batch. :data:`REMEDIES` has the line of code to change."""
 
 
-def class_in_words(name: str) -> Phrase:
-    """The name of a class of causes, in each language."""
-    return _told.phrase(f"class {name}")
-
-
-def remedy_of(name: str, form: str) -> Phrase:
+def remedy_of(name: str, form: str) -> str:
     """What to do about a class of causes in a format: the line to change, or the setting."""
-    text = _told.phrase(f"remedy {name}")
+    text = REMEDIES[name]
     wider = CHANGES[name] == "range" and form == "fp16"
-    return _told.phrase("or_bf16", remedy=text) if wider else text
+    return OR_BF16.format(remedy=text) if wider else text
 
 
 _BIG_GAIN = 10.0
@@ -243,7 +309,7 @@ class Cause:
     micro_batches: int = 0
 
     @property
-    def remedy(self) -> Phrase:
+    def remedy(self) -> str:
         """What to do about it: the line to change, or the setting."""
         return remedy_of(self.cause_class, dtype_name(self.dtype))
 
@@ -254,48 +320,42 @@ class Cause:
         return "" if change == "range" and self.dtype != torch.float16 else change
 
     @property
-    def place(self) -> Phrase:
+    def place(self) -> str:
         """Direction, module, block and node, as words."""
-        return phrase_of(self._place)
-
-    def _place(self) -> str:
-        module = self.module or _told("the_model")
-        where = _told(f"in {self.direction}", module=module, kind=self.class_name)
-        where = where if self.class_name else _told("outside")
+        module = self.module or "the model"
+        where = f"{self.direction} of {module} ({self.class_name})"
+        where = where if self.class_name else "outside the model's modules"
         if self.block not in ("", self.module):
-            where = _told("in_block", place=where, block=self.block)
-        return _told("at_node", place=where, node=self.node) if self.node else where
+            where = f"{where} in block {self.block}"
+        return f"{where}, {self.node}" if self.node else where
 
     def _micro_batch(self) -> str:
         if not self.micro_batches:
             return ""
-        return _told("micro_batch", number=self.micro_batch, count=self.micro_batches)
+        return f"micro-batch {self.micro_batch} of {self.micro_batches}"
 
     @property
-    def summary(self) -> Phrase:
+    def summary(self) -> str:
         """The cause in one line: class, operation, place, largest input and source line."""
-        return phrase_of(self._summary)
-
-    def _summary(self) -> str:
-        line = self._operation(class_in_words(self.cause_class))
+        line = self._operation(self.cause_class)
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
-            line += _told("inputs_up_to", largest=short(largest), share=self._share_of(largest))
+            line += f", inputs up to {short(largest)} ({self._share_of(largest)})"
         for operand in self.inputs:
             if operand.role == "parameter" and operand.nan:
-                line += _told("also", name=operand.name)
-        line += _told("called_at", source=self.source) if self.source else ""
+                line += f", {operand.name}"
+        line += f", at {self.source}" if self.source else ""
         where = self._micro_batch()
-        return line + _told("and_where", coordinates=where) if where else line
+        return line + f"; {where}" if where else line
 
     def _operation(self, what: str) -> str:
         form = dtype_name(self.dtype)
-        return _told("operation", what=what, op=self.op, form=form, place=self.place)
+        return f"{what}: {self.op} in {form}, {self.place}"
 
     def _share_of(self, value: float) -> str:
         """How much of the format's range a value takes."""
         most = torch.finfo(self.dtype).max
-        return _told("share", percent=100 * value / most, most=short(most))
+        return f"{100 * value / most:.3g} % of {short(most)}"
 
     def to_json(self) -> dict[str, Any]:
         """The cause as values that ``json.dumps`` writes: dtypes by name."""
@@ -334,34 +394,35 @@ class Cause:
         return as_html(str(self))
 
     def __str__(self) -> str:
-        return phrase_of(self._in_full)
-
-    def _in_full(self) -> str:
-        counts = {"inf": self.inf, "nan": self.nan, "elements": self.elements}
         lines = [
-            self._operation(_told(f"kind {self.kind}")),
-            _told("output", percent=100 * self.share, **counts),
+            self._operation(self.kind),
+            (
+                f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
+                f"({100 * self.share:.3g} %)"
+            ),
             *map(self._input, self.inputs),
         ]
         lines += self._bound(torch.finfo(self.dtype).max)
         where = self._micro_batch()
         lines += [where] if where else []
-        lines += [_told("source", source=self.source)] if self.source else []
-        to_do = _told("to_do", remedy=self.remedy)
+        lines += [f"at {self.source}"] if self.source else []
+        to_do = f"to do: {self.remedy}"
         if self.cause_class != self.kind:
-            what = class_in_words(self.cause_class)
-            to_do = _told("to_do_of_class", what=what, remedy=self.remedy)
+            what = self.cause_class
+            to_do = f"to do: {what}: {self.remedy}"
         return "\n  ".join([*lines, to_do])
 
     def _input(self, operand: Operand) -> str:
         """An input's range, and what in it is not finite."""
         share = self._share_of(operand.largest)
-        known = {"name": operand.name, "largest": short(operand.largest), "share": share}
-        line = _told("input_number", **known)
+        largest_text = short(operand.largest)
+        line = f"input {operand.name}: {largest_text} ({share})"
         if operand.dtype:
-            line = _told("input", form=dtype_name(operand.dtype), **known)
+            line = (
+                f"input {operand.name}: {dtype_name(operand.dtype)} up to {largest_text} ({share})"
+            )
         if operand.inf or operand.nan:
-            line = _told("input_broken", line=line, inf=operand.inf, nan=operand.nan)
+            line = f"{line}, and {operand.inf:,} inf, {operand.nan:,} NaN"
         return line
 
     def _bound(self, maximum: float) -> list[str]:

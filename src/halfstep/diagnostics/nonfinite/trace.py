@@ -67,9 +67,6 @@ from halfstep.diagnostics.nonfinite.operations import (
 from halfstep.precision.border import as_texts, require_model
 from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.scaling import gradients
-from halfstep.words import Told
-
-_told = Told("halfstep.diagnostics.nonfinite")
 
 _TORCH = str(Path(torch.__file__).parent)
 _HALFSTEP = str(Path(__file__).parents[2])
@@ -312,7 +309,7 @@ class NonFiniteTrace(TorchDispatchMode):
                 known, is_parameter = self._names[key]
                 name, role = f"{name} = {known}", "parameter" if is_parameter else "buffer"
             if counts.nan and self._unwritten(key):
-                name = _told.phrase("unwritten", name=name)
+                name = f"{name} (of torch.empty, written by nothing that torch sees)"
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 

@@ -20,9 +20,15 @@ from halfstep.precision.policy.recipe import PRODUCTS, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import aligned, as_html, bars
-from halfstep.words import Told, phrase_of, said
 
-_told = Told("halfstep.diagnostics.trace")
+_KIND = {
+    "weights": "weights",
+    "frozen weights": "frozen weights",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "masters": "masters",
+    "optimizer": "optimizer {state}",
+}
 
 _LOW = ("bf16", "fp16")
 _KINDS = ("weights", "frozen weights", "buffers", "gradients", "masters")
@@ -53,17 +59,12 @@ class Operation:
     calls: int
 
     def __str__(self) -> str:
-        return phrase_of(self._in_words)
-
-    def _in_words(self) -> str:
-        direction = _told(f"direction {self.direction}")
-        where = _told("outside", direction=direction)
+        where = f"{self.direction} outside of modules"
         if self.class_name:
-            module = self.module or _told("the_model")
-            where = _told("inside", direction=direction, module=module, kind=self.class_name)
+            where = f"{self.direction} of {self.module or 'the model'} ({self.class_name})"
         forms = f"{_short(self.inputs)} -> {_short(self.outputs)}"
-        known = {"op": self.op, "where": where, "forms": forms, "calls": self.calls}
-        return _told("ran", **known) if self.calls > 1 else _told("ran_once", **known)
+        calls = "calls" if self.calls > 1 else "call"
+        return f"{self.op} in {where}: {forms}, {self.calls} {calls}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +103,19 @@ class Ran:
     def table(self) -> str:
         """Operations by module, and what is stored, as aligned text."""
         head = (
-            *(_told("module"), _told("class"), _told("direction"), _told("operation")),
-            *(_told("inputs"), _told("outputs"), _told("calls")),
+            *("module", "class", "direction", "operation"),
+            *("inputs", "outputs", "calls"),
         )
         rows = [
             (
                 *(row.module or ("." if row.class_name else "-"), row.class_name or "-"),
-                *(_told(f"direction {row.direction}"), row.op, _short(row.inputs)),
+                *(row.direction, row.op, _short(row.inputs)),
                 *(_short(row.outputs), str(row.calls)),
             )
             for row in self.operations
         ]
         stored = [(_kind(h), h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
-        kept = _told("stored"), _told("dtype"), _told("tensors"), _told("bytes")
+        kept = "stored", "dtype", "tensors", "bytes"
         return f"{aligned([head, *rows])}\n\n{aligned([kept, *stored])}"
 
     def _repr_html_(self) -> str:
@@ -174,14 +175,14 @@ class Ran:
             if row.op in PRODUCTS or (recipe and is_product(row.op)):
                 want = getattr(recipe, row.op) if row.op in PRODUCTS else str(recipe)
                 if row.inputs[0].split()[0] != want:
-                    found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
+                    found.append(f"{row}; {value} says {want}")
                 continue
             want = _wanted(row, value, "fp32" if row.module in kept else compute)
             inputs = row.inputs
             if row.op == "attention_backward":  # the log-sum-exp that it reads is fp32
                 inputs = inputs[:4]
             if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
-                found.append(_told.phrase("says", ran=str(row), policy=str(value), form=want))
+                found.append(f"{row}; {value} says {want}")
         return found
 
     def save(self, path: str | Path) -> None:
@@ -252,12 +253,9 @@ def _lines(table: dict[str, Any]) -> list[str]:
             for row in table["operations"]]  # fmt: skip
     stored = [Holding(**holding) for holding in table["stored"]]
     return [
-        _told("line_policy", policy=table["policy"]),
-        *map(said, map(str, rows)),
-        *(
-            _told("line_stored", kind=_kind(h), form=h.dtype, tensors=h.tensors, bytes=h.bytes)
-            for h in stored
-        ),
+        f"policy {table['policy']}",
+        *map(str, rows),
+        *(f"{_kind(h)} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
     ]
 
 
@@ -271,5 +269,5 @@ def _kind(holding: Holding) -> str:
     """What kind of tensors is stored, in words; a state of an optimizer keeps its name."""
     kind = holding.kind
     if kind.startswith("optimizer "):
-        return _told("kind optimizer", state=kind.removeprefix("optimizer "))
-    return _told(f"kind {kind}") if kind in _KINDS else kind
+        return f"optimizer {kind.removeprefix('optimizer ')}"
+    return _KIND[kind] if kind in _KINDS else kind

@@ -13,9 +13,6 @@ from halfstep.optim.kernels.reference import Plan, read_master, run_torch
 from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import Update
 from halfstep.precision.scaling.gradients import global_norm
-from halfstep.words import Told
-
-_phrase = Told("halfstep.optim").phrase
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +47,15 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
         native = reason = native_kernel()
         if not isinstance(native, str):
             if rule in RULES:
-                return Kernel(_phrase("compiled"), native.run, native.norm, native.read)
+                return Kernel(
+                    "a kernel compiled for this CPU", native.run, native.norm, native.read
+                )
             reason = f"no compiled kernel has the rule {rule}"
             norm, read = native.norm, native.read
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
             if rule in RULES:
-                return Kernel(_phrase("triton"), cuda.run_cuda, norm)
+                return Kernel("Triton kernels", cuda.run_cuda, norm)
             reason = f"no Triton kernel has the rule {rule}"
-    return Kernel(_phrase("torch"), run_torch, norm, read, str(reason))
+    return Kernel("torch operations", run_torch, norm, read, str(reason))

@@ -23,14 +23,11 @@ from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, held_swi
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.low_bit.native import why_not_native
-from halfstep.precision.policy.devices import cpu_has_bf16, first_capability, status_text
+from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.probe import failed_lists, failed_probe
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.words import Phrase, Told, joined
-
-_phrase = Told("halfstep.precision").phrase
 
 Status = Literal["native", "simulated", "refused"]
 _P = ParamSpec("_P")
@@ -55,9 +52,9 @@ class Support:
     nearest: str = ""
 
     @property
-    def how(self) -> Phrase:
+    def how(self) -> str:
         """Status and reason in a line."""
-        return _phrase("how", status=status_text(self.status), reason=self.reason)
+        return f"{self.status}: {self.reason}"
 
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
@@ -80,12 +77,15 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        how = _phrase("low_bit_native", names=", ".join(names), reason=found.reason)
+        how = f"{', '.join(names)} products; {found.reason}"
         return Support("native", how)
     if policy.simulate:
-        how = _phrase("low_bit_simulated", names=", ".join(lacking), reason=found.reason)
+        how = (
+            f"operands are rounded to {', '.join(lacking)} exactly, and multiplied as bf16; "
+            f"{found.reason}"
+        )
         return Support("simulated", how)
-    reason = _phrase("add_simulate", reasons=joined([*lacking.values()], _phrase("and")))
+    reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
@@ -94,14 +94,16 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
     compute = policy.compute_dtype
     if device.type == "cpu":
         if policy.tf32:
-            return Support("refused", _phrase("cpu_no_tf32"), "fp32")
+            return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
         name = dtype_name(compute)
         if _is_simulated(policy, device):
-            return Support("simulated", _phrase("cpu_simulates", name=name))
-        return Support("native", _phrase("cpu_native", name=name))
+            return Support(
+                "simulated", f"{name} products run through fp32 kernels with {name} rounding"
+            )
+        return Support("native", f"{name} matrix kernels of this CPU")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return Support("refused", _phrase("no_cuda"), _nearest_on_cpu(policy))
+            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
         has = torch.cuda.get_device_capability(device)
         what = "tf32" if policy.tf32 else dtype_name(compute)
         here, needed = "{}.{}".format(*has), first_capability(what)
@@ -109,32 +111,33 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
             fp16 = what == "bf16" and has >= first_capability("fp16")
             return Support(
                 "refused",
-                _phrase("no_tensor_cores", here=here, what=what, since="{}.{}".format(*needed)),
+                f"compute capability {here} has no {what} tensor cores ({'{}.{}'.format(*needed)} "
+                "has)",
                 "fp16-mixed" if fp16 else "fp32",
             )
-        return Support("native", _phrase("cuda_native", what=what, here=here))
+        return Support("native", f"{what} on compute capability {here}")
     if device.type == "mps" and torch.backends.mps.is_available():
         return _on_a_mac(policy, device)
-    reason = _phrase("not_supported", type=device.type)
+    reason = f"device {device.type!r} is not supported yet"
     if device.type == "mps":
-        reason = _phrase("no_mac")
+        reason = "torch sees no GPU of a Mac (mps)"
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
 def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a Mac's GPU runs a policy, of which only what a live probe finds right is honoured."""
     if policy.tf32:
-        return Support("refused", _phrase("mac_no_tf32"), "fp32")
+        return Support("refused", "a Mac's GPU has no tf32", "fp32")
     wrong = failed_probe(device, policy.compute_dtype)
     if not wrong and policy.casts_per_op:
         wrong = failed_lists(device, policy.compute_dtype)
     name = dtype_name(policy.compute_dtype)
     if not wrong:
-        return Support("native", _phrase("mac_right", name=name))
+        return Support("native", f"a live probe of this Mac's GPU found {name} right")
     on_fp32 = name != "fp32" and not failed_probe(device, torch.float32)
     return Support(
         "refused",
-        _phrase("mac_wrong", name=name, wrong=wrong),
+        f"a live probe of this Mac's GPU found {name} wrong ({wrong})",
         "fp32" if on_fp32 else _nearest_on_cpu(policy),
     )
 
@@ -142,15 +145,17 @@ def _on_a_mac(policy: PrecisionPolicy, device: torch.device) -> Support:
 def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return _phrase("nearest_on_cpu", policy="fp32" if policy.tf32 else str(policy))
+    return f"{'fp32' if policy.tf32 else str(policy)} on --device cpu"
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How the device runs the policy; if it cannot, an error names the nearest policy that can."""
     found = support(policy, device)
     if found.status == "refused":
-        known = {"reason": found.reason, "nearest": found.nearest}
-        raise PrecisionError(_phrase("cannot", policy=str(policy), device=str(device), **known))
+        raise PrecisionError(
+            f"precision {policy} cannot be honoured on {device}: {found.reason}; the nearest that "
+            f"can is {found.nearest}"
+        )
     return found
 
 

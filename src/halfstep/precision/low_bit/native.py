@@ -18,9 +18,6 @@ from torch import Tensor
 from halfstep.formats.blocks import BLOCK_FORMATS, BlockFormat, Quantized
 from halfstep.formats.floats import E2M1, FP32
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
-from halfstep.words import Told
-
-_phrase = Told("halfstep.precision").phrase
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 _RECIPES = {
@@ -44,16 +41,16 @@ def why_not_native(name: str, device: torch.device) -> str:
     """
     scheme = SCHEMES[name]
     if device.type != "cuda":
-        known = {"cpu": _phrase("a_cpu"), "mps": _phrase("a_mac")}
-        return _phrase("no_products", what=known.get(device.type, device.type), name=name)
+        known = {"cpu": "a CPU", "mps": "a Mac's GPU"}
+        return f"{known.get(device.type, device.type)} has no {name} products"
     if torch.version.hip:
-        return _phrase("no_products_on_amd", name=name)
+        return f"halfstep has no {name} products for AMD's GPUs"
     has = torch.cuda.get_device_capability(device)
     if has < scheme.since:
         here, since = "{}.{}".format(*has), "{}.{}".format(*scheme.since)
-        return _phrase("no_tensor_cores", here=here, what=name, since=since)
+        return f"compute capability {here} has no {name} tensor cores ({since} has)"
     if not hasattr(F, "scaled_mm"):
-        return _phrase("old_torch", version=torch.__version__)
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     return _failed_probe(name, device)
 
 
@@ -159,12 +156,12 @@ def _failed_probe(name: str, device: torch.device) -> str:
                 found = scaled_product(left, right).double()
         except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return _phrase("product_failed", name=name, product=product, error=first)
+            return f"torch's {name} product of a {product} failed there ({first:.120})"
         exact, most = _exact(left, right)
         # Tensor cores align the numbers of a group to the largest and cut them off: 13 bits stay.
         # An H100's fp8 product is off by 2^-10 here, and one with misplaced scales by more than 1.
         if not bool(((found - exact).abs() <= most * 2.0**-9).all()):
-            return _phrase("product_wrong", name=name, product=product)
+            return f"a live probe found torch's {name} product of a {product} wrong there"
     return ""
 
 

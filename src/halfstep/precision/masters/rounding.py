@@ -241,6 +241,8 @@ class RoundingMode:
     """
 
     name: Update  # its name in policies, optimizers and kernels
+    weight: str  # what ``explain`` says of such weights
+    master: str = "what the optimizer updates"  # and of the row of masters
     policy: str = ""  # the named policy that uses it, with bf16 weights; empty if several do
     # the ``master_dtype`` of such a policy: the weight's own dtype if weight and remainder together
     # hold less than fp32
@@ -277,11 +279,14 @@ class RoundingMode:
 _MODES = (
     RoundingMode(
         name="nearest",
+        weight="16 bit, rounded to nearest: small updates are lost",
         split=lambda value, _: (value, None),  # copying into the weight rounds
         advice="bf16-split, bf16-kahan, bf16-sr or bf16-master",
     ),
     RoundingMode(
         name="split",
+        weight="the upper 16 bits of the master, rounded to nearest",
+        master="what the optimizer updates: weight and 16-bit remainder together, exact",
         policy="bf16-split",
         remainder_dtype=torch.int16,
         split=lambda value, _: split(value),
@@ -289,6 +294,8 @@ _MODES = (
     ),
     RoundingMode(
         name="split24",
+        weight="the upper 16 bits of the master, rounded to nearest",
+        master="its upper 24 bits: weight and 8-bit remainder, the last bit right on average",
         policy="bf16-split24",
         remainder_dtype=torch.int8,
         random=True,
@@ -297,6 +304,7 @@ _MODES = (
     ),
     RoundingMode(
         name="kahan",
+        weight="16 bit, rounded to nearest; what is lost is carried along in bf16",
         policy="bf16-kahan",
         master_dtype=torch.bfloat16,
         remainder_dtype=torch.bfloat16,
@@ -306,6 +314,7 @@ _MODES = (
     ),
     RoundingMode(
         name="stochastic",
+        weight="16 bit, rounded stochastically: updates are right on average",
         policy="bf16-sr",
         master_dtype=torch.bfloat16,
         random=True,

@@ -18,12 +18,11 @@ import torch
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.probe import failed_lists, failed_probe
-from halfstep.words import Phrase, Told
 
 Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """The names that Linux gives to CPU instructions for bf16 products (``bf16`` on Arm)."""
-_phrase = Told("halfstep.precision.policy").phrase
+
 _CUDA = "CUDA C++ Programming Guide, Compute Capabilities"
 
 
@@ -70,12 +69,18 @@ def _forms(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-_BF16, _FP16 = _phrase("bf16_cores"), _phrase("fp16_cores")
+_BF16, _FP16 = (
+    "has bf16 tensor cores: the range of fp32, so that the loss needs no scale",
+    (
+        "has tensor cores for fp16 and none for bf16; the loss is scaled, since fp16 flushes "
+        "small gradients"
+    ),
+)
 # Names that contain others stand first: "RTX 6000 Ada" before "RTX A6000", "GTX 1650" before "T4".
 # A GeForce ends in 50 to 90; workstation cards share one number: Quadro RTX 5000, RTX 5000 Ada.
 DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
-        family=_phrase("family_workstation"), type="cuda", since=(12, 0),
+        family="Blackwell (GeForce and workstation)", type="cuda", since=(12, 0),
         models=r"RTX ?50([5-9]0)?(TI)?\b|BLACKWELL|GB10\b|DGX SPARK",
         examples=("RTX 5090", "RTX PRO 6000 Blackwell", "GB10"),
         native=_forms("fp32 tf32 bf16 fp16 fp8 fp4"), policy="bf16-mixed", reason=_BF16,
@@ -108,11 +113,11 @@ DEVICES: tuple[DeviceKind, ...] = (
         source=f"{_CUDA}; NVIDIA A100 Tensor Core GPU Architecture",
     ),
     DeviceKind(
-        family=_phrase("family_no_cores"), type="cuda", since=(7, 5), by_name=True,
+        family="Turing without tensor cores", type="cuda", since=(7, 5), by_name=True,
         models=r"GTX ?16(\d\d)?\b|\bMX[45]50\b|\bT(400|500|600|1000|1200)\b",
         examples=("GTX 1650", "GTX 1660 Ti"),
         native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
-        reason=_phrase("fp16_unsafe"),
+        reason="has no tensor cores, and its fp16 convolutions have given NaN",
         source="pytorch/pytorch#58123 and #77955",
     ),
     DeviceKind(
@@ -131,64 +136,66 @@ DEVICES: tuple[DeviceKind, ...] = (
         source=f"{_CUDA}; NVIDIA Tesla V100 GPU Architecture",
     ),
     DeviceKind(
-        family=_phrase("family_pascal"), type="cuda",
+        family="Pascal and older", type="cuda",
         models=r"\bP(4|40|100)\b|\b[KM](40|60|80)\b|GTX ?(9|10)\d\d|TITAN X",
         examples=("P100", "GTX 1080", "K80"),
         native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
-        reason=_phrase("no_cores"),
+        reason="has no tensor cores: 16-bit products would save memory, and no time",
         source=_CUDA,
     ),
     DeviceKind(
         family="AMD Instinct", type="rocm",
         models=r"\bMI ?[123]\d\d", examples=("MI250", "MI300X"),
         native=_forms("fp32 bf16 fp16"), policy="bf16-mixed",
-        reason=_phrase("matrix_cores"),
+        reason="has matrix cores for bf16 (halfstep was never run on one)",
         source="AMD CDNA Architecture white paper",
     ),
     DeviceKind(
-        family=_phrase("family_amd"), type="rocm",
+        family="another AMD GPU", type="rocm",
         models=r"RADEON|\bRX ?\d{4}", examples=("RX 7900",),
         native=_forms("fp32"), policy="fp32",
-        reason=_phrase("not_listed"),
-        source=_phrase("no_source"),
+        reason="is not in halfstep's table; name a policy, such as fp16-mixed, to try one",
+        source="none: nothing is claimed",
     ),
     DeviceKind(
         family="Apple M", type="mps",
         models=r"\bM[1-9]( (PRO|MAX|ULTRA))?$|APPLE M\d|\bMPS\b|MAC", examples=("M1", "M3 Max"),
         native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
-        reason=_phrase("mac"),
+        reason="multiplies fp16 natively, and M1 and M2 emulate bf16; the loss is scaled (halfstep "
+            "was never run on one)",
         source="huggingface/transformers#40458",
     ),
     DeviceKind(
-        family=_phrase("family_amx"), type="cpu", flags=frozenset({"amx_bf16"}),
+        family="CPU with AMX", type="cpu", flags=frozenset({"amx_bf16"}),
         models=r"AMX|(SAPPHIRE|EMERALD|GRANITE) RAPIDS", examples=("Sapphire Rapids", "AMX"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason=_phrase("tiles"),
+        reason="multiplies bf16 in matrix tiles",
         source="Intel 64 and IA-32 Architectures Software Developer's Manual, AMX",
     ),
     DeviceKind(
-        family=_phrase("family_avx512"), type="cpu", flags=frozenset({"avx512_bf16"}),
+        family="CPU with AVX512-BF16", type="cpu", flags=frozenset({"avx512_bf16"}),
         models=r"AVX512.?BF16|COOPER LAKE|ZEN ?[45]|EPYC 9\d{3}|RYZEN \d 7\d{3}|RYZEN \d 9\d{3}",
         examples=("Zen 4", "EPYC 9654", "Cooper Lake"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason=_phrase("dot_products"),
+        reason="has dot products of bf16 pairs (vdpbf16ps)",
         source="Intel Architecture Instruction Set Extensions, AVX512_BF16",
     ),
     DeviceKind(
-        family=_phrase("family_arm"), type="cpu", flags=frozenset({"bf16"}),
+        family="Arm CPU with BF16", type="cpu", flags=frozenset({"bf16"}),
         models=r"GRAVITON ?[3-9]|NEOVERSE V|\bGRACE\b|ARM.*BF16",
         examples=("Graviton3", "Grace"),
         native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
-        reason=_phrase("matrix_instructions"),
+        reason="has matrix instructions for bf16 (BFMMLA)",
         source="Arm Architecture Reference Manual, FEAT_BF16",
     ),
     DeviceKind(
-        family=_phrase("family_plain"), type="cpu",
+        family="CPU without bf16 instructions", type="cpu",
         models=r"\bCPU\b|AVX2|AVX512|(ICE|SKY|CASCADE|ALDER|RAPTOR) ?LAKE|ZEN ?[123]|GRAVITON ?2",
         examples=("Skylake", "Zen 3", "AVX2"),
         native=_forms("fp32"), emulated=_forms("bf16 fp16"), policy="fp32",
-        reason=_phrase("no_instructions"),
-        source=_phrase("measured_by_us"),
+        reason="has no instructions for bf16: its products would be simulated, with the memory and "
+            "the rounding of bf16 and without its speed",
+        source="docs/policies.md, measured",
     ),
 )  # fmt: skip
 """Every kind of device, the most particular first."""
@@ -217,24 +224,19 @@ def choose(device: torch.device) -> Choice:
     """
     kind = kind_of(device)
     if kind is None:
-        return Choice("fp32", _phrase("no_device", type=device.type))
+        return Choice("fp32", f"torch has no {device.type} device here")
     name = name_of(device)
     wrong = ""
     if device.type == "mps":
         wrong = failed_probe(device, torch.float16) or failed_lists(device, torch.float16)
     if wrong:
-        return Choice("fp32", _phrase("probed_wrong", name=name, wrong=wrong), kind)
+        return Choice("fp32", f"{name}: a live probe found fp16 wrong ({wrong})", kind)
     return Choice(kind.policy, reason_of(kind, name), kind)
 
 
-def reason_of(kind: DeviceKind, name: str) -> Phrase:
+def reason_of(kind: DeviceKind, name: str) -> str:
     """Why a device of a kind takes the kind's policy, as a sentence with the device's name."""
-    return _phrase("chosen", name=name, family=kind.family, reason=kind.reason)
-
-
-def status_text(status: str) -> Phrase:
-    """``native``, ``emulated``, ``simulated``, ``refused`` and the like, as a word for people."""
-    return _phrase(f"status {status}")
+    return f"{name} ({kind.family}) {kind.reason}"
 
 
 def kind_of(device: torch.device) -> DeviceKind | None:

@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.words import Told
-
-_phrase = Told("halfstep.precision.policy").phrase
-
 _SIZE = 64
 
 
@@ -84,10 +80,10 @@ def failed_lists(device: torch.device, dtype: torch.dtype) -> str:
             with torch.autocast(device.type, dtype=dtype):
                 found = run(low.to(device)).dtype
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            return _phrase("autocast_fails", error=_first_line(error))
+            return f"autocast: {_first_line(error)}"
         if found != (torch.float32 if fp32 else dtype):
             said = str(found).removeprefix("torch.")
-            return _phrase("autocast_differs", name=name, dtype=said)
+            return f"autocast: {name} comes in {said}"
     return ""
 
 
@@ -101,12 +97,12 @@ def failed_probe(device: torch.device, dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(_SIZE, _SIZE, generator=generator).to(dtype) for _ in range(2))
     for probe in _PROBES:
-        name = _phrase(f"probe {probe.__name__.strip('_').replace('_', ' ')}")
+        name = probe.__name__.strip("_").replace("_", " ")
         try:
             exact = _outcomes(probe, x.double(), w.double())
             found = _outcomes(probe, x.to(device), w.to(device))
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            return _phrase("fails", name=name, error=_first_line(error))
+            return f"{name}: {_first_line(error)}"
         for part, a, b in zip(("result", "first gradient", "second gradient"), found, exact,
                               strict=True):  # fmt: skip
             # Results are rounded to the format, and sums of up to 256 products to fp32: a few
@@ -114,7 +110,7 @@ def failed_probe(device: torch.device, dtype: torch.dtype) -> str:
             limit = 8 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
             off = float((a.cpu().double() - b).abs().max() / b.abs().max().clamp_min(1e-30))
             if not off <= limit:
-                return _phrase("off", name=name, part=_phrase(f"part {part}"), off=off)
+                return f"{name}: its {part} is off by {off:.2g} of the largest element"
     return ""
 
 

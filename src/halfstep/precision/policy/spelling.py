@@ -27,9 +27,7 @@ from halfstep.precision.policy.policy import (
 )
 from halfstep.precision.policy.recipe import SCHEMES, parse_recipe
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
-from halfstep.words import Told
 
-_told = Told("halfstep.precision.policy")
 _NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
 """The name of the policy that the device decides."""
@@ -152,7 +150,10 @@ def _parse(spec: str | PrecisionPolicy, auto: Callable[[], PrecisionPolicy]) -> 
             raise PrecisionError(f"{name!r} gives a key twice")
         return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
     hint, allowed = _hint(lower[:100]), ", ".join((*_NAMED, AUTO))
-    raise PrecisionError(_told("unknown_policy", name=repr(name[:40]), hint=hint, allowed=allowed))
+    raise PrecisionError(
+        f"unknown precision policy {name[:40]!r}{hint} Allowed: {allowed}, with fields such as "
+        "'bf16-split,moments=8bit', or a .toml file"
+    )
 
 
 def _hint(name: str) -> str:
@@ -162,11 +163,11 @@ def _hint(name: str) -> str:
     names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
     known = [word for word, policy in names.items() if policy.startswith(asked)]
     if name in SCHEMES:
-        return _told("a_recipe", name=name)
+        return f", a recipe: bf16-mixed,recipe={name}."
     if name in _OF_APEX:
-        return _told("of_apex", word=repr(_OF_APEX[name]))
+        return f", a level of NVIDIA apex: write {_OF_APEX[name]!r}."
     close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
-    return _told("meant", word=repr(close[0])) if close else _told("none_close")
+    return f", did you mean {close[0]!r}?" if close else "."
 
 
 def _no_policy(spec: object) -> str:
@@ -187,7 +188,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PrecisionError(_told("file_unreadable", path=path, error=error)) from error
+        raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
     base, rules, low = (table.pop(key, None) for key in ("base", "rules", "recipe"))
     kept = {key: table.pop(key, None) for key in _KEEP}
     if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
@@ -201,7 +202,7 @@ def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPoli
         start = None if base is None else _parse(base, auto)
         return _from_fields(values, start, [*found, *_rules(rules)], more)
     except PrecisionError as error:
-        raise PrecisionError(_told("in_file", path=path, error=error)) from error
+        raise PrecisionError(f"policy file {path}: {error}") from error
 
 
 def _keep(key: str, value: object) -> list[tuple[str, str]]:
@@ -239,9 +240,9 @@ def _from_fields(
     for key in values:
         if key not in allowed:
             close = difflib.get_close_matches(key, allowed, n=1)
-            hint = _told("meant", word=repr(close[0])) if close else _told("none_close")
+            hint = f", did you mean {close[0]!r}?" if close else "."
             known = ", ".join(allowed)
-            raise PrecisionError(_told("unknown_key", key=repr(key), hint=hint, allowed=known))
+            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {known}")
     low = {**more, **{key: read(values[key]) for key, read in _LOW.items() if key in values}}
     tf32 = values.get("compute") == "tf32"
     ways: dict[str, Any] = {key: values[key] for key in CHOICES if key in values}

@@ -24,9 +24,6 @@ from halfstep.trainer.config.optimizer import ScheduleConfig
 from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer.config")
 
 
 def shipped_configs() -> dict[str, str]:
@@ -40,22 +37,23 @@ def read_table(spec: str) -> tuple[str, dict[str, Any]]:
     """Read a configuration as :func:`load_config` does: its name for messages, its raw table."""
     shipped = shipped_configs()
     if spec in shipped:
-        text, where = shipped[spec], _told("configuration", name=spec)
+        text, where = shipped[spec], f"configuration {spec}"
     elif spec.endswith(".toml") or "/" in spec:
-        where = _told("configuration_file", path=spec)
+        where = f"configuration file {spec}"
         try:
             text = Path(spec).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-            raise ConfigError(_told("unreadable", where=where, error=error)) from error
+            raise ConfigError(f"{where}: cannot be read: {error}") from error
     else:
         hint, allowed = did_you_mean(spec, shipped), ", ".join(shipped)
         raise ConfigError(
-            _told("unknown_configuration", name=shown(spec), hint=hint, allowed=allowed)
+            f"unknown configuration {shown(spec)}{hint}; allowed: {allowed}, or a path to a .toml "
+            "file"
         )
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
-        raise ConfigError(_told("no_toml", where=where, error=error)) from error
+        raise ConfigError(f"{where}: not valid TOML: {error}") from error
     table.setdefault("name", Path(spec).stem)
     return where, table
 
@@ -108,8 +106,8 @@ def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseC
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
     if not isinstance(task, str) or task not in TASKS:
-        what = f"{_told('key', name='task')}: {shown(task)}{did_you_mean(str(task), TASKS)}"
-        raise ConfigError(_told("allowed", what=what, allowed=", ".join(TASKS)))
+        what = f"key task: {shown(task)}{did_you_mean(str(task), TASKS)}"
+        raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, strict=strict)
     run = config.run
     on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)

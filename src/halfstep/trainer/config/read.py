@@ -11,9 +11,14 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
-from halfstep.words import Told
 
-_told = Told("halfstep.trainer.config")
+_KINDS = {
+    "int": "an integer",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a string",
+}
+"""A type to what a user may write for it."""
 FAMILY = "family"
 """The key that selects a dataclass of a union by its class attribute ``FAMILY``; the first one is
 the default."""
@@ -28,8 +33,8 @@ class Range:
     holds: Callable[[Any], bool]
 
 
-Count: TypeAlias = Annotated[int, Range(_told.phrase("integers", least=0), lambda x: x >= 0)]
-AtLeast1: TypeAlias = Annotated[int, Range(_told.phrase("integers", least=1), lambda x: x >= 1)]
+Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
+AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
 Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
 Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
 Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
@@ -47,7 +52,7 @@ def require_ranges(section: str, config: object) -> None:
         value = getattr(config, name)
         if not found.holds(value):
             what = f"{section}.{name}={value}"
-            raise ConfigError(_told("allowed", what=what, allowed=found.allowed))
+            raise ConfigError(f"{what}; allowed: {found.allowed}")
 
 
 @cache
@@ -68,12 +73,12 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(_told("a_value", key=key, name=name))
+            raise ConfigError(f"key {key}: {name} is a value, not a section")
     table[last] = value
 
 
 def _key(name: str) -> str:
-    return _told("key", name=name)
+    return f"key {name}"
 
 
 def build(
@@ -98,7 +103,7 @@ def build(
     """
     if not isinstance(table, Mapping):
         where = named(path.rstrip("."))
-        raise ConfigError(_told("no_section", where=where, value=shown(table)))
+        raise ConfigError(f"{where}: {shown(table)} given, a section is expected")
     hints = get_type_hints(cls)
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
@@ -107,9 +112,7 @@ def build(
             continue
         if key not in names:
             hint, allowed = did_you_mean(key, names), ", ".join(names)
-            raise ConfigError(
-                _told("unknown_key", key=f"{path}{key:.80}", hint=hint, allowed=allowed)
-            )
+            raise ConfigError(f"unknown key {path}{key:.80}{hint}; allowed: {allowed}")
         if kinds := sections(hints[key]):
             part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
             values[key] = build(kind, part, f"{path}{key}.", named, strict=strict)
@@ -117,7 +120,7 @@ def build(
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
-            raise ConfigError(_told("missing", where=named(path + f.name)))
+            raise ConfigError(f"{named(path + f.name)} is missing")
     return cls(**values)
 
 
@@ -139,7 +142,7 @@ def _of_family(
     if not isinstance(name, str) or name not in known:
         hint = did_you_mean(str(name), known)
         what = f"{named(where)}: {shown(name)}{hint}"
-        raise ConfigError(_told("allowed", what=what, allowed=", ".join(known)))
+        raise ConfigError(f"{what}; allowed: {', '.join(known)}")
     return rest, known[name]
 
 
@@ -156,18 +159,18 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, Sequence):
-            raise _refused(value, where, _told("strings"))
+            raise _refused(value, where, "a list of strings")
         return tuple(_convert(item, parts[0], where) for item in items)
     if hint is str and isinstance(value, str) and "\0" in value:
-        raise ConfigError(_told("nul", where=where, value=shown(value)))
+        raise ConfigError(f"{where}: {shown(value)} holds a NUL character")
     try:
         return _scalar(value, hint)
     except (ValueError, OverflowError):
-        raise _refused(value, where, _told(hint.__name__)) from None
+        raise _refused(value, where, _KINDS[hint.__name__]) from None
 
 
 def _refused(value: Any, where: str, allowed: str) -> ConfigError:
-    return ConfigError(_told("allowed", what=f"{where}: {shown(value)}", allowed=allowed))
+    return ConfigError(f"{where}: {shown(value)}; allowed: {allowed}")
 
 
 def _scalar(value: Any, hint: Any) -> Any:
@@ -199,4 +202,4 @@ def shown(value: Any) -> str:
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """Suggest the known name closest to a misspelt one; empty if none is close."""
     close = difflib.get_close_matches(word[:100], list(known), n=1)
-    return _told("did_you_mean", word=repr(close[0])) if close else ""
+    return f", did you mean {close[0]!r}?" if close else ""

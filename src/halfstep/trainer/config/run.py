@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 from halfstep.trainer.config.optimizer import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.read import Amount, AtLeast1, Count, Range, Share, require_ranges
 
@@ -26,66 +27,96 @@ else:  # as a user writes them: load_config replaces the text by the object, whi
 class RunConfig:
     """Length of the run, batch size, checkpoints, run folder, devices and layout."""
 
-    max_steps: AtLeast1 = 300
-    """Optimizer steps, skipped ones included."""
-    max_seconds: Amount = 0.0
-    """Stop, evaluate and save after this many seconds; 0: no limit."""
-    batch_size: AtLeast1 = 8
-    """Sequences in one optimizer step, over all ranks and micro-batches."""
-    grad_accum: AtLeast1 = 1
-    """Micro-batches that one step's batch is split into; divides batch_size."""
-    seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = 1337
-    """Seed of the initial weights, the batches and dropout."""
-    eval_every: Count = 100
-    """Evaluate every this many steps and at the end; 0: at the end only."""
-    eval_batches: Count = 16
-    """Validation batches per evaluation, spread over the file; 0: all of it."""
-    ema_decay: Share = 0.0
-    """Decay of a moving average of the weights, such as 0.999; that average is then evaluated and
-    exported. 0: none."""
-    on_nonfinite: OnNonFinite = "stop"  # type: ignore[assignment]
-    """What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a row)
-    or "rollback:N" (go back up to N steps to a copy in memory, once)."""
-    on_spike: OnSpike = "off"  # type: ignore[assignment]
-    """What to do about a finite loss or gradient norm far above the steps before: "off", "stop",
-    "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md)."""
-    lost_update_every: Count = 50
-    """Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."""
-    watch: Count = field(default=0, metadata={"bare": "100"})
-    """Count the exponents of weights, activations, gradients and updates on the first step and on
-    every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never."""
-    save_every: Count = 100
-    """Save a checkpoint every this many steps and at the end; 0: at the end only."""
-    keep: AtLeast1 = 2
-    """Checkpoints to keep; older ones are removed after a newer one is safely written."""
-    output_dir: str = ""
-    """Run folder; empty: runs/NAME-PRECISION-TIME."""
-    patience: Count = 0
-    """Stop after this many evaluations in a row that are no better than the best; 0: never."""
-    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl."""
-    parallel: Parallel = ""
-    """Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or
-    "data=2,tensor=2" (docs/distributed.md); empty: data over all ranks."""
-    sequence_parallel: bool = False
-    """With tensor ranks: split norms and residual streams between them along the sequence."""
-    agree_every: Count = 100
-    """Compare loss scale, counts and replicated weights between ranks every this many steps; 0:
-    at the start only."""
-    rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = 300.0
-    """Seconds after which a rank that does not answer ends the run."""
-    background_save: bool = True
-    """Write checkpoints while training goes on; a step then waits for a copy only."""
-    device: str = "auto"
-    """"auto" (CUDA where there is one, a Mac's GPU where a probe finds it right, else CPU), "cpu",
-    "mps", "cuda" or "cuda:N"."""
-    compile: bool = False
-    """Run the model through torch.compile."""
-    simulate: bool = False
-    """Simulate formats below 16 bits where the device has no products for them."""
-    threads: Count = 0
-    """Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as torch
-    chooses, which goes by the cores and by OMP_NUM_THREADS."""
+    max_steps: AtLeast1 = option(300, "Optimizer steps, skipped ones included.")
+    max_seconds: Amount = option(
+        0.0, "Stop, evaluate and save after this many seconds; 0: no limit."
+    )
+    batch_size: AtLeast1 = option(
+        8, "Sequences in one optimizer step, over all ranks and micro-batches."
+    )
+    grad_accum: AtLeast1 = option(
+        1, "Micro-batches that one step's batch is split into; divides batch_size."
+    )
+    seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = option(
+        1337, "Seed of the initial weights, the batches and dropout."
+    )
+    eval_every: Count = option(
+        100, "Evaluate every this many steps and at the end; 0: at the end only."
+    )
+    eval_batches: Count = option(
+        16, "Validation batches per evaluation, spread over the file; 0: all of it."
+    )
+    ema_decay: Share = option(
+        0.0,
+        "Decay of a moving average of the weights, such as 0.999; that average is then evaluated "
+        "and exported. 0: none.",
+    )
+    on_nonfinite: OnNonFinite = option(  # type: ignore[assignment]
+        "stop",
+        'What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a '
+        'row) or "rollback:N" (go back up to N steps to a copy in memory, once).',
+    )
+    on_spike: OnSpike = option(  # type: ignore[assignment]
+        "off",
+        'What to do about a finite loss or gradient norm far above the steps before: "off", '
+        '"stop", "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md).',
+    )
+    lost_update_every: Count = option(
+        50, "Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."
+    )
+    watch: Count = option(
+        0,
+        "Count the exponents of weights, activations, gradients and updates on the first step and "
+        "on every N-th, into numerics.jsonl (docs/watch.md); --watch alone: every 100th; 0: never.",
+        bare="100",
+    )
+    save_every: Count = option(
+        100, "Save a checkpoint every this many steps and at the end; 0: at the end only."
+    )
+    keep: AtLeast1 = option(
+        2, "Checkpoints to keep; older ones are removed after a newer one is safely written."
+    )
+    output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
+    patience: Count = option(
+        0, "Stop after this many evaluations in a row that are no better than the best; 0: never."
+    )
+    report_to: tuple[Literal["mlflow", "tensorboard", "wandb"], ...] = option(
+        (), "Where metrics go besides metrics.jsonl."
+    )
+    parallel: Parallel = option(
+        "",
+        'Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or '
+        '"data=2,tensor=2" (docs/distributed.md); empty: data over all ranks.',
+    )
+    sequence_parallel: bool = option(
+        False,
+        "With tensor ranks: split norms and residual streams between them along the sequence.",
+    )
+    agree_every: Count = option(
+        100,
+        "Compare loss scale, counts and replicated weights between ranks every this many steps; "
+        "0: at the start only.",
+    )
+    rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = option(
+        300.0, "Seconds after which a rank that does not answer ends the run."
+    )
+    background_save: bool = option(
+        True, "Write checkpoints while training goes on; a step then waits for a copy only."
+    )
+    device: str = option(
+        "auto",
+        '"auto" (CUDA where there is one, a Mac\'s GPU where a probe finds it right, else CPU), '
+        '"cpu", "mps", "cuda" or "cuda:N".',
+    )
+    compile: bool = option(False, "Run the model through torch.compile.")
+    simulate: bool = option(
+        False, "Simulate formats below 16 bits where the device has no products for them."
+    )
+    threads: Count = option(
+        0,
+        "Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as "
+        "torch chooses, which goes by the cores and by OMP_NUM_THREADS.",
+    )
 
     def __post_init__(self) -> None:
         require_ranges("run", self)
@@ -118,11 +149,12 @@ class BaseConfig:
     SHORT: ClassVar[Mapping[str, str]] = {}
     """Short option name to dotted key, besides the last part of each key."""
 
-    name: str = "custom"
-    """A name for the run folder."""
-    precision: Policy = "auto"  # type: ignore[assignment]
-    """A precision policy by name (halfstep explain lists them), fields such as
-    bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor)."""
+    name: str = option("custom", "A name for the run folder.")
+    precision: Policy = option(  # type: ignore[assignment]
+        "auto",
+        "A precision policy by name (halfstep explain lists them), fields such as "
+        "bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor).",
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)

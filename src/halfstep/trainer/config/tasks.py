@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
@@ -19,14 +20,17 @@ from halfstep.trainer.models.shapes import Shape, of_the_run
 class TextRunConfig(RunConfig):
     """How a GPT is trained on text."""
 
-    block_size: Count = 0
-    """Tokens of one training sequence; 0: the model's block_size."""
-    init_from: str = ""
-    """A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape takes
-    the place of ``model``'s, whose dropout and activation_checkpointing stay."""
-    capture: Count = 0
-    """How many captures to keep of steps that were not finite, where no loss scale can help, or
-    that spiked, for halfstep replay (docs/replay.md); each is as large as a checkpoint."""
+    block_size: Count = option(0, "Tokens of one training sequence; 0: the model's block_size.")
+    init_from: str = option(
+        "",
+        "A local Hugging Face GPT-2 folder to start from instead of random weights. Its shape "
+        "takes the place of model's, whose dropout and activation_checkpointing stay.",
+    )
+    capture: Count = option(
+        0,
+        "How many captures to keep of steps that were not finite, where no loss scale can help, "
+        "or that spiked, for halfstep replay (docs/replay.md); each is as large as a checkpoint.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +83,31 @@ class TrainConfig(BaseConfig):
 class FinetuneRunConfig(RunConfig):
     """Length of a fine-tuning run in epochs, and which state of it to keep."""
 
-    max_steps: Count = 0
-    """Optimizer steps, skipped ones included; 0: as many as ``epochs`` take."""
-    epochs: float = 3.0
-    """Number of times that each training example is seen; unused with ``max_steps``."""
-    warmup_ratio: Share = 0.06
-    """Fraction of the steps used as warm-up, where ``schedule.warmup_steps`` is 0."""
-    batch_size: AtLeast1 = 32
-    """Examples in one optimizer step, over all ranks and micro-batches; the batches of an epoch
-    differ by one at most."""
-    eval_every: Count = 0
-    """Evaluate every this many steps and at the end; 0: after every epoch."""
-    eval_batches: Count = 0
-    """Evaluate on this many batches only; 0: every example once."""
-    save_every: Count = 500
-    """Save every this many steps, besides after every evaluation and at the end; 0: only then."""
-    best_by: Literal["", "accuracy", "macro_f1", "loss"] = ""
-    """Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."""
+    max_steps: Count = option(
+        0, "Optimizer steps, skipped ones included; 0: as many as epochs take."
+    )
+    epochs: float = option(
+        3.0, "Number of times that each training example is seen; unused with max_steps."
+    )
+    warmup_ratio: Share = option(
+        0.06, "Fraction of the steps used as warm-up, where schedule.warmup_steps is 0."
+    )
+    batch_size: AtLeast1 = option(
+        32,
+        "Examples in one optimizer step, over all ranks and micro-batches; the batches of an "
+        "epoch differ by one at most.",
+    )
+    eval_every: Count = option(
+        0, "Evaluate every this many steps and at the end; 0: after every epoch."
+    )
+    eval_batches: Count = option(0, "Evaluate on this many batches only; 0: every example once.")
+    save_every: Count = option(
+        500,
+        "Save every this many steps, besides after every evaluation and at the end; 0: only then.",
+    )
+    best_by: Literal["", "accuracy", "macro_f1", "loss"] = option(
+        "", "Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."
+    )
 
     def __post_init__(self) -> None:
         RunConfig.__post_init__(self)
@@ -107,14 +119,14 @@ class FinetuneRunConfig(RunConfig):
 class PretrainedConfig:
     """The model settings that both kinds of fine-tuning share."""
 
-    source: str = ""
-    """A Hugging Face folder, or a name on the hub."""
-    revision: str = ""
-    """Branch, tag or commit on the hub; empty: the main branch."""
-    dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = -1.0
-    """Dropout of all the model's own layers; below 0: as the model's config says."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
+    source: str = option("", "A Hugging Face folder, or a name on the hub.")
+    revision: str = option("", "Branch, tag or commit on the hub; empty: the main branch.")
+    dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = option(
+        -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model. Only for code that you have read."
+    )
 
     def __post_init__(self) -> None:
         require_ranges("model", self)
@@ -166,16 +178,21 @@ class FinetuneConfig(BaseConfig):
 class ClassifierConfig(PretrainedConfig):
     """The model section of a classifier's run."""
 
-    source: str = "scratch:small"
-    """``scratch:tiny|small|base``, a Hugging Face folder, or a name on the hub."""
-    max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = 128
-    """Tokens of a text, special ones included; longer texts are cut, and counted."""
-    vocab_size: Count = 0
-    """Vocabulary of the tokenizer that ``scratch`` trains; 0: the default of that size."""
-    label_smoothing: Share = 0.0
-    """Share of each target's probability that is spread evenly over all classes."""
-    class_weights: Literal["none", "balanced"] = "none"
-    """``balanced``: every class counts alike in the loss, however many examples it has."""
+    source: str = option(
+        "scratch:small", "scratch:tiny|small|base, a Hugging Face folder, or a name on the hub."
+    )
+    max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = option(
+        128, "Tokens of a text, special ones included; longer texts are cut, and counted."
+    )
+    vocab_size: Count = option(
+        0, "Vocabulary of the tokenizer that scratch trains; 0: the default of that size."
+    )
+    label_smoothing: Share = option(
+        0.0, "Share of each target's probability that is spread evenly over all classes."
+    )
+    class_weights: Literal["none", "balanced"] = option(
+        "none", "balanced: every class counts alike in the loss, however many examples it has."
+    )
 
     def __post_init__(self) -> None:
         PretrainedConfig.__post_init__(self)
@@ -204,16 +221,15 @@ class ClassifyConfig(FinetuneConfig):
 class CausalLMConfig(PretrainedConfig):
     """The model section of a language model's fine-tuning."""
 
-    lora_r: Count = 8
-    """Rank of the LoRA adapters; 0: train all weights instead."""
-    lora_alpha: Positive = 16.0
-    """Adapters are scaled by alpha / r."""
-    lora_dropout: Share = 0.0
-    """Dropout before the adapters."""
-    lora_targets: tuple[str, ...] = ()
-    """Names of modules to adapt, or ``all-linear``; empty: the usual ones of the architecture."""
-    gradient_checkpointing: bool = False
-    """Keep only each block's input, and recompute the block in the backward pass."""
+    lora_r: Count = option(8, "Rank of the LoRA adapters; 0: train all weights instead.")
+    lora_alpha: Positive = option(16.0, "Adapters are scaled by alpha / r.")
+    lora_dropout: Share = option(0.0, "Dropout before the adapters.")
+    lora_targets: tuple[str, ...] = option(
+        (), "Names of modules to adapt, or all-linear; empty: the usual ones of the architecture."
+    )
+    gradient_checkpointing: bool = option(
+        False, "Keep only each block's input, and recompute the block in the backward pass."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

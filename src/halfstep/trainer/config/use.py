@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """Which model to use, on which device and in which precision."""
 
-    run: str = ""
-    """A run folder; its newest checkpoint is used, or its best state if it was fine-tuned."""
-    model: str = ""
-    """In place of a run: the folder of a model with its tokenizer."""
-    device: str = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
-    precision: str = ""
-    """Policy of the forward pass; default: the run's own, fp32 for --model."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
+    run: str = option(
+        "", "A run folder; its newest checkpoint is used, or its best state if it was fine-tuned."
+    )
+    model: str = option("", "In place of a run: the folder of a model with its tokenizer.")
+    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    precision: str = option(
+        "", "Policy of the forward pass; default: the run's own, fp32 for --model."
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model. Only for code that you have read."
+    )
 
     def __post_init__(self) -> None:
         """Raise ConfigError unless exactly one model is given."""
@@ -33,71 +35,71 @@ class Use:
 class Predicting(Use):
     """Classify texts; write one JSON object per text: text, label, probability."""
 
-    input: str
-    """.jsonl, .json, .csv, .tsv, .parquet or .txt (one text per line); '-' reads stdin."""
-    output: str = "-"
-    """JSONL file to write; '-', the default, is stdout."""
-    text_column: str = ""
-    """Name of the column that holds the text."""
-    batch_size: int = 64
-    """Texts in one forward pass."""
+    input: str = field(
+        metadata={
+            "help": (
+                ".jsonl, .json, .csv, .tsv, .parquet or .txt (one text per line); '-' reads stdin."
+            )
+        }
+    )
+    output: str = option("-", "JSONL file to write; '-', the default, is stdout.")
+    text_column: str = option("", "Name of the column that holds the text.")
+    batch_size: int = option(64, "Texts in one forward pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generating(Use):
     """Write text with a trained model."""
 
-    prompt: str = ""
-    """Text to go on from; '-' reads stdin."""
-    max_new_tokens: int = 200
-    """Write at most this many tokens."""
-    temperature: float = 0.8
-    """How boldly to sample; 0: always the likeliest token."""
-    top_k: int | None = None
-    """Sample from this many of the likeliest tokens only."""
-    top_p: float | None = None
-    """Sample from the likeliest tokens that together have this much probability."""
-    seed: int = 0
-    """Random seed of the sampling."""
-    raw: bool = False
-    """For a run of finetune lm: go on from the prompt as it is, without its template."""
-    base: bool = False
-    """For a LoRA run of finetune lm: the model without its adapter, as before the run."""
+    prompt: str = option("", "Text to go on from; '-' reads stdin.")
+    max_new_tokens: int = option(200, "Write at most this many tokens.")
+    temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
+    top_k: int | None = option(None, "Sample from this many of the likeliest tokens only.")
+    top_p: float | None = option(
+        None, "Sample from the likeliest tokens that together have this much probability."
+    )
+    seed: int = option(0, "Random seed of the sampling.")
+    raw: bool = option(
+        False, "For a run of finetune lm: go on from the prompt as it is, without its template."
+    )
+    base: bool = option(
+        False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Use):
     """Measure a language model's loss, or a classifier's accuracy."""
 
-    data: tuple[str, ...] = ()
-    """Text (for fine-tuned models: records) to measure on; default: the run's validation data."""
-    batch_size: int = 8
-    """Rows in one forward pass."""
-    max_batches: int = 0
-    """Batches to measure on; 0: everything once."""
-    text_column: str = ""
-    """Name of the text column in a classifier's --data; default: as in training."""
-    label_column: str = ""
-    """Name of the label column in a classifier's --data; default: as in training."""
-    drop_empty: bool = False
-    """For a classifier: leave out empty texts."""
-    json: bool = False
-    """Print one JSON object on stdout."""
+    data: tuple[str, ...] = option(
+        (),
+        "Text (for fine-tuned models: records) to measure on; default: the run's validation data.",
+    )
+    batch_size: int = option(8, "Rows in one forward pass.")
+    max_batches: int = option(0, "Batches to measure on; 0: everything once.")
+    text_column: str = option(
+        "", "Name of the text column in a classifier's --data; default: as in training."
+    )
+    label_column: str = option(
+        "", "Name of the label column in a classifier's --data; default: as in training."
+    )
+    drop_empty: bool = option(False, "For a classifier: leave out empty texts.")
+    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exporting:
     """Write a trained model in another format."""
 
-    run: str
-    """The run folder."""
-    to: Literal["hf"]
-    """hf: a Hugging Face folder."""
-    output: str
-    """The folder to write."""
-    dtype: Literal["", "fp32", "bf16", "fp16"] = ""
-    """Dtype of the weights; default: fp32, or the base model's own for merged adapters."""
-    adapter: bool = False
-    """For a LoRA run: write the adapter for peft instead of merging it into its base."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
+    run: str = field(metadata={"help": "The run folder."})
+    to: Literal["hf"] = field(metadata={"help": "hf: a Hugging Face folder."})
+    output: str = field(metadata={"help": "The folder to write."})
+    dtype: Literal["", "fp32", "bf16", "fp16"] = option(
+        "", "Dtype of the weights; default: fp32, or the base model's own for merged adapters."
+    )
+    adapter: bool = option(
+        False, "For a LoRA run: write the adapter for peft instead of merging it into its base."
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the model. Only for code that you have read."
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 
 MIN_BPE_IDS = 257
 """Smallest byte-level BPE vocabulary: the 256 bytes and the end-of-text token."""
@@ -16,16 +17,22 @@ MIN_BPE_IDS = 257
 class DataConfig:
     """The data section of a run: where text comes from and how it becomes tokens."""
 
-    train: tuple[str, ...] = ()
-    """Files, globs and folders, in this order; empty means the standard library of this Python."""
-    validation: tuple[str, ...] = ()
-    """The same for validation; empty means the last ``validation_fraction`` of ``train``."""
-    tokenizer: str = "bpe:8192"
-    """``bytes``, ``bpe:N`` (trained here on ``train``), or a tokenizer.json or its folder."""
-    validation_fraction: float = 0.1
-    """Share of the bytes (tokens for ``.bin``) held out, in (0, 1); unused with ``validation``."""
-    cache_dir: str = ""
-    """Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
+    train: tuple[str, ...] = option(
+        (),
+        "Files, globs and folders, in this order; empty means the standard library of this Python.",
+    )
+    validation: tuple[str, ...] = option(
+        (), "The same for validation; empty means the last validation_fraction of train."
+    )
+    tokenizer: str = option(
+        "bpe:8192", "bytes, bpe:N (trained here on train), or a tokenizer.json or its folder."
+    )
+    validation_fraction: float = option(
+        0.1, "Share of the bytes (tokens for .bin) held out, in (0, 1); unused with validation."
+    )
+    cache_dir: str = option(
+        "", "Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."
+    )
 
     def __post_init__(self) -> None:
         check_paths("train", self.train)
@@ -73,30 +80,38 @@ def check_fraction(field: str, value: float, instead: str) -> None:
 class LabelledConfig:
     """The data section of text classification."""
 
-    train: tuple[str, ...] = ()
-    """Files (.csv .tsv .jsonl .json .parquet) or ``datasets:NAME[/CONFIG][@SPLIT]``, in this order.
-    May be empty as long as nothing is read: ``read_labelled`` needs at least one."""
-    dev: tuple[str, ...] = ()
-    """The same for evaluation; empty means ``dev_fraction`` of ``train``, of each class alike."""
-    dev_fraction: float = 0.1
-    """Share of the training examples held out, in (0, 1); unused with ``dev``."""
-    text_column: str = ""
-    """Name of the text's column; empty means: look for a usual name."""
-    label_column: str = ""
-    """The same for the label."""
-    labels: tuple[str, ...] = ()
-    """Names of the classes in the order of their ids; empty means: find them in ``train``. Labels
-    in the data are then these names, or their ids from 0."""
-    labels_file: str = ""
-    """The same from a file: one name a line; or a ``.json`` file with a list, or with a table
-    {"name": id, ...}."""
-    join_words: bool = False
-    """Remove blanks between Chinese (or Japanese) characters, as texts that were cut into words
-    have; blanks beside other letters stay."""
-    limit: int = 0
-    """Use the first N examples of ``train`` only; 0 means all."""
-    drop_empty: bool = False
-    """Leave out, and count, texts that are empty or blank instead of refusing them."""
+    train: tuple[str, ...] = option(
+        (),
+        "Files (.csv .tsv .jsonl .json .parquet) or datasets:NAME[/CONFIG][@SPLIT], in this "
+        "order. May be empty as long as nothing is read: read_labelled needs at least one.",
+    )
+    dev: tuple[str, ...] = option(
+        (), "The same for evaluation; empty means dev_fraction of train, of each class alike."
+    )
+    dev_fraction: float = option(
+        0.1, "Share of the training examples held out, in (0, 1); unused with dev."
+    )
+    text_column: str = option("", "Name of the text's column; empty means: look for a usual name.")
+    label_column: str = option("", "The same for the label.")
+    labels: tuple[str, ...] = option(
+        (),
+        "Names of the classes in the order of their ids; empty means: find them in train. Labels "
+        "in the data are then these names, or their ids from 0.",
+    )
+    labels_file: str = option(
+        "",
+        "The same from a file: one name a line; or a .json file with a list, or with a table "
+        '{"name": id, ...}.',
+    )
+    join_words: bool = option(
+        False,
+        "Remove blanks between Chinese (or Japanese) characters, as texts that were cut into "
+        "words have; blanks beside other letters stay.",
+    )
+    limit: int = option(0, "Use the first N examples of train only; 0 means all.")
+    drop_empty: bool = option(
+        False, "Leave out, and count, texts that are empty or blank instead of refusing them."
+    )
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):
@@ -163,28 +178,36 @@ TEMPLATES_OF = {
 class InstructionsConfig:
     """The data section of a causal-LM fine-tuning: which records, and how they become rows."""
 
-    train: tuple[str, ...] = ()
-    """Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of
-    them, or ``datasets:NAME[/CONFIG][@SPLIT]``."""
-    dev: tuple[str, ...] = ()
-    """The same for evaluation; empty means ``dev_fraction`` of the documents of ``train``."""
-    dev_fraction: float = 0.1
-    """Share of the documents held out, drawn with the seed, in (0, 1); unused with ``dev``."""
-    format: Format = "auto"
-    """``alpaca``, ``chat``, ``text`` or ``prompt-completion``; ``auto`` goes by the fields."""
-    template: Template = ""
-    """``plain``, ``alpaca``, ``vicuna``, ``tokenizer`` (its own chat template); empty means the one
-    of the format: alpaca for alpaca, plain for prompt-completion and text, and for chat the
-    tokenizer's own, or vicuna where the tokenizer has none."""
-    max_length: int = 1024
-    """Maximal number of tokens in a row, at least 2."""
-    packing: bool = True
-    """Whether several documents share a row (without seeing each other) to save padding."""
-    mask_prompt: bool = True
-    """Whether only answers are learned; otherwise prompts too."""
-    drop_long: DropLong = "truncate"
-    """What becomes of longer documents: ``truncate`` (cut at the right; plain text is cut into
-    several documents instead), ``drop`` or ``refuse``."""
+    train: tuple[str, ...] = option(
+        (),
+        "Files of records (.jsonl .json .csv .tsv .parquet) or texts (.txt), globs and folders of "
+        "them, or datasets:NAME[/CONFIG][@SPLIT].",
+    )
+    dev: tuple[str, ...] = option(
+        (), "The same for evaluation; empty means dev_fraction of the documents of train."
+    )
+    dev_fraction: float = option(
+        0.1, "Share of the documents held out, drawn with the seed, in (0, 1); unused with dev."
+    )
+    format: Format = option(
+        "auto", "alpaca, chat, text or prompt-completion; auto goes by the fields."
+    )
+    template: Template = option(
+        "",
+        "plain, alpaca, vicuna, tokenizer (its own chat template); empty means the one of the "
+        "format: alpaca for alpaca, plain for prompt-completion and text, and for chat the "
+        "tokenizer's own, or vicuna where the tokenizer has none.",
+    )
+    max_length: int = option(1024, "Maximal number of tokens in a row, at least 2.")
+    packing: bool = option(
+        True, "Whether several documents share a row (without seeing each other) to save padding."
+    )
+    mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
+    drop_long: DropLong = option(
+        "truncate",
+        "What becomes of longer documents: truncate (cut at the right; plain text is cut into "
+        "several documents instead), drop or refuse.",
+    )
 
     def __post_init__(self) -> None:
         for field in ("train", "dev"):

@@ -61,9 +61,6 @@ from halfstep.trainer.data.records import (
     is_text,
     open_records,
 )
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer.data")
 
 Input: TypeAlias = Span | str
 """A document or part of one, or an input of ``open_records``."""
@@ -162,7 +159,7 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
             is left to train or to evaluate on.
     """
     if not config.train:
-        raise ConfigError(_told("no_instructions"))
+        raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
     train_inputs, dev_inputs = _inputs(config)
     files = InstructionFiles(train_inputs, config.format)
     records = iter(files)

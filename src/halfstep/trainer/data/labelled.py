@@ -34,9 +34,6 @@ from halfstep.trainer.data.records import (
     read_json_rows,
     read_lines,
 )
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer.data")
 
 TEXT_COLUMNS = ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容")
 LABEL_COLUMNS = ("label", "labels", "category", "emotion", "class", "target", "标签", "类别")
@@ -394,7 +391,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
         DataError: Something cannot be read or used; the message names the place and the remedy.
     """
     if not config.train:
-        raise ConfigError(_told("no_labelled"))
+        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     named = read_named(config.train, config, "train")
     listed = config.labels or (read_names(config.labels_file) if config.labels_file else ())
     where = config.labels_file or "data.labels"

@@ -21,9 +21,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.token_file import HASH, Progress, cache_root, no_progress
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer.data")
 
 Kind: TypeAlias = Literal["text", "jsonl"]
 
@@ -65,7 +62,7 @@ def inspect_file(path: Path) -> Source:
     except FileNotFoundError:
         if path.is_symlink():
             raise DataError(f"{path}: dangling symbolic link; check the path") from None
-        raise DataError(_told("no_file", path=path)) from None
+        raise DataError(f"{path}: no such file or folder; check the path") from None
     except OSError as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
@@ -222,10 +219,13 @@ def open_records(given: str, role: str) -> Records:
     if given.startswith(HUB_PREFIX):
         return Records(given, read_dataset(given, role))
     if suffix not in READERS:
-        found = suffix or _told("without_suffix")
-        hint = _told("a_folder") if path.is_dir() else ""
+        found = suffix or "names without suffix"
+        hint = "; a folder is datasets:FOLDER" if path.is_dir() else ""
         suffixes = ", ".join(READERS)
-        raise DataError(_told("no_records", path=given, suffixes=suffixes, found=found, hint=hint))
+        raise DataError(
+            f"{given}: records are read from {suffixes} files and datasets:NAME, not from "
+            f"{found}{hint}; convert or rename it"
+        )
     rows = READERS[suffix](path)
     if suffix not in TABLE_SUFFIXES:
         return Records(str(path), rows)
@@ -385,7 +385,7 @@ def read_dataset(given: str, role: str) -> Iterator[tuple[str, dict[str, Any]]]:
     name, split = _parse(given)
     path = Path(name).expanduser()
     if not path.exists() and name.startswith(LOCAL_MARKS):
-        raise DataError(_told("no_file", path=name))
+        raise DataError(f"{name}: no such file or folder; check the path")
     try:
         found = _load(library, name, split)
         if isinstance(found, dict):

@@ -6,10 +6,11 @@ so that --help is quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
+from halfstep.option import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,37 +23,41 @@ class GPTConfig:
 
     FAMILY: ClassVar[str] = "gpt"
 
-    n_layer: int
-    """Number of transformer blocks."""
+    n_layer: int = field(metadata={"help": "Number of transformer blocks."})
 
-    n_head: int
-    """Attention heads of each block; divides ``n_embd``."""
+    n_head: int = field(metadata={"help": "Attention heads of each block; divides n_embd."})
 
-    n_embd: int
-    """Width of the residual stream."""
+    n_embd: int = field(metadata={"help": "Width of the residual stream."})
 
-    block_size: int
-    """Number of positions: the longest sequence the model can see, in tokens."""
+    block_size: int = field(
+        metadata={"help": "Number of positions: the longest sequence the model can see, in tokens."}
+    )
 
-    vocab_size: int = 0
-    """Number of token ids, and of logits; 0 in a run's configuration: as in the tokenizer."""
+    vocab_size: int = option(
+        0, "Number of token ids, and of logits; 0 in a run's configuration: as in the tokenizer."
+    )
 
-    dropout: float = 0.0
-    """Probability, in ``[0, 1)``, of zeroing an embedding, attention weight or block output."""
+    dropout: float = option(
+        0.0, "Probability, in [0, 1), of zeroing an embedding, attention weight or block output."
+    )
 
-    activation_checkpointing: bool = False
-    """Recompute each block in backward instead of keeping its activations; same gradients."""
+    activation_checkpointing: bool = option(
+        False,
+        "Recompute each block in backward instead of keeping its activations; same gradients.",
+    )
 
-    layer_norm_eps: float = 1e-5
-    """Added to the variance in every LayerNorm. **Source:** GPT-2's released configuration."""
+    layer_norm_eps: float = option(
+        1e-5,
+        "Added to the variance in every LayerNorm. **Source:** GPT-2's released configuration.",
+    )
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that no network could be built with."""
-        for field in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
-            value = getattr(self, field)
-            least = 0 if field == "vocab_size" else 1
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+            value = getattr(self, name)
+            least = 0 if name == "vocab_size" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"model.{field} must be an integer from {least}, got {value!r}")
+                raise ConfigError(f"model.{name} must be an integer from {least}, got {value!r}")
         if self.n_embd % self.n_head:
             below = self.n_embd // self.n_head * self.n_head
             near = " or ".join(str(width) for width in (below, below + self.n_head) if width)

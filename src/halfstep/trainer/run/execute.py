@@ -27,9 +27,6 @@ from halfstep.trainer.run.folder import (
 from halfstep.trainer.run.metrics import SINKS, MetricsSink
 from halfstep.trainer.run.resume import resume
 from halfstep.trainer.session import Session
-from halfstep.words import Told, message, spoken
-
-_told = Told("halfstep.trainer")
 
 Say = Callable[[str], None]
 CURVES = "curves.png"
@@ -107,7 +104,7 @@ def execute(
         if session.best is None or not session.task.keeps_best:
             raise
         best = world.main_only(lambda: finish_run(session, path))
-        text = _told("best_before", error=message(error), best=best)
+        text = f"{error}; the best state before it: {best}"
         if isinstance(error, SpikeError):
             raise SpikeError(text, cause=error.cause) from error
         told = NonFiniteError(text, cause=error.cause, parameters=error.parameters)
@@ -129,33 +126,26 @@ def _conclude(path: Path, say: Say) -> str:
         if len(record.steps) >= _LEAST_STEPS:
             draw_curves(record, path / CURVES)
     except OSError as error:
-        say(_told("note", text=_told("not_written", path=path / CURVES, error=error)))
-    return verdict(record, spoken())
+        say(f"note: {path / CURVES} cannot be written: {error}")
+    return verdict(record)
 
 
 def _introduce(session: Session, say: Say) -> None:
     """Tell the user what is trained, on which device, in which layout and arithmetic."""
     config, support, size = session.config, session.precision.support, session.world.size
-    layout = _told("layout", size=size, layout=session.strategy.layout) if size > 1 else ""
+    layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
-        _told(
-            "introduction",
-            name=config.name,
-            precision=config.precision,
-            summary=session.task.summary(),
-            device=session.device,
-            layout=layout,
-            how=support.how,
-        )
+        f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
+        f"({support.how})"
     )
     notes = []
     if session.auto:
-        notes.append(_told("auto_took", precision=config.precision, reason=session.auto))
+        notes.append(f"precision auto took {config.precision}: {session.auto}")
     notes += session.task.notes
     if config.run.compile and support.status == "simulated":
-        notes.append(_told("compiles_nothing"))
+        notes.append("--compile has no effect: torch compiles nothing around a simulation")
     for note in notes:
-        say(_told("note", text=note))
+        say(f"note: {note}")
 
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
@@ -164,12 +154,15 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
     origin = resume(session, path / CHECKPOINTS)
     session.world.main_only(lambda: write_config(path, session.config))
     session.world.main_only(lambda: write_memory(path, session.memory))
-    say(_told("resumed", origin=origin or _told("the_start")))
+    say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
     for other in passed_over(path / CHECKPOINTS):
-        say(_told("note", text=_told("passed_over", path=other)))
+        say(f"note: {other} has no manifest: it is not a checkpoint; remove it")
     if before != now:
-        say(_told("precision_changes", before=before, now=now))
+        say(f"the precision changes from {before} to {now}")
     elif (device := made_by_auto(path)) and device != name_of(session.device):
         taken = choose(session.device).policy
-        kept = _told("auto_kept", precision=now, device=device, taken=taken)
-        say(_told("note", text=kept))
+        kept = (
+            f"the run keeps {now}, which auto took for {device}; a new run would take {taken} "
+            f"here, and --precision {taken} changes to it"
+        )
+        say(f"note: {kept}")

@@ -26,9 +26,6 @@ from halfstep.trainer.config.config import load_config, shipped_configs
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, run_micro_batch
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 _SKIPS = 3
 """Skips in a row after which a search begins: a scale that has found its level halves once in a
@@ -101,8 +98,9 @@ class CauseSearch:
         try:
             cause = self._search()
         except (RuntimeError, ValueError, TypeError, LookupError) as failed:
-            known = {"kind": type(failed).__name__, "error": str(failed)[:80]}
-            self.failed = _told.phrase("no_cause", **known)
+            self.failed = (
+                f"looking for the first cause failed ({type(failed).__name__}: {str(failed)[:80]})"
+            )
             return
         expected = calibrating and error is None
         if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
@@ -137,13 +135,13 @@ class CauseSearch:
         path = str(self._path)
         resumed = f"halfstep {command} --resume --output-dir {quote(path)}"
         if cause.change == "range":
-            return _told("try", command=f"{resumed} --precision bf16-mixed")
+            return f"try: {resumed} --precision bf16-mixed"
         if cause.change == "data":
-            return _told("try", command=f"{resumed} --on-nonfinite skip:1")
+            return f"try: {resumed} --on-nonfinite skip:1"
         if cause.change == "rate":
             fresh = f"halfstep {command} --config {quote(str(self._path / 'config.toml'))}"
             lower = _lower_rate(config)
             other = quote(f"{path}-lower-rate")
             changed = f"{fresh} --output-dir {other} --learning-rate {lower:g}"
-            return _told("try", command=changed)
+            return f"try: {changed}"
         return ""

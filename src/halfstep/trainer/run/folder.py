@@ -37,9 +37,6 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.session import EXPORTED, Session, exported
 from halfstep.trainer.tasks.task import Exported
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 ENVIRONMENT = "env.json"
 MEMORY = "memory.json"
@@ -132,7 +129,7 @@ def reopen_run(path: Path) -> RunFolder:
         ConfigError: If it holds no run, or another process is writing there.
     """
     if not is_run(path):
-        raise ConfigError(_told("no_run_to_resume", path=path))
+        raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
     return RunFolder(path, _lock(path))
 
 
@@ -143,7 +140,7 @@ def run_config(path: Path) -> BaseConfig:
         ConfigError: If the folder holds no run.
     """
     if not is_run(path):
-        raise ConfigError(_told("no_run", path=path))
+        raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
     return load_config(str(path / "config.toml"), strict=False)
 
 

@@ -65,9 +65,6 @@ from halfstep.trainer.tasks.task import (
     pinned,
     within,
 )
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
@@ -174,8 +171,10 @@ class ClassifyTask(EpochTask):
     def summary(self) -> str:
         """Describe the run by its numbers of parameters, examples and classes."""
         count = sum(p.numel() for p in self.model.parameters())
-        parts = {"train": len(self._train), "dev": len(self._dev), "classes": len(self.labels)}
-        return _told("classify_summary", parameters=count, **parts)
+        return (
+            f"{count:,} parameters, {len(self._train):,} training and {len(self._dev):,} "
+            f"validation examples of {len(self.labels)} classes"
+        )
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT int64, mask_BT bool, labels_B int64) of some rows of a step's batch."""

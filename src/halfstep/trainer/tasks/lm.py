@@ -51,9 +51,6 @@ from halfstep.trainer.tasks.task import (
     pinned,
     within,
 )
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
@@ -71,13 +68,9 @@ class LMTask(EpochTask):
         Raises:
             HalfstepError: For data or a model folder that cannot be used.
         """
-        run, choice = config.run, config.model
-        if run.best_by not in ("", "loss"):
-            raise ConfigError(f"run.best_by={run.best_by} is for classifiers; allowed: loss")
-        if not choice.source:
-            raise ConfigError(_told("no_model"))
+        _require_tunable(config)
         config, trust = pinned(config, world)
-        choice = config.model
+        run, choice = config.run, config.model
         self.model: PretrainedLM = open_causal_lm(
             choice.source,
             dropout=None if choice.dropout < 0 else choice.dropout,
@@ -122,8 +115,10 @@ class LMTask(EpochTask):
         every = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         rows = self.data.train_rows
-        values = {"tokens": rows.learned_tokens, "rows": len(rows), "full": rows.efficiency}
-        return _told("lm_summary", trained=trained, every=every, **values)
+        return (
+            f"{trained:,} of {every:,} parameters, {rows.learned_tokens:,} tokens to learn in "
+            f"{len(rows):,} rows ({rows.efficiency:.0%} full)"
+        )
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
@@ -286,8 +281,10 @@ def validation_rows(
 def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
     """Measure loss and perplexity; the text also names the precision."""
     loss, targets = mean_loss(batches, judge)
-    values = {"perplexity": perplexity(loss), "targets": targets, "precision": precision}
-    text = _told("perplexity", loss=loss, **values)
+    text = (
+        f"validation loss {loss:.4f} nats per token, perplexity {perplexity(loss):.3f} on "
+        f"{targets:,} tokens in {precision}"
+    )
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text)
 
 
@@ -366,6 +363,15 @@ class TrainedLM(Trained):
             choose_device(use.device),
             use.precision,
             trust_remote_code=use.trust_remote_code,
+        )
+
+
+def _require_tunable(config: LMConfig) -> None:
+    if config.run.best_by not in ("", "loss"):
+        raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
+    if not config.model.source:
+        raise ConfigError(
+            "model.source is empty; name a model to tune by --model: a folder, or a hub name"
         )
 
 

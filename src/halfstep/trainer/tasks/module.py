@@ -31,9 +31,6 @@ from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.step import Batch, tensors_of, to_device
 from halfstep.trainer.tasks.task import EpochTask, Exported, dropout_seed, micro_batches, share_of
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
 Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
@@ -114,7 +111,7 @@ class ModuleTask(EpochTask):
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training items."""
         count = sum(p.numel() for p in self.model.parameters())
-        return _told("module_summary", parameters=count, items=len(self._parts.train_data))
+        return f"{count:,} parameters, {len(self._parts.train_data):,} training items"
 
     def plan(self, layout: Layout) -> ParallelPlan:
         """Return the user's plan, or else the module's own if the layout splits the module."""
@@ -223,7 +220,7 @@ class ModuleTask(EpochTask):
             score=-means[by] if lower else means[by],
             text=", ".join(
                 [
-                    _told("validation_loss", loss=means["loss"]),
+                    f"validation loss {means['loss']:.4f}",
                     *(f"{n} {m:.4f}" for n, m in others.items()),
                 ]
             ),

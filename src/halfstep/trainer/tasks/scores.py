@@ -21,9 +21,6 @@ from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 
 def example_batches(
@@ -71,13 +68,14 @@ def classifier_scores(
     examples = sum(counts)
     loss, right, f1 = total / examples, accuracy(rows), macro_f1(rows)
     if not math.isfinite(loss):  # give no accuracy: the argmax of NaNs would count as class 0
-        text = _told("not_finite", loss=loss)
+        text = f"validation loss {loss}: the model's outputs are not finite"
         return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
     return Evaluation(
         loss=loss,
         targets=examples,
         score={"accuracy": right, "macro_f1": f1, "loss": -loss}[best_by or "accuracy"],
-        text=_told("accuracy", loss=loss, accuracy=right, f1=f1, examples=examples),
+        text=f"validation loss {loss:.4f}, accuracy {right:.4f}, macro F1 {f1:.4f} on {examples:,} "
+        "examples",
         accuracy=right,
         macro_f1=f1,
         confusion=rows,

@@ -33,9 +33,6 @@ from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape, of_the_run
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Progress, Task, share_of
-from halfstep.words import Told
-
-_told = Told("halfstep.trainer")
 
 
 def _no_folders(*_: Any, **__: Any) -> Any:
@@ -127,7 +124,7 @@ class TextTask(Task):
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
         count = self.model.num_parameters()
-        return _told("text_summary", parameters=count, tokens=self.data.train.count)
+        return f"{count:,} parameters, {self.data.train.count:,} training tokens"
 
     def batch_size(self, step: int) -> int:
         """Return the number of sequences, which is the same in every step."""
@@ -203,7 +200,13 @@ class TextTask(Task):
 def _table_notes(paths: Iterable[str]) -> list[str]:
     """Return a note for each file that looks like a table of labelled texts."""
     tables = (path for path in paths if Path(path).suffix.lower() in TABLE_SUFFIXES)
-    return [_told("table_as_text", path=path, quoted=quote(path)) for path in tables]
+    return [
+        (
+            f"{path} is read as plain text, separators and header too; to learn its labels: "
+            f"halfstep finetune classify --train {quote(path)}"
+        )
+        for path in tables
+    ]
 
 
 def _make_model(config: TrainConfig, tokenizer: Tokenizer, resuming: bool) -> LanguageModel:
