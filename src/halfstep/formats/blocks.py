@@ -35,7 +35,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
-from halfstep.shown import Text, padded
+from halfstep.shown import Text
 
 ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
 
@@ -227,16 +227,17 @@ class BlockFormat:
                         0.1    0x00               0               0        0.1         1
         """
         found = self.rows(values)
-        rows = [[*_COLUMNS]]
+        shape = "the whole tensor one block"
+        if self.block is not None:
+            shape = f"blocks of {self.block[0]}x{self.block[1]}"
+        head = f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name}"
+        columns = ("number", "code", "in the block", "becomes", "error", "relative")
+        lines = [f"{head} ({self.rule})", found["scale"], "", _ROW.format(*columns)]
         for row in found["numbers"]:
-            cells = [f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}"]
-            errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
-            rows.append([*cells, f"{row['becomes']:.9g}", *errors])
-        lines = [
-            "  ".join(padded(c, w, right=True) for c, w in zip(row, _COLUMNS.values(), strict=True))
-            for row in rows
-        ]
-        return Text("\n".join([self._head(), found["scale"], "", *lines]))
+            number, code, in_block, becomes, error, relative = row.values()
+            cells = (f"{number:.9g}", code, f"{in_block:g}", f"{becomes:.9g}")
+            lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
+        return Text("\n".join(lines))
 
     def rows(self, values: Sequence[float]) -> dict[str, Any]:
         """What :meth:`explain` shows, as plain values."""
@@ -261,13 +262,6 @@ class BlockFormat:
                 }
             )
         return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
-
-    def _head(self) -> str:
-        shape = "the whole tensor one block"
-        if self.block is not None:
-            shape = f"blocks of {self.block[0]}x{self.block[1]}"
-        return (f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
-            f"({self.rule})")  # fmt: skip
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -444,7 +438,7 @@ def _over(number: float, x: Tensor) -> Tensor:
     return torch.full_like(x, number) / x
 
 
-_COLUMNS = {"number": 15, "code": 6, "in the block": 14, "becomes": 14, "error": 9, "relative": 8}
+_ROW = "{:>15}  {:>6}  {:>14}  {:>14}  {:>9}  {:>8}"
 
 
 def _scale_line(q: Quantized) -> str:
