@@ -48,19 +48,14 @@ _LARGEST_FP32 = FP32.max
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
 class ExponentFormat:
-    """A format of scales: powers of two without sign, zero or infinity; all ones are NaN.
-
-    Attributes:
-        name: ``"e8m0"``.
-        dtype: The torch dtype that stores it.
+    """e8m0, a format of scales: powers of two without sign, zero or infinity; all ones are NaN.
 
     **Source:** OCP MX 1.0, 5.4.1: 8 bits, bias 127, from 2^-127 to 2^127.
     """
 
-    name: str
-    dtype: torch.dtype
+    name = "e8m0"
+    dtype = torch.float8_e8m0fnu
     bits = 8
 
     def encode(self, values: Tensor) -> Tensor:
@@ -82,7 +77,7 @@ class ExponentFormat:
         return torch.where(field == 255, _NAN, bits).view(torch.float32)
 
 
-E8M0 = ExponentFormat("e8m0", torch.float8_e8m0fnu)
+E8M0 = ExponentFormat()
 
 _SCALES: dict[str, FloatFormat | ExponentFormat] = {
     "floor": E8M0,
@@ -191,7 +186,8 @@ class BlockFormat:
             (416.0, 0.000244140625, 0.1015625)
         """
         scales, y = self._scaled(x, dim)
-        codes = self.join(_codes(self.element, y, self._split_bits(bits, dim)), dim)
+        drawn = None if bits is None else self.split(bits, dim)
+        codes = self.join(_codes(self.element, y, drawn), dim)
         if self.element.dtype is not None:
             codes = codes.view(self.element.dtype)
         return Quantized(self, codes, self._gather(scales.stored, dim), scales.outer, dim)
@@ -208,7 +204,8 @@ class BlockFormat:
             where scales are fp32, or None.
         """
         scales, y = self._scaled(x, dim)
-        steps, gap, _ = _steps(self.element, y, self._split_bits(bits, dim))
+        drawn = None if bits is None else self.split(bits, dim)
+        steps, gap, _ = _steps(self.element, y, drawn)
         values = (steps * gap).copysign(y)
         if self.scale is FP32:
             return self.join(values, dim), self._gather(scales.decode, dim)
@@ -297,9 +294,6 @@ class BlockFormat:
             return scales
         scales = scales.squeeze(-1)
         return (scales if self.block[0] == 1 else scales.squeeze(-2)).movedim(-1, dim)
-
-    def _split_bits(self, bits: Tensor | None, dim: int) -> Tensor | None:
-        return None if bits is None else self.split(bits, dim)
 
     def _scaled(self, x: Tensor, dim: int) -> tuple[_Scales, Tensor]:
         """The scales, and the tensor in blocks and fp32, divided by them and saturated."""

@@ -105,6 +105,11 @@ class LowPrecisionOptimizer(Optimizer):
         moments: Moments | None,
         seed: int,
     ) -> None:
+        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+            raise PrecisionError(
+                f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
+                "model.parameters(), model.named_parameters(), or a list of groups"
+            )
         # group, index in it and random stream by the id of a tensor, checked before use
         self._places: dict[int, tuple[int, int, int]] = {}
         self._lengths: list[int] = []  # of the groups, when that was looked up
@@ -403,13 +408,10 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _name(self, parameter: Tensor) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
-        shape = tuple(parameter.shape)
-        for stream, (_, group, candidate) in enumerate(self._members()):
-            if candidate is parameter:
-                names = group.get("param_names")
-                at = [p is parameter for p in group["params"]].index(True)
-                return str(names[at]) if names else f"parameter {stream} of shape {shape}"
-        raise AssertionError("only members are named")
+        self._find(parameter)
+        number, at, stream = self._places[id(parameter)]
+        names = self.param_groups[number].get("param_names")
+        return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The parameter's state, created if there is none."""

@@ -134,11 +134,14 @@ class NativeKernel:
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""
         values = [gradient.contiguous() for gradient in gradients]
+        for v in values:  # every step passes here: no call for what is right
+            if not v.is_cpu or v.dtype not in _DTYPES:
+                address(v, v.numel(), *_DTYPES)
         count = len(values)
         total = self._square_sum(
-            (ctypes.c_void_p * count)(*(address(v, v.numel(), *_DTYPES) for v in values)),
-            (ctypes.c_int64 * count)(*(v.numel() for v in values)),
-            (ctypes.c_int32 * count)(*(_DTYPES[v.dtype] for v in values)),
+            (ctypes.c_void_p * count)(*[v.data_ptr() for v in values]),
+            (ctypes.c_int64 * count)(*[v.numel() for v in values]),
+            (ctypes.c_int32 * count)(*[_DTYPES[v.dtype] for v in values]),
             count,
             torch.get_num_threads(),
         )
