@@ -406,7 +406,7 @@ class LowPrecisionOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _name(self, parameter: Tensor) -> str:
+    def _name(self, parameter: nn.Parameter) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
         self._find(parameter)
         number, at, stream = self._places[id(parameter)]
