@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from common import save, summary
-from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels import kernel_for
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.scaling.gradients import clip_factor
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 import halfstep
 from halfstep.diagnostics.memory.table import PARTS, Memory
 from halfstep.errors import PrecisionError
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 @pytest.fixture(autouse=True)
 def torchs_kernels(monkeypatch):
     """Estimates are of torch's operations; halfstep's CPU kernels keep less of a bf16 forward."""
-    monkeypatch.setattr("halfstep.kernels.forward.loaded", lambda: "off in this test")
+    monkeypatch.setattr("halfstep.kernels.library.loaded", lambda: "off in this test")
     monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 
 
 @pytest.fixture(autouse=True, scope="session")

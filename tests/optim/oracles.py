@@ -8,7 +8,7 @@ constants' own included. fp32's smallest normal number stands for results that a
 
 import numpy as np
 
-from halfstep.optim.storage.state import FELL_BACK
+from halfstep.optim.state import FELL_BACK
 
 UNIT = 2.0**-24
 OPERATIONS = 14

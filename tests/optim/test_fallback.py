@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim.kernels import dispatch
+from halfstep.optim import kernels, state as fallback
+from halfstep.optim.moments import decode, encode
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.storage import fallback
-from halfstep.optim.storage.moments import decode, encode
-from halfstep.optim.storage.state import FELL_BACK, StepTask
+from halfstep.optim.state import FELL_BACK, StepTask
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.checkpoint.tensors import (
     convert_optimizer_tensors,
@@ -124,7 +123,7 @@ def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch,
     """The floor from the format's text: 2^-32 of twice the top's power of two, and two steps up."""
     if broken and count < 131:
         pytest.skip("there is no element to break")
-    monkeypatch.setattr(fallback, "_CHUNK", 512)
+    monkeypatch.setattr(fallback, "_CHECKED", 512)
     t = task(count, count, broken)
     v = decode(t.moments[1], t.tops[1], signed=False).double().numpy()
     tops = np.repeat(t.tops[1].numpy().astype(np.int64), 128)[:count]
@@ -151,7 +150,7 @@ def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch,
 @pytest.mark.filterwarnings("ignore:the second moments")
 def test_all_kernels_give_the_same_bits(monkeypatch):
     p, first = train("8bit", 1e7, 70)
-    monkeypatch.setattr(dispatch, "native_kernel", lambda: "the test asks for torch")
+    monkeypatch.setattr(kernels, "native_kernel", lambda: "the test asks for torch")
     q, second = train("8bit", 1e7, 70)
     assert torch.equal(p, q)
     assert fallen_back(first)

@@ -10,9 +10,9 @@ from torch import nn
 from every import every
 from halfstep import PrecisionError
 from halfstep.optim import Muon, muon_groups
+from halfstep.optim.moments import decode
 from halfstep.optim.muon import COEFFICIENTS, adjustment, newton_schulz, quintic
-from halfstep.optim.storage.moments import decode
-from halfstep.optim.storage.state import stored_moment
+from halfstep.optim.state import stored_moment
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim import oracles

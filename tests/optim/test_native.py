@@ -16,14 +16,13 @@ from torch import nn
 from halfstep import Precision
 from halfstep.errors import PrecisionError
 from halfstep.optim import optimizers
+from halfstep.optim.kernels import kernel_for
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
-from halfstep.optim.kernels.dispatch import kernel_for
-from halfstep.optim.kernels.reference import Plan, run_torch
+from halfstep.optim.kernels.reference import Plan, read_master, run_torch
+from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD, Algorithm
-from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import StepTask
-from halfstep.optim.storage.weights import read_master
+from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION, "directed": DIRECTED}

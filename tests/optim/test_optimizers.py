@@ -10,9 +10,9 @@ from torch import nn
 
 from every import every
 from halfstep.errors import PrecisionError
+from halfstep.optim.moments import decode
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.optim.storage.moments import decode
-from halfstep.optim.storage.state import in_dtype, stored_moment
+from halfstep.optim.state import in_dtype, stored_moment
 from halfstep.precision.masters.rounding import ROUNDING
 from optim import oracles
 from reference import floats

@@ -21,8 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import halfstep.optim.kernels.triton_kernels as kernels
-from halfstep.optim.kernels import cuda
-from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels import cuda, kernel_for
 
 PROGRAMS = Path(__file__).with_name("triton_programs.py")
 QUICK = ("bits-directed", "bits-lion", "host-lion", "extremes", "huge", "captures")

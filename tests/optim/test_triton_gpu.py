@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 
-from halfstep.optim.kernels import cuda
-from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.optim.kernels import cuda, kernel_for
 from halfstep.optim.kernels.reference import Plan, run_torch
+from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
-from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import StepTask
+from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.step import Precision
 

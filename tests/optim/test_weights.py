@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
+from halfstep.optim.kernels import reference as weights
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.storage import weights
 from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24
 from reference import floats
 

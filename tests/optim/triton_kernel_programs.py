@@ -10,9 +10,9 @@ import torch
 
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan, run_torch
+from halfstep.optim.moments import zeros
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
-from halfstep.optim.storage.moments import zeros
-from halfstep.optim.storage.state import StepTask
+from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 OPTIONS = {

@@ -9,7 +9,7 @@ from torch import nn
 
 import halfstep
 from halfstep.kernels import rows
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.precision.casting import autocast, op_casts
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")

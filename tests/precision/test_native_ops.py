@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.precision.casting import autocast, op_casts
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")

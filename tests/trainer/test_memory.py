@@ -13,7 +13,7 @@ from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.diagnostics.memory.table import PARTS, memory_from_json
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.optim.storage.state import REMAINDER
+from halfstep.optim.state import REMAINDER
 from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy

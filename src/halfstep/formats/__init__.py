@@ -22,7 +22,6 @@ from halfstep.formats.floats import (
     FP32,
     TF32,
     FloatFormat,
-    Rounding,
 )
 
 __all__ = [
@@ -44,6 +43,5 @@ __all__ = [
     "BlockFormat",
     "FloatFormat",
     "Quantized",
-    "Rounding",
     "block_format",
 ]

@@ -48,35 +48,25 @@ _LARGEST_FP32 = FP32.max
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
 class ExponentFormat:
-    """A format of scales: powers of two without sign, zero or infinity; all ones are NaN.
-
-    Attributes:
-        name: ``"e8m0"``.
-        dtype: The torch dtype that stores it.
+    """e8m0, a format of scales: powers of two without sign, zero or infinity; all ones are NaN.
 
     **Source:** OCP MX 1.0, 5.4.1: 8 bits, bias 127, from 2^-127 to 2^127.
     """
 
-    name: str
-    dtype: torch.dtype
+    name = "e8m0"
+    dtype = torch.float8_e8m0fnu
     bits = 8
 
-    def encode(self, values: Tensor, *, up: bool = False) -> Tensor:
-        """The codes of the powers of two at or below ``values``, or at or above them.
+    def encode(self, values: Tensor) -> Tensor:
+        """The codes, uint8, of the powers of two at or above fp32 ``values``, none negative.
 
-        Args:
-            values: fp32, not negative, any shape.
-            up: Take the next power of two above, unless the value is one itself.
-
-        Returns:
-            uint8: the exponent plus 127. What is not finite, or above 2^127 and to go up, is NaN.
+        A code is the exponent plus 127. What is not finite, or above 2^127, is NaN.
         """
         bits = values.view(torch.int32)
         field, fraction = bits >> 23 & 0xFF, bits & _FRACTION
-        if up:  # 2^-127 is subnormal in fp32, and the smallest number here
-            field = field + torch.where(field == 0, fraction > _HALF, fraction != 0)
+        # 2^-127 is subnormal in fp32, and the smallest number here
+        field = field + torch.where(field == 0, fraction > _HALF, fraction != 0)
         return torch.where(values.isfinite(), field, 255).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -87,7 +77,7 @@ class ExponentFormat:
         return torch.where(field == 255, _NAN, bits).view(torch.float32)
 
 
-E8M0 = ExponentFormat("e8m0", torch.float8_e8m0fnu)
+E8M0 = ExponentFormat()
 
 _SCALES: dict[str, FloatFormat | ExponentFormat] = {
     "floor": E8M0,
@@ -172,9 +162,7 @@ class BlockFormat:
         """Whether one scale is that of the whole tensor."""
         return self.block is None or self.rule == "two-level"
 
-    def quantize(
-        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
-    ) -> Quantized:
+    def quantize(self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None) -> Quantized:
         """Round a tensor to this format.
 
         Args:
@@ -185,30 +173,27 @@ class BlockFormat:
                 round stochastically: up with a probability equal to the truncated fraction, to
                 2^-24. ``halfstep.precision.masters.rounding.random_bits`` draws them as a pure
                 function of seed, step, stream and element.
-            amax: The largest magnitude to scale the whole tensor by, 0-dim, where it is known from
-                elsewhere: from steps before, or over ranks. Larger numbers saturate. One that is
-                not finite makes every number NaN.
 
         Returns:
             Codes and scales.
 
         Raises:
-            PrecisionError: If the dtype is another, a dim is not a multiple of the block's, or
-                ``amax`` is given for a format without a scale of the tensor.
+            PrecisionError: If the dtype is another, or a dim is not a multiple of the block's.
 
         Example:
             >>> q = MXFP8.quantize(torch.full((1, 32), 0.1))
             >>> q.codes[0, 0].item(), q.scales.float().item(), q.dequantize()[0, 0].item()
             (416.0, 0.000244140625, 0.1015625)
         """
-        scales, y = self._scaled(x, dim, amax)
-        codes = self.join(_codes(self.element, y, self._split_bits(bits, dim)), dim)
+        scales, y = self._scaled(x, dim)
+        drawn = None if bits is None else self.split(bits, dim)
+        codes = self.join(_codes(self.element, y, drawn), dim)
         if self.element.dtype is not None:
             codes = codes.view(self.element.dtype)
         return Quantized(self, codes, self._gather(scales.stored, dim), scales.outer, dim)
 
     def operand(
-        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
+        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """What :meth:`quantize` stores, as an operand of a product; the arguments are the same.
 
@@ -218,25 +203,13 @@ class BlockFormat:
             fp32 scales that are left to multiply by: one of the whole tensor, one for each block
             where scales are fp32, or None.
         """
-        scales, y = self._scaled(x, dim, amax)
-        steps, gap, _ = _steps(self.element, y, self._split_bits(bits, dim))
+        scales, y = self._scaled(x, dim)
+        drawn = None if bits is None else self.split(bits, dim)
+        steps, gap, _ = _steps(self.element, y, drawn)
         values = (steps * gap).copysign(y)
         if self.scale is FP32:
             return self.join(values, dim), self._gather(scales.decode, dim)
         return self.join(values * scales.decode, dim), scales.outer
-
-    def fake_quantize(
-        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None, amax: Tensor | None = None
-    ) -> Tensor:
-        """``quantize(x).dequantize(x.dtype)`` without the codes; the arguments are the same.
-
-        Returns:
-            The dtype and shape of ``x``.
-        """
-        values, left = self.operand(x, dim, bits=bits, amax=amax)
-        if left is not None:
-            values = self.times(values, left, dim)
-        return values.to(x.dtype)
 
     def explain(self, values: Sequence[float]) -> str:
         """What becomes of a few numbers, as a table: they begin one block, and the rest is 0.
@@ -251,16 +224,17 @@ class BlockFormat:
                         0.1    0x00               0               0        0.1         1
         """
         found = self.rows(values)
-        rows = [[*_COLUMNS]]
+        shape = "the whole tensor one block"
+        if self.block is not None:
+            shape = f"blocks of {self.block[0]}x{self.block[1]}"
+        head = f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name}"
+        columns = ("number", "code", "in the block", "becomes", "error", "relative")
+        lines = [f"{head} ({self.rule})", found["scale"], "", _ROW.format(*columns)]
         for row in found["numbers"]:
-            cells = [f"{row['number']:.9g}", row["code"], f"{row['in_block']:g}"]
-            errors = [f"{row['error']:.3g}", f"{row['relative']:.3g}"]
-            rows.append([*cells, f"{row['becomes']:.9g}", *errors])
-        lines = [
-            "  ".join(c.rjust(w) for c, w in zip(row, _COLUMNS.values(), strict=True))
-            for row in rows
-        ]
-        return Text("\n".join([self._head(), found["scale"], "", *lines]))
+            number, code, in_block, becomes, error, relative = row.values()
+            cells = (f"{number:.9g}", code, f"{in_block:g}", f"{becomes:.9g}")
+            lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
+        return Text("\n".join(lines))
 
     def rows(self, values: Sequence[float]) -> dict[str, Any]:
         """What :meth:`explain` shows, as plain values."""
@@ -285,13 +259,6 @@ class BlockFormat:
                 }
             )
         return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
-
-    def _head(self) -> str:
-        shape = "the whole tensor one block"
-        if self.block is not None:
-            shape = f"blocks of {self.block[0]}x{self.block[1]}"
-        return (f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
-            f"({self.rule})")  # fmt: skip
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -328,27 +295,19 @@ class BlockFormat:
         scales = scales.squeeze(-1)
         return (scales if self.block[0] == 1 else scales.squeeze(-2)).movedim(-1, dim)
 
-    def _split_bits(self, bits: Tensor | None, dim: int) -> Tensor | None:
-        return None if bits is None else self.split(bits, dim)
-
-    def _scaled(self, x: Tensor, dim: int, amax: Tensor | None) -> tuple[_Scales, Tensor]:
+    def _scaled(self, x: Tensor, dim: int) -> tuple[_Scales, Tensor]:
         """The scales, and the tensor in blocks and fp32, divided by them and saturated."""
         self.check(x.shape, x.dtype, dim)
-        if amax is not None and not self.has_tensor_scale:
-            raise PrecisionError(
-                f"{self.name} has scales for its blocks alone, and amax= is the largest magnitude "
-                "of the tensor; leave it out"
-            )
         blocks = self.split(x, dim).float()
         if self.block is None:
             largest = blocks.abs().amax() if x.numel() else blocks.new_zeros(())
         else:
             largest = blocks.abs().amax((-1,) if self.block[0] == 1 else (-3, -1), keepdim=True)
-        scales = _scales_of(self, largest, amax)
+        scales = _scales_of(self, largest)
         top = self.element.max
         return scales, (blocks * scales.encode).clamp_(-top, top)
 
-    def of_tensor(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_tensor(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """The fp32 scale of numbers up to ``amax``, and its reciprocal, which undoes it.
 
         For the rules ``amax``, where it fills the element format, and ``two-level``, where it
@@ -440,7 +399,7 @@ def _numbers(form: FloatFormat, codes: Tensor) -> Tensor:
     return table[codes.int()]
 
 
-def _scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> _Scales:
+def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     """The scales of blocks by their largest magnitudes; see the top of this file."""
     top = form.element.max
     finite = largest.isfinite()
@@ -449,19 +408,16 @@ def _scales_of(form: BlockFormat, largest: Tensor, given: Tensor | None) -> _Sca
             lowered = (largest.view(torch.int32) >> 23) - math.frexp(top)[1] + 1
             codes = torch.where(finite, lowered.clamp(0), 255).to(torch.uint8)
         else:
-            codes = E8M0.encode(largest * (1.0 / top), up=True)
+            codes = E8M0.encode(largest * (1.0 / top))
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
         decode = E8M0.decode(codes)
         return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
     if form.rule == "amax":
-        encode, decode = form.of_tensor(largest if given is None else given.to(largest))
+        encode, decode = form._of_tensor(largest)
         lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
         return _Scales(decode + lost, encode + lost, decode + lost, None)
-    if given is not None:
-        by = given.to(largest)
-    else:
-        by = torch.where(finite, largest, 0.0).amax() if largest.numel() else largest.new_zeros(())
-    outer, rest = form.of_tensor(by)
+    by = torch.where(finite, largest, 0.0).amax() if largest.numel() else largest.new_zeros(())
+    outer, rest = form._of_tensor(by)
     whole = E4M3FN.max
     wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
     lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
@@ -476,7 +432,7 @@ def _over(number: float, x: Tensor) -> Tensor:
     return torch.full_like(x, number) / x
 
 
-_COLUMNS = {"number": 15, "code": 6, "in the block": 14, "becomes": 14, "error": 9, "relative": 8}
+_ROW = "{:>15}  {:>6}  {:>14}  {:>14}  {:>9}  {:>8}"
 
 
 def _scale_line(q: Quantized) -> str:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Rounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,28 +174,17 @@ class FloatFormat:
         above = (math.floor(value / gap) + 1) * gap
         return math.copysign(above, value) if value < 0 else above  # the last negative steps to -0
 
-    def round_to(
-        self,
-        values: Tensor,
-        rounding: Rounding = "nearest",
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Round every element to a number of this format.
+    def round_to(self, values: Tensor) -> Tensor:
+        """Round every element to the nearest number of this format, ties to even.
 
         Args:
             values: Any shape, any floating dtype. The computation is in fp64, which holds every
                 number of every format here, so that nothing is rounded twice.
-            rounding: ``"nearest"`` is round to nearest, ties to even; ``"stochastic"`` rounds up
-                with a probability equal to the truncated fraction, so its expectation is exact.
-            generator: Source of the random bits of stochastic rounding, on the values' device.
 
         Returns:
             fp64, same shape: numbers of this format. Beyond the largest finite value the result is
             inf, NaN where the format has no infinity, or the largest where it has neither. NaN
             stays NaN.
-
-        Raises:
-            ValueError: If ``rounding`` is neither of the two.
 
         **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven); OFP8 1.0, 5.2 (no saturation); OCP MX
         1.0, 6.3 (e2m1 saturates).
@@ -210,15 +196,7 @@ class FloatFormat:
         x = values.double()
         exponent = torch.frexp(x).exponent.double() - 1
         gap = torch.exp2(exponent.clamp(min=self.min_exponent) - self.mantissa_bits)
-        steps = x / gap
-        if rounding == "nearest":
-            steps = torch.round(steps)
-        elif rounding == "stochastic":
-            noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float64)
-            below = torch.floor(steps)
-            steps = torch.where(noise < steps - below, below + 1, below)
-        else:
-            raise ValueError(f"rounding is {rounding!r}; allowed: 'nearest', 'stochastic'")
+        steps = torch.round(x / gap)
         rounded = torch.where(x.isfinite(), (steps * gap).copysign(x), x)  # -0 stays -0
         if not self.has_nan:
             return rounded.clamp(-self.max, self.max)

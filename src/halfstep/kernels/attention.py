@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.kernels.forward import (
+from halfstep.kernels.library import (
     Address,
+    address,
     by_torch,
     differentiated,
     drawn_seed,
     library,
     new,
+    strided_address,
 )
-from halfstep.kernels.library import address, strided_address
 
 _Stride = ctypes.c_int64 * 3
 

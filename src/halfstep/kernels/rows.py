@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halfstep.kernels.forward import (
+from halfstep.kernels.library import (
+    address,
     by_torch,
     differentiated,
     drawn_seed,
     library,
     new,
+    strided_address,
 )
-from halfstep.kernels.library import address, strided_address
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
+from halfstep.optim.kernels import Kernel, kernel_for
 from halfstep.optim.kernels.cpu import RULES
-from halfstep.optim.kernels.dispatch import Kernel, kernel_for
-from halfstep.optim.kernels.reference import Plan
+from halfstep.optim.kernels.reference import Plan, write_master_
+from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
     check_gradient,
     check_group,
@@ -30,26 +31,27 @@ from halfstep.optim.options import (
     update_of,
 )
 from halfstep.optim.rules import Algorithm
-from halfstep.optim.storage.fallback import elements_below, is_due, must_fall_back, wide_moments
-from halfstep.optim.storage.moments import Moments
-from halfstep.optim.storage.state import (
+from halfstep.optim.state import (
     FELL_BACK,
     REMAINDER,
     StepTask,
     convert,
     dense,
+    elements_below,
     flat,
+    is_due,
+    must_fall_back,
     new_step,
     stored_moment,
+    wide_moments,
     write_back,
     zero_moment,
 )
-from halfstep.optim.storage.weights import write_master_
 from halfstep.precision.masters.rounding import ROUNDING, Update
 from halfstep.precision.masters.stepping import DeviceDecision
 
 # Group options that loading a state does not change, since they configure this optimizer.
-_OWN = ("update", "moments", "seed", "amsgrad", "capturable", "differentiable")
+_OWN = ("update", "moments", "seed")
 
 
 _NO_GRADIENT = torch.empty(0)
@@ -126,15 +128,9 @@ class LowPrecisionOptimizer(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set a pickled or loaded state; options missing in older versions get their defaults."""
+        """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept, self._places = {}, {}, {}
-        self._lengths = []
-        # torch puts "differentiable" among any optimizer's defaults, also where it means nothing
-        defaults = {k: value for k, value in self.defaults.items() if k != "differentiable"}
-        for group in self.param_groups:
-            for key, value in defaults.items():
-                group.setdefault(key, value)
+        self._kernels, self._kept, self._places, self._lengths = {}, {}, {}, []
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
@@ -366,11 +362,13 @@ class LowPrecisionOptimizer(Optimizer):
     def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
         """Those of the parameters that are this optimizer's, in the order of the groups."""
         given = set(map(id, gradients))
-        return [
-            (stream, number, parameter)
-            for stream, (number, _, parameter) in enumerate(self._members())
-            if id(parameter) in given
-        ]
+        standing, stream = [], 0
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:  # every step passes here: no generator
+                if id(parameter) in given:
+                    standing.append((stream, number, parameter))
+                stream += 1
+        return standing
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -408,15 +406,12 @@ class LowPrecisionOptimizer(Optimizer):
                 stacklevel=4,
             )
 
-    def _name(self, parameter: Tensor) -> str:
+    def _name(self, parameter: nn.Parameter) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
-        shape = tuple(parameter.shape)
-        for stream, (_, group, candidate) in enumerate(self._members()):
-            if candidate is parameter:
-                names = group.get("param_names")
-                at = [p is parameter for p in group["params"]].index(True)
-                return str(names[at]) if names else f"parameter {stream} of shape {shape}"
-        raise AssertionError("only members are named")
+        self._find(parameter)
+        number, at, stream = self._places[id(parameter)]
+        names = self.param_groups[number].get("param_names")
+        return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
     def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
         """The parameter's state, created if there is none."""
@@ -530,9 +525,10 @@ class LowPrecisionOptimizer(Optimizer):
             self.state.clear()
             self.state.update(fresh)
             for group, options in zip(self.param_groups, own, strict=True):
-                group.update(options)
+                # a group of torch.optim's lacks some options, and those of _OWN stay
+                group.update({k: v for k, v in options.items() if k in _OWN or k not in group})
 
-        own = [{key: group[key] for key in _OWN if key in group} for group in self.param_groups]
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         handles = (
             self.register_load_state_dict_pre_hook(before),
             self.register_load_state_dict_post_hook(after, prepend=True),

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, Members
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import check_rate, checked_betas, require_option
+from halfstep.optim.moments import Moments
+from halfstep.optim.options import checked_betas, require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
-from halfstep.optim.storage.moments import Moments
-from halfstep.optim.storage.state import StepTask, dense, flat
+from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.local_part import (
@@ -154,7 +154,7 @@ class Muon(LowPrecisionOptimizer):
             PrecisionError: For a number outside its range, a group of Muon with a parameter that is
                 no matrix, or the reasons of :class:`AdamW`.
         """
-        check_rate(lr)
+        require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
         require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         require_option(0 <= momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
         require_option(eps > 0, "epsilon value", eps, "eps > 0")
@@ -167,7 +167,7 @@ class Muon(LowPrecisionOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "betas": checked_betas(betas, None, False),
+            "betas": checked_betas(betas),
             "use_muon": True,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)

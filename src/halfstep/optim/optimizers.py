@@ -9,9 +9,9 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.options import check_rate, checked_betas, require_option
+from halfstep.optim.moments import Moments
+from halfstep.optim.options import checked_betas, require_option
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
-from halfstep.optim.storage.moments import Moments
 from halfstep.precision.masters.rounding import Update
 
 
@@ -38,12 +38,9 @@ class AdamW(LowPrecisionOptimizer):
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
         *,
         maximize: bool = False,
         foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
         fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
@@ -57,11 +54,8 @@ class AdamW(LowPrecisionOptimizer):
             betas: Decay rates of the two moments, as numbers or CPU tensors of one element.
             eps: Added to the square root of the second moment.
             weight_decay: Decoupled weight decay, multiplied by ``lr``.
-            amsgrad: Refused if True: only two moments are kept.
             maximize: Step along the gradient instead of against it.
             foreach: Accepted but without effect: the kernels always take one pass over memory.
-            capturable: Refused if True: the step counts on the host.
-            differentiable: Refused if True: no kernel is differentiable.
             fused: Accepted but without effect, as ``foreach``.
             update: The rounding mode of bf16 weights.
             moments: The format of the moments.
@@ -70,10 +64,9 @@ class AdamW(LowPrecisionOptimizer):
         Raises:
             PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, or
                 an unsupported option or parameter dtype.
-            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        check_rate(lr, foreach, capturable)
-        betas = checked_betas(betas, foreach, capturable)
+        require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
+        betas = checked_betas(betas)
         require_option(
             eps > 0, "epsilon value", eps, "eps > 0; with 0, elements at rest become NaN"
         )
@@ -83,11 +76,8 @@ class AdamW(LowPrecisionOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
             "maximize": maximize,
             "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
             "fused": fused,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
@@ -109,7 +99,6 @@ class SGD(LowPrecisionOptimizer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
-        differentiable: bool = False,
         fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
@@ -117,15 +106,14 @@ class SGD(LowPrecisionOptimizer):
     ) -> None:
         """Make the optimizer; it stores the moment even if ``momentum`` is 0.
 
-        All but the last three arguments are those of ``torch.optim.SGD``; for ``foreach``,
-        ``fused`` and ``differentiable`` see :class:`AdamW`.
+        All but the last three arguments are those of ``torch.optim.SGD``; for ``foreach``
+        and ``fused`` see :class:`AdamW`.
 
         Raises:
             PrecisionError: For a number outside its range, nesterov without momentum, or for the
                 reasons of :class:`AdamW`.
-            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        check_rate(lr)
+        require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
         require_option(momentum >= 0, "momentum value", momentum, ">= 0")
         require_option(bool(weight_decay >= 0), "weight_decay value", weight_decay, ">= 0")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -141,7 +129,6 @@ class SGD(LowPrecisionOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
             "foreach": foreach,
-            "differentiable": differentiable,
             "fused": fused,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
@@ -161,8 +148,6 @@ class Lion(LowPrecisionOptimizer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
         fused: bool | None = None,
         update: Update | None = None,
         moments: Moments | None = None,
@@ -172,10 +157,9 @@ class Lion(LowPrecisionOptimizer):
 
         Raises:
             PrecisionError: For a number outside its range, or the reasons of :class:`AdamW`.
-            RuntimeError: For ``foreach`` and ``fused`` both True.
         """
-        check_rate(lr, foreach, capturable)
-        betas = checked_betas(betas, foreach, capturable)
+        require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
+        betas = checked_betas(betas)
         require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
         options = {
             "lr": lr,
@@ -183,8 +167,6 @@ class Lion(LowPrecisionOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
             "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
             "fused": fused,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)

@@ -1,4 +1,4 @@
-"""What a parameter group's options mean, and the checks that an optimizer makes before a step."""
+"""What a parameter group's options mean, and what is refused before anything is changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.storage.moments import Moments, moments_format
-from halfstep.optim.storage.state import stored_moment
+from halfstep.optim.moments import Moments, moments_format
+from halfstep.optim.state import stored_moment
 from halfstep.precision.masters.rounding import ROUNDING, Update
+
+_WEIGHTS = (torch.float32, torch.bfloat16)
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def update_of(group: dict[str, Any], parameter: Tensor) -> Update:
@@ -47,19 +50,23 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Checks that an optimizer makes before anything is changed.
-
-
-_WEIGHTS = (torch.float32, torch.bfloat16)
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def check_group(group: dict[str, Any], owner: str) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
     for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
         if group[key] is not None and group[key] not in allowed:
             raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
-    _check_options(group, owner)
+    rate = group.get("lr")
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        raise PrecisionError(
+            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
+            "number or a CPU tensor"
+        )
+    for key in ("amsgrad", "capturable", "differentiable"):
+        if group.get(key):
+            raise PrecisionError(
+                f"{key}=True is not supported by halfstep.optim.{owner}; leave it out, or use "
+                "torch.optim, for 16-bit weights under policy bf16-master"
+            )
     for parameter in group["params"]:
         shape = tuple(parameter.shape)
         if parameter.dtype not in _WEIGHTS:
@@ -91,35 +98,6 @@ def _way_out(dtype: torch.dtype, owner: str) -> str:
         "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
         "casts the model and gives it fp32 masters"
     )
-
-
-def _check_options(group: dict[str, Any], owner: str) -> None:
-    """Refuse options of ``torch.optim`` that no kernel honours, partly with torch's messages."""
-    if group.get("fused") and group.get("differentiable"):
-        raise RuntimeError("`fused` does not support `differentiable`")
-    if group.get("fused") and group.get("foreach"):
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-    rate = group.get("lr")
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        raise PrecisionError(
-            f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
-            "number or a CPU tensor"
-        )
-    if group.get("amsgrad"):
-        raise PrecisionError(
-            f"amsgrad=True needs a third moment, and halfstep.optim.{owner} keeps two; use "
-            "torch.optim.AdamW(amsgrad=True), for 16-bit weights under policy bf16-master"
-        )
-    if group.get("capturable"):
-        raise PrecisionError(
-            f"capturable=True: {owner}.step counts steps on the host, which a CUDA graph would "
-            "repeat; leave capturable out, and the step out of the graph"
-        )
-    if group.get("differentiable"):
-        raise PrecisionError(
-            f"differentiable=True: {owner}'s kernels write weights behind autograd's back; use "
-            "one of torch.optim for a step to differentiate through"
-        )
 
 
 def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
@@ -155,48 +133,12 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         )
 
 
-# Checks that an optimizer makes of its own arguments.
-
-
-def check_rate(lr: float | Tensor, foreach: bool | None = None, capturable: bool = False) -> None:
-    """Refuse the learning rates that ``torch.optim`` refuses, with its messages."""
-    if isinstance(lr, Tensor):
-        if foreach and not capturable:
-            raise PrecisionError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True; leave "
-                "foreach out"
-            )
-        if lr.numel() != 1:
-            raise PrecisionError(
-                f"Tensor lr must be 1-element; this one has shape {tuple(lr.shape)}"
-            )
-    require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
-
-
-def checked_betas(
-    betas: tuple[float | Tensor, float | Tensor], foreach: bool | None, capturable: bool
-) -> tuple[float, float]:
-    """The betas as numbers, as ``torch.optim`` stores them, after the checks that it makes."""
+def checked_betas(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:
+    """The betas as numbers, as ``torch.optim`` stores them."""
     for index, beta in enumerate(betas):
-        if isinstance(beta, Tensor) and beta.numel() != 1:
-            raise PrecisionError(f"Tensor betas[{index}] must be 1-element")
         require_option(
             bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
         )
-    tensors = [isinstance(beta, Tensor) for beta in betas]
-    if any(tensors) and not all(tensors):
-        raise PrecisionError("betas must be either both floats or both Tensors")
-    if any(tensors) and foreach and not capturable:
-        raise PrecisionError(
-            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave "
-            "foreach out"
-        )
-    for beta in betas:
-        if isinstance(beta, Tensor) and beta.device.type != "cpu":
-            raise PrecisionError(
-                f"betas are tensors on {beta.device}, which the host would have to wait for; give "
-                "numbers or CPU tensors"
-            )
     return float(betas[0]), float(betas[1])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.kernels.forward import loaded
-from halfstep.optim.kernels.dispatch import kernel_for
+from halfstep.kernels.library import loaded
+from halfstep.optim.kernels import kernel_for
 from halfstep.precision.casting.autocast import Autocast, support
 from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name

@@ -23,7 +23,7 @@ import halfstep
 from halfstep import load_numerics, watch
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.precision.casting import op_casts
 from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT

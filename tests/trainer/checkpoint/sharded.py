@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from halfstep.optim.storage.moments import decode, encode
+from halfstep.optim.moments import decode, encode
 from halfstep.trainer.checkpoint.index import Piece
 from halfstep.trainer.checkpoint.store import Checkpoint, Team, save_part
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.kernels.forward import loaded
+from halfstep.kernels.library import loaded
 from halfstep.trainer.models.gpt import gpt
 from halfstep.trainer.models.gpt.gpt import Block
 from halfstep.trainer.models.shapes import GPTConfig

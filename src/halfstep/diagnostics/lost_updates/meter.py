@@ -34,10 +34,10 @@ from halfstep.diagnostics.lost_updates.sampling import (
     is_own,
 )
 from halfstep.errors import PrecisionError
+from halfstep.optim.moments import decode_elements
 from halfstep.optim.muon import Muon
 from halfstep.optim.rules import ADAMW, SGD, Algorithm
-from halfstep.optim.storage.moments import decode_elements
-from halfstep.optim.storage.state import FELL_BACK, stored_moment
+from halfstep.optim.state import FELL_BACK, stored_moment
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.kernels.reference import master
+from halfstep.optim.moments import BLOCK
 from halfstep.optim.muon import Muon
-from halfstep.optim.storage.moments import BLOCK
-from halfstep.optim.storage.state import CODES, REMAINDER, TOPS
-from halfstep.optim.storage.weights import master
+from halfstep.optim.state import CODES, REMAINDER, TOPS
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import Update, random_key
 from halfstep.precision.masters.stepping import DeviceDecision

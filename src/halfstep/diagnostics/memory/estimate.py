@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.diagnostics.memory.saved import Bytes, SavedTensors
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
-from halfstep.optim.storage.moments import BLOCK
+from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
-from halfstep.optim.storage.state import REMAINDER
+from halfstep.optim.state import REMAINDER
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.ownership import tensors_in

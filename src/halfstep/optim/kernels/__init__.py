@@ -1,1 +1,61 @@
-"""Kernels that take one optimizer step on many tensors, on a CPU or a GPU."""
+"""Kernels that take one optimizer step on many tensors; the choice, by device and compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import halfstep.optim.kernels.cuda as cuda
+from halfstep.optim.kernels.cpu import RULES, native_kernel
+from halfstep.optim.kernels.reference import Plan, read_master, run_torch
+from halfstep.optim.state import StepTask
+from halfstep.precision.masters.rounding import Update
+from halfstep.precision.scaling.gradients import global_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The functions that do the arithmetic of a step; all kernels give the same bits."""
+
+    way: str  # a description for people
+    run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
+    # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
+    # are dense, fp32, bf16 or fp16, and on one device
+    norm: Callable[[Sequence[Tensor]], Tensor]
+    # the fp32 value of a flat weight and its remainder
+    read: Callable[[Tensor, Tensor | None, Update], Tensor] = read_master
+    reason: str = ""  # why it is not a fast kernel
+
+    @property
+    def name(self) -> str:
+        """The description, with the reason if there is one."""
+        return f"{self.way} ({self.reason})" if self.reason else self.way
+
+
+def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
+    """The fastest kernel available for ``"cpu"``, ``"cuda"`` or another device type.
+
+    Args:
+        device_type: Of the tensors.
+        rule: The name of the update rule; compiled kernels know some of them.
+    """
+    reason: object = "no kernel for this device"
+    norm, read = global_norm, read_master
+    if device_type == "cpu":
+        native = reason = native_kernel()
+        if not isinstance(native, str):
+            if rule in RULES:
+                return Kernel(
+                    "a kernel compiled for this CPU", native.run, native.norm, native.read
+                )
+            reason = f"no compiled kernel has the rule {rule}"
+            norm, read = native.norm, native.read
+    elif device_type == "cuda":
+        reason = cuda.triton_kernels()
+        if not isinstance(reason, str):
+            if rule in RULES:
+                return Kernel("Triton kernels", cuda.run_cuda, norm)
+            reason = f"no Triton kernel has the rule {rule}"
+    return Kernel("torch operations", run_torch, norm, read, str(reason))

@@ -13,10 +13,9 @@ from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.kernels.library import address, load_library
-from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.moments import BLOCK, moment_dtype
-from halfstep.optim.storage.state import StepTask, is_dense
-from halfstep.optim.storage.weights import read_master
+from halfstep.optim.kernels.reference import Plan, read_master
+from halfstep.optim.moments import BLOCK, moment_dtype
+from halfstep.optim.state import StepTask, is_dense
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -88,12 +87,23 @@ class NativeKernel:
         """Take a step on tasks that are on the CPU and share their dtypes."""
         weight, gradient = tasks[0].weight.dtype, tasks[0].gradient.dtype
         checked = (weight, plan.update, plan.moments, plan.algorithm)
+        entries = []
         for task in tasks:
             if task.native is None or task.native[0] != checked:
                 task.native = checked, _addresses(task, weight, plan)
-            row = task.gradient if task.gradient.is_contiguous() else _row(task.gradient)
-            task.native[1].gradient = address(row, task.weight.numel(), gradient)
-        table = (_Task * len(tasks))(*(task.native[1] for task in tasks))
+            entry, row = task.native[1], task.gradient
+            # a gradient is new in every step: the usual one is checked here, without a call
+            if (
+                row.dtype is gradient
+                and row.is_contiguous()
+                and row.numel() == entry.count
+                and row.is_cpu
+            ):
+                entry.gradient = row.data_ptr()
+            else:
+                entry.gradient = address(_row(row), entry.count, gradient)
+            entries.append(entry)
+        table = (_Task * len(tasks))(*entries)
         shared = _Plan(
             RULES[plan.algorithm.name],
             _number(weight),
@@ -110,7 +120,7 @@ class NativeKernel:
         increment_version([tensor for task in tasks for tensor in task.written])
 
     def read(self, weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-        """What :func:`halfstep.optim.storage.weights.read_master` gives, in one pass."""
+        """What :func:`halfstep.optim.kernels.reference.read_master` gives, in one pass."""
         if remainder is None:
             return read_master(weight, remainder, update)
         values, n = torch.empty(weight.shape, dtype=torch.float32, device="cpu"), weight.numel()
@@ -124,11 +134,14 @@ class NativeKernel:
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""
         values = [gradient.contiguous() for gradient in gradients]
+        for v in values:  # every step passes here: no call for what is right
+            if not v.is_cpu or v.dtype not in _DTYPES:
+                address(v, v.numel(), *_DTYPES)
         count = len(values)
         total = self._square_sum(
-            (ctypes.c_void_p * count)(*(address(v, v.numel(), *_DTYPES) for v in values)),
-            (ctypes.c_int64 * count)(*(v.numel() for v in values)),
-            (ctypes.c_int32 * count)(*(_DTYPES[v.dtype] for v in values)),
+            (ctypes.c_void_p * count)(*[v.data_ptr() for v in values]),
+            (ctypes.c_int64 * count)(*[v.numel() for v in values]),
+            (ctypes.c_int32 * count)(*[_DTYPES[v.dtype] for v in values]),
             count,
             torch.get_num_threads(),
         )

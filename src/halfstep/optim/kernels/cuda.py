@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.storage.moments import BLOCK
-from halfstep.optim.storage.state import StepTask, is_dense
+from halfstep.optim.moments import BLOCK
+from halfstep.optim.state import StepTask, is_dense
 from halfstep.precision.masters.stepping import DeviceDecision
 
 ROWS = 16

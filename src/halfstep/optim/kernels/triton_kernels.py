@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 # Number formats. Each function repeats in uint32 what the one of similar name in
-# precision/masters/rounding.py, weights.py or moments.py does.
+# precision/masters/rounding.py, reference.py or moments.py does.
 
 
 _ABS = tl.constexpr(0x7FFFFFFF)
@@ -89,7 +89,7 @@ def kahan(x: tl.tensor):  # noqa: ANN201
 
 @triton.jit
 def joined_master(weight: tl.tensor, remainder: tl.tensor, update: tl.constexpr) -> tl.tensor:
-    """The fp32 master of a stored weight and remainder; see ``weights.master``."""
+    """The fp32 master of a stored weight and remainder; see ``reference.master``."""
     if update == "fp32":
         return weight
     high = weight.to(tl.uint32) << 16

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError
 from halfstep.files import require_plain, require_sha256, sha256, sync
-from halfstep.optim.storage.moments import BLOCK, BROKEN
-from halfstep.optim.storage.state import in_dtype, tops_of
+from halfstep.optim.moments import BLOCK, BROKEN
+from halfstep.optim.state import in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
 from halfstep.trainer.checkpoint.index import (
     DTYPES,

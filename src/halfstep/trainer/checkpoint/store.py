@@ -43,7 +43,7 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
 from halfstep.files import read_json, require_sha256, sync, sync_folder
-from halfstep.optim.storage.state import TOPS, tops_of
+from halfstep.optim.state import TOPS, tops_of
 from halfstep.trainer.checkpoint.index import (
     FORMAT,
     MANIFEST,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.storage.state import CODES, REMAINDER, in_dtype
+from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.trainer.checkpoint.store import Checkpoint
 
 AVERAGE, BUFFER = "ema", "buffer"

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.errors import DataError
-from halfstep.kernels.forward import may_run, new
+from halfstep.kernels.library import may_run, new
 from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
 
 IGNORE_INDEX = -100

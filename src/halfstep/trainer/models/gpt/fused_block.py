@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from halfstep.kernels.attention import attend, attend_backward
-from halfstep.kernels.forward import is_plain
+from halfstep.kernels.library import is_plain
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,

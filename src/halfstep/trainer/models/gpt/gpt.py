@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.kernels.forward import may_run
+from halfstep.kernels.library import may_run
 from halfstep.kernels.rows import gradient_dtype, norm
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,

@@ -1,1 +1,0 @@
-"""How weights and moments are stored, in low precision, between two steps."""
