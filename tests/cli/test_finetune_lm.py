@@ -302,7 +302,7 @@ def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):
         ({"max_length": 161}, "over the 160 positions"),
         ({"max_length": 12}, "no document of 40 is left"),
         ({"precision": "bf16-pure"}, "bf16-pure keeps all weights in bf16"),
-        ({"lora_targets": "nose"}, "no layer has the LoRA target"),
+        ({"lora_targets": "nose"}, "no layer has the target"),
         ({"train": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "ADAPTER"}, "holds an adapter, not a model"),
     ],

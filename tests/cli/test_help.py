@@ -19,8 +19,7 @@ def test_every_command_is_listed(capsys):
 
 def test_defaults_are_those_of_the_configuration_that_a_command_starts_from(capsys):
     for command, told in (
-        ("train", ("Stop after this many evaluations in a row that are no better than the best; 0: "
-                   "never. Default: 0.", "the end only. Default: 250.", "Default: bpe:8192.")),
+        ("train", ("the end only. Default: 250.", "Default: bpe:8192.")),
         ("predict", ("'-', the default, is stdout", "Texts in one forward pass. Default: 64.")),
     ):  # fmt: skip
         assert main([command, "--help"]) == 0

@@ -58,7 +58,7 @@ OUTCOMES = {
     "policy": (
         [
             r"V100 +fp16-mixed .*Volta", r"T4 +fp16-mixed .*none for bf16", r"A100 +bf16-mixed",
-            r"H100 +bf16-mixed", r"mps +fp16-mixed .*never run", r"cpu +(bf16|fp32)", "remainder",
+            r"H100 +bf16-mixed", r"mps +fp32 .*never run", r"cpu +(bf16|fp32)", "remainder",
         ],
         [],
     ),
@@ -70,7 +70,7 @@ OUTCOMES = {
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
     "curves": (["Written: runs/book/report.html"], ["runs/book/report.html"]),
     "notebook": ([r"<(table|pre)[^>]*>policy +bf16-split"], []),
-    "mac": ([r"take fp16-mixed: .*Apple M"], []),
+    "mac": ([r"take fp32: .*Apple M"], []),
 }  # fmt: skip
 
 

@@ -362,7 +362,7 @@ def test_prompts_are_not_learned(bases, data, tmp_path):
 def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     # steps so large that it gets worse again
     config = config_of(
-        bases(), data, optimizer__learning_rate=1.0, schedule__min_ratio=1.0, run__max_steps=8,
+        bases(), data, optimizer__learning_rate=0.5, schedule__min_ratio=1.0, run__max_steps=8,
         run__eval_every=1, run__keep=1,
     )  # fmt: skip
     session, ticks = run(config, tmp_path / "r")
@@ -608,7 +608,7 @@ BAD = {
                   r"data.max_length=161 is over the 160 positions .*lower --max-length"),
     "nothing to learn": ({"data__max_length": 20}, DataError, "no document of 48 is left"),
     "measure": ({"run__best_by": "accuracy"}, ConfigError, "best_by=accuracy is for classifiers"),
-    "target": ({"model__lora_targets": ["nose"]}, ConfigError, "no layer has the LoRA target"),
+    "target": ({"model__lora_targets": ["nose"]}, ConfigError, "no layer has the target"),
     "rank": ({"model__lora_r": -1}, ConfigError, "model.lora_r=-1; allowed"),
     "no folder": ({"model__source": "./nowhere"}, ConfigError, "nowhere"),
     "tensor": ({"run__batch_size": 999, "run__grad_accum": 333}, ConfigError, "too small for"),

@@ -74,16 +74,17 @@ def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:
     """Write a file whole or not at all, or into a device or a pipe; return the number of lines."""
     special = path.exists() and not path.is_file()
     path = path if special else Path(os.path.realpath(path))  # a link stays one
-    temporary = path.with_name(f".{path.name}.unfinished")
+    temporary = path if special else path.with_name(f".{path.name}.unfinished")
     try:
-        with (path if special else temporary).open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             count = _write(found, file)
         if not special:
             os.replace(temporary, path)
     except OSError as error:
         raise HalfstepError(f"--output {path} cannot be written: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if not special:
+            temporary.unlink(missing_ok=True)
     return count
 
 

@@ -207,8 +207,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         DataError: If the path does not exist, or holds no usable tokenizer.
     """
     path = Path(path).expanduser()
-    folder = path if path.is_dir() else path.parent
     try:
+        folder = path if path.is_dir() else path.parent
         file = folder / CONFIG_FILE
         config = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
         if config.get(BYTES_MARK) == BYTES:
