@@ -90,7 +90,7 @@ benchmark:
 
 lab:
 	@VENV=$(VENV) scripts/setup-venv.sh test
-	@for script in $(filter-out lab/common.py,$(wildcard lab/*.py)); do $(BIN)/python $$script --out docs/figures/lab || exit 1; done
+	@for script in $(filter-out lab/course.py,$(wildcard lab/*.py)); do $(BIN)/python $$script --out docs/figures/lab || exit 1; done
 	@$(BIN)/python scripts/lab_page.py
 
 catalogue:

@@ -16,7 +16,7 @@
 # %%
 import torch
 
-from common import BLACK, BLUE, ORANGE, SKY, Lab, Transformer, batches, train
+from course import BLACK, BLUE, ORANGE, SKY, Lab, Transformer, batches, train
 from halfstep import Precision
 from halfstep.optim import AdamW
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-import common
-from common import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
+from course import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
 from halfstep import Precision
 from halfstep.distributed import Layout, ParallelPlan, choose_strategy, open_world
 from halfstep.optim import AdamW
@@ -73,7 +72,7 @@ lab.tell(f"Starting {RANKS} processes ...", f"启动 {RANKS} 个进程……")
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = str(free.getsockname()[1])
 meet = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS)}
-command = [sys.executable, str(Path(common.__file__).with_name("communication.py"))]
+command = [sys.executable, str(Path(course.__file__).with_name("communication.py"))]
 command += ["--quick"] * lab.quick
 started = [
     subprocess.Popen(command, stdout=subprocess.PIPE, text=True,

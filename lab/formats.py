@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from common import BLACK, BLUE, GREEN, ORANGE, PINK, Lab
+from course import BLACK, BLUE, GREEN, ORANGE, PINK, Lab
 from halfstep.formats import BF16, E2M1, E4M3FN, E5M2, FP16
 
 lab = Lab("formats")

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 
-from common import BLACK, BLUE, GREEN, ORANGE, Lab, Transformer, batches
+from course import BLACK, BLUE, GREEN, ORANGE, Lab, Transformer, batches
 from halfstep import Precision
 from halfstep.optim import AdamW
 

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 
-from common import BLACK, BLUE, GREEN, PINK, SKY, Lab, Transformer, batches, train
+from course import BLACK, BLUE, GREEN, PINK, SKY, Lab, Transformer, batches, train
 from halfstep import LostUpdateMeter
 
 lab = Lab("lost_updates")

@@ -16,7 +16,7 @@
 # %%
 import torch
 
-from common import BLUE, ORANGE, Lab, Transformer, batches, train
+from course import BLUE, ORANGE, Lab, Transformer, batches, train
 from halfstep import Precision
 from halfstep.optim import AdamW
 

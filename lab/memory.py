@@ -16,7 +16,7 @@
 import torch
 import torch.nn.functional as F
 
-from common import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, Lab, Transformer
+from course import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, Lab, Transformer
 from halfstep import MemoryMeter, Precision
 from halfstep.optim import AdamW
 

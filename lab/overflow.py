@@ -20,7 +20,7 @@ import math
 import torch
 from torch import nn
 
-from common import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
+from course import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
 from halfstep import Precision, first_cause
 from halfstep.formats import FP16
 

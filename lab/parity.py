@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from common import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
+from course import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
 
 lab = Lab("parity")
 STEPS, SEEDS, EVERY = (4, 2, 2) if lab.quick else (100, 3, 20)

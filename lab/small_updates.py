@@ -17,7 +17,7 @@
 import torch
 from torch import nn
 
-from common import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, Lab
+from course import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, Lab
 from halfstep.optim import SGD
 
 lab = Lab("small_updates")

@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from common import BLACK, BLUE, ORANGE, Lab, Transformer, batches
+from course import BLACK, BLUE, ORANGE, Lab, Transformer, batches
 from halfstep import Precision
 from halfstep.optim import AdamW
 

@@ -19,7 +19,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from common import BLUE, ORANGE, Lab, Transformer, batches, train
+from course import BLUE, ORANGE, Lab, Transformer, batches, train
 
 lab = Lab("underflow")
 SMALL, LARGE, STEPS = (2, 16, 2) if lab.quick else (16, 96, 60)  # sequences, and training before

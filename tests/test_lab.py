@@ -244,7 +244,7 @@ def test_a_notebook_shows_the_figure(monkeypatch):
 def test_the_page_is_what_scripts_and_findings_make_of_it(language):
     page = (DOCS / f"lab{lab_page.SUFFIX[language]}.md").read_text(encoding="utf-8")
     assert page == lab_page.page(language), "run python scripts/lab_page.py"
-    assert {path.stem for path in LAB.glob("*.py")} == {*NAMES, "common"}
+    assert {path.stem for path in LAB.glob("*.py")} == {*NAMES, "course"}
 
 
 @pytest.mark.parametrize("name", NAMES)
