@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import course
 from course import BLACK, BLUE, ORANGE, Lab, Transformer, batches, train
 from halfstep import Precision
 from halfstep.distributed import Layout, ParallelPlan, choose_strategy, open_world

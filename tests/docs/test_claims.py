@@ -14,7 +14,7 @@ from halfstep.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/claims.md", "docs/claims.zh.md", "docs/concepts.md", "docs/concepts.zh.md")
-EXPERIMENTS = {f"lab/{path.name}" for path in (ROOT / "lab").glob("*.py")} - {"lab/common.py"}
+EXPERIMENTS = {f"lab/{path.name}" for path in (ROOT / "lab").glob("*.py")} - {"lab/course.py"}
 
 
 def code(page: str) -> list[str]:
