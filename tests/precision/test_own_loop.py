@@ -95,6 +95,23 @@ def test_a_copy_looks_at_each_master_once(monkeypatch):
     assert copied[1].bias.item() == 7.0
 
 
+@pytest.mark.parametrize("policy", MAKE)
+def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
+    model = net()
+    optimizer, precision = under(policy, model)
+    step(model, precision)
+    model[1] = nn.Linear(4, 3)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    assert step(model, precision).applied
+    model.load_state_dict({n: v / 2 for n, v in model.state_dict().items()})
+    assert step(model, precision).applied
+    saved = precision.state_dict()
+    assert saved["masters"]["1.weight"].shape == (3, 4)
+    precision.load_state_dict(saved)
+    precision.take_weights_()
+    assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
+
+
 SCALED = ["fp16-mixed", "fp16-master"]
 # Rounding to fp16 of operands and results in a forward and a backward of two layers.
 NEAR = {"rtol": 0.02, "atol": 1e-3}

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import DTYPES
@@ -45,11 +44,6 @@ def _kind(value: object) -> str:
 def require_model(value: object, where: str) -> nn.Module:
     """Refuse anything but a ``torch.nn.Module`` instance: a class, parameters, an optimizer."""
     return require(value, nn.Module, where, "a torch.nn.Module")
-
-
-def require_optimizer(value: object, where: str) -> Optimizer:
-    """Refuse anything but a ``torch.optim.Optimizer`` instance."""
-    return require(value, Optimizer, where, "a torch.optim.Optimizer")
 
 
 def as_number(value: object, where: str, allowed: str) -> float:

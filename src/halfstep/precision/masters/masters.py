@@ -370,10 +370,6 @@ class MasterWeights:
                 _follow_(weight.target.detach(), weight.visible)
         self._loaded.before.clear()
 
-    def were_loaded(self) -> bool:
-        """Whether ``model.load_state_dict`` ran since the last step: masters must follow it."""
-        return bool(self._loaded.before)
-
     def _was_loaded(self, weight: Weight) -> bool:
         before = self._loaded.before
         return bool(before) and self._loaded.changed(weight.name, weight.visible)
