@@ -59,8 +59,8 @@ def main() -> None:
     steps |= {policy: one[2] for policy, one in zip(arguments.policies, held, strict=True)}
     if arguments.compile:
         for name in [*steps]:
-            held.append(stepper("bf16-mixed" if name == "bf16-mixed" else f"{name},simulate=yes"))
-            held[-1][0].compile()
+            policy = name if name == "bf16-mixed" else f"{name},simulate=yes"
+            held.append(stepper(policy, torch.compile))
             steps[f"{name} compiled"] = held[-1][2]
     if not arguments.no_peer and importlib.util.find_spec("torchao"):
         held.append(of_torchao())

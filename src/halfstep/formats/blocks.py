@@ -17,15 +17,16 @@ watches for non-finite numbers sees it. (OCP MX 1.0 leaves this case to implemen
 NVFP4 kernels saturate such numbers to the largest.)
 
 **Source:** OCP Microscaling Formats (MX) 1.0, 5.2 and 5.4.1; cuBLAS 12.9, "1D block scaling" and
-TransformerEngine ``ptx.cuh`` (``rceil``: amax times the fp32 reciprocal); torchao 0.18 ``float8_utils.py`` and DeepSeek-V3 (arXiv 2412.19437), 3.3 (``amax``);
-TransformerEngine ``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-level``).
+TransformerEngine ``ptx.cuh`` (``rceil``: amax times the fp32 reciprocal); torchao 0.18
+``float8_utils.py`` and DeepSeek-V3 (arXiv 2412.19437), 3.3 (``amax``); TransformerEngine
+``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-level``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor

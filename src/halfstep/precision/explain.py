@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import Placement, place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.shown import Text, aligned
@@ -57,13 +56,6 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     bytes that training with AdamW holds for its parameters (frozen ones: the weights alone). A
     parameter shared by several modules is counted with the first.
 
-    Args:
-        policy: A policy, its name, field string or ``.toml`` file.
-        model: Any module, on any device.
-
-    Raises:
-        PrecisionError: If a rule matches nothing, rules conflict, or ``model`` is not a module.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         >>> print(explain_model("bf16-master,keep_fp32=type:LayerNorm", model))
@@ -75,36 +67,37 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     require_model(model, "explain_model(model)")
     first = next(model.parameters(), None)
     value = parse_policy(policy, "cpu" if first is None else first.device)
-    placed = place(value, model)
-    kept = placed.kept()
-    low = sum(bytes_per_parameter(value).values())
-    high = sum(bytes_per_parameter(value, kept=True).values())
-    names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
     rows = [("module", "class", "params", "compute", "rule", "bytes")]
     counted: set[int] = set()
     total = 0.0
-    for placement in placed.modules:
-        own = [p for p in placement.module._parameters.values() if p is not None]
-        own = [p for p in own if id(p) in names]
+    for placement in place(value, model).modules:
+        parameters = [p for p in placement.module._parameters.values() if p is not None]
+        own = [p for p in parameters if p.is_floating_point()]
         if not own and not placement.direct:
             continue
-        size = 0.0
-        for parameter in own:
-            stored = 4 if names[id(parameter)] in kept else value.param_dtype.itemsize
-            each = high if names[id(parameter)] in kept else low
-            if id(parameter) not in counted:
-                size += parameter.numel() * (each if parameter.requires_grad else stored)
-            counted.add(id(parameter))
+        size = sum(_size(value, p, placement.fp32) for p in own if id(p) not in counted)
+        counted |= {id(p) for p in own}
         total += size
-        params = dtype_name(torch.float32 if placement.fp32 else value.param_dtype) if own else "-"
-        own_format = "tf32" if value.tf32 else dtype_name(value.compute_dtype)
-        compute = "fp32" if placement.fp32 and not value.tf32 else own_format
-        compute = str(placement.recipe) if placement.recipe else compute
-        rule = placement.rule or "-"
-        kind = type(placement.module).__name__
-        rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
+        rows.append(_row(value, placement, f"{size:.0f}", has_weights=bool(own)))
     rows.append(("total", "", "", "", "", f"{total:.0f}"))
     return Text(aligned(rows, {5}))
+
+
+def _size(policy: PrecisionPolicy, parameter: torch.Tensor, kept: bool) -> float:
+    """The bytes that training holds for a parameter; ``kept``: a rule keeps it in fp32."""
+    if parameter.requires_grad:
+        return parameter.numel() * sum(bytes_per_parameter(policy, kept=kept).values())
+    return parameter.numel() * (4 if kept else policy.param_dtype.itemsize)
+
+
+def _row(
+    policy: PrecisionPolicy, placement: Placement, size: str, *, has_weights: bool
+) -> tuple[str, ...]:
+    kept, kind = placement.fp32, type(placement.module).__name__
+    params = dtype_name(torch.float32 if kept else policy.param_dtype) if has_weights else "-"
+    own = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+    compute = str(placement.recipe or ("fp32" if kept and not policy.tf32 else own))
+    return placement.name or ".", kind, params, compute, placement.rule or "-", size
 
 
 def bytes_per_parameter(
@@ -217,16 +210,13 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         scheme = SCHEMES.get(getattr(policy.recipe, product))
         if scheme is None:
             continue
-        extra = (
-            ", gradients rounded stochastically"
-            if "gradients" in operands and scheme.stochastic
-            else ""
+        extra = ", gradients rounded stochastically" * (
+            "gradients" in operands and scheme.stochastic
         )
-        extra += ", Hadamard over 16 tokens" if product == "wgrad" and scheme.hadamard else ""
+        extra += ", Hadamard over 16 tokens" * (product == "wgrad" and scheme.hadamard)
         texts = [_operand(scheme, operand) for operand in operands]
         rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
     for scheme in policy.schemes():
-        rows.append(("scales", scheme.name, _scales(scheme)))
         since = "{}.{}".format(*scheme.since)
         rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))
     if policy.simulate:
@@ -237,29 +227,8 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 def _operand(scheme: Scheme, operand: str) -> str:
     """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
-    if not form.block:
-        return f"{operand} {form.element.name} with one scale for the tensor"
-    return f"{operand} {form.element.name} in {'{}x{}'.format(*form.block)} blocks"
-
-
-def _scales(scheme: Scheme) -> str:
-    """The formats of a scheme's scales, and what an operand takes with them."""
-    form = BLOCK_FORMATS[scheme.inputs]
-    scale = form.scale.name
-    if form.block:
-        both = form.has_tensor_scale
-        scale = (
-            f"{scale} for each block and fp32 for the tensor" if both else f"{scale} for each block"
-        )
-    elif form.has_tensor_scale:
-        scale = f"{scale} for the tensor"
-    bits = []
-    for operand in ("inputs", "weights", "gradients"):
-        form = BLOCK_FORMATS[getattr(scheme, operand)]
-        shared = math.prod(form.block) if form.block else math.inf
-        each = f"{form.element.bits + form.scale.bits / shared:.4g}"
-        bits.append(f"{operand} {each}")
-    return f"{scale}; bits per element of {', '.join(bits)}"
+    shared = "{}x{} blocks".format(*form.block) if form.block else "the tensor"
+    return f"{operand} {form.element.name}, {form.scale.name} scales of {shared}"
 
 
 def _islands(policy: PrecisionPolicy) -> str:
