@@ -17,7 +17,8 @@ from every import every
 from halfstep.distributed.tensor.regions import sum_over_ranks
 from halfstep.distributed.tensor.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
-from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
+from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -450,7 +451,7 @@ def under_rules(rank, text, pair, sequence=False):
     dtypes = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, args, out, n=name: dtypes.update({n: out.dtype}))
-    with around_model(policy, model, torch.device("cpu")):
+    with Autocast(policy, model, torch.device("cpu")):
         loss = model.loss_sum(pair)[0]
         loss.backward()
     return dtypes, {name: whole(p.grad) for name, p in model.named_parameters()}

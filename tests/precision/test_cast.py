@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
+from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import (
-    around_model,
     cast_at_border,
     cast_floating,
     cast_parameters_,
@@ -190,7 +190,7 @@ def test_forwards_of_an_evaluation_cast_each_weight_once(monkeypatch):
         torch.ones(2, 8, dtype=BF16),
         torch.device("cpu"),
     )
-    around = around_model(parse_policy("bf16-mixed"), model, device)
+    around = Autocast(parse_policy("bf16-mixed"), model, device)
 
     def casts() -> int:
         with torch.profiler.profile() as seen, torch.no_grad():

@@ -134,14 +134,12 @@ def test_the_same_layer_of_several_blocks_is_one_pattern():
 
 
 def test_autocast_alone_cannot_round_layers():
-    with pytest.raises(
-        PrecisionError, match=r"rounds the operands of linear layers.*needs the mod"
-    ):
+    with pytest.raises(PrecisionError, match="autocast needs the model"):
         halfstep.autocast(POLICY, "cpu")
-    with pytest.raises(PrecisionError, match=r"0\.up has recipe none.*says nvfp4.*Precision"):
+    with pytest.raises(PrecisionError, match=r"0\.up is not in the format of policy nvfp4"):
         halfstep.autocast(POLICY, "cpu", nn.Sequential(Block()))
     model, _ = made("mxfp8,simulate=yes")
-    with pytest.raises(PrecisionError, match=r"0\.up has recipe mxfp8.*says nvfp4"):
+    with pytest.raises(PrecisionError, match=r"0\.up is not in the format of policy nvfp4"):
         halfstep.autocast(POLICY, "cpu", model)
     with halfstep.autocast("mxfp8,simulate=yes", "cpu", model):
         model(batch())
@@ -201,7 +199,7 @@ def test_a_model_saved_whole_is_plain():
         assert all(set(vars(module)) == set(vars(type(module)(1, 1))) for module in other.modules()
                    if isinstance(module, nn.Linear))  # fmt: skip
         assert torch.equal(other[0].up.weight, model[0].up.weight)
-        with pytest.raises(PrecisionError, match="has recipe none"):
+        with pytest.raises(PrecisionError, match="is not in the format"):
             halfstep.autocast(POLICY, "cpu", other)
 
 
@@ -222,7 +220,7 @@ def test_a_copy_is_plain(policy):
     plain.load_state_dict(copied.state_dict())
     assert all(low_bit_of(module) is None for module in copied.modules())
     assert torch.equal(evaluated(copied, torch.no_grad()), evaluated(plain, torch.no_grad()))
-    with pytest.raises(PrecisionError, match=r"has recipe none|is stored in fp32"):
+    with pytest.raises(PrecisionError, match="is not in the format"):
         halfstep.autocast(policy, "cpu", copied)
     assert low_bit_of(model[0].up) is not None
     precision.close()
