@@ -75,8 +75,8 @@ class OpCasts(TorchFunctionMode):
             # the one method that torch.compile traces only as a call on its tensor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
-        if func in KERNELS and self.runs_kernels() and not self.covered:
-            found = native(func, args, kwargs or {})
+        if func in KERNELS and not self.covered and self.runs_kernels() and may_run():
+            found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
         plain = type(func) is not FunctionType or func in LEAVES
@@ -134,20 +134,16 @@ class AutocastCasts(OpCasts):
 
     table = AUTOCAST_ON_CPU
 
-    def is_on(self) -> bool:
-        """Whether autocast is on: not in fp32 regions; in a backward only for recomputation."""
+    def is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
 
     def runs_kernels(self) -> bool:
-        """In bf16, where the table applies."""
         return self.is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
-    def looks_inside(self, func: Function) -> bool:
-        """Whether autocast is on, or the function is a backward, which may recompute with it on."""
+    def looks_inside(self, func: Function) -> bool:  # a backward may recompute with autocast on
         return self.is_on() or func in _RUNS_BACKWARD
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with its operands in the format of its list."""
         if kwargs.get("out") is not None or cast == "product":
             # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
             return func(*args, **kwargs)
@@ -198,19 +194,15 @@ class StoredCasts(OpCasts):
         self.compute = compute
 
     def is_on(self) -> bool:
-        """Always True: where all operands have one dtype, most of the table does nothing."""
         return True
 
     def runs_kernels(self) -> bool:
-        """In bf16."""
         return self.compute == torch.bfloat16
 
     def looks_inside(self, func: Function) -> bool:
-        """Always True, since operands of two dtypes may meet there as well."""
         return True
 
     def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with its operands promoted to one dtype if they have several."""
         if cast in ("loss", "fp32"):
             args, kwargs = _low_to_fp32((args, kwargs))
             return func(*args, **kwargs)
@@ -264,20 +256,19 @@ def _modes() -> list[OpCasts]:
 def _formats(value: Any, *, on_cpu: bool = False) -> set[torch.dtype]:
     """The floating dtypes in arguments; with ``on_cpu``, only of tensors that autocast casts."""
     found: set[torch.dtype] = set()
-    _collect(value, found, on_cpu)
-    return found
-
-
-def _collect(value: Any, found: set[torch.dtype], on_cpu: bool) -> None:
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, Tensor):
             dtype = item.dtype
-            if dtype not in found and dtype.is_floating_point:
-                if on_cpu and (dtype == torch.float64 or item.device.type != "cpu"):
-                    continue
+            if dtype.is_floating_point and not (on_cpu and _is_left_alone(item)):
                 found.add(dtype)
         elif isinstance(item, list | tuple | dict):
-            _collect(item, found, on_cpu)
+            found |= _formats(item, on_cpu=on_cpu)
+    return found
+
+
+def _is_left_alone(tensor: Tensor) -> bool:
+    """Whether a CPU's autocast does not cast the tensor."""
+    return tensor.dtype == torch.float64 or tensor.device.type != "cpu"
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -295,9 +286,9 @@ def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
     """Cast floating tensors in arguments; with ``on_cpu``, only those that autocast casts."""
 
     def change(tensor: Tensor) -> Tensor:
-        if on_cpu and (tensor.dtype == torch.float64 or tensor.device.type != "cpu"):
+        if not tensor.is_floating_point() or (on_cpu and _is_left_alone(tensor)):
             return tensor
-        return tensor.to(to) if tensor.is_floating_point() else tensor
+        return tensor.to(to)
 
     return _mapped(value, change)
 
@@ -358,7 +349,7 @@ LEAVES: frozenset[Function] = frozenset(
 )
 """Functions written in Python that models call often and that call no function of the table."""
 
-# What a torch function written in Python asks first, and passes itself to a mode where one is on.
+# What a torch function written in Python asks first, to pass itself to a mode where one is on.
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -405,13 +396,6 @@ FEW_QUERIES = 32
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
 _REDUCTIONS = ("none", "sum", "mean")
-
-
-def native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel makes of a call; ``NotImplemented`` where none knows it."""
-    if not may_run():
-        return NotImplemented
-    return KERNELS[func](*args, **kwargs)
 
 
 def _plain(x: Any) -> bool:

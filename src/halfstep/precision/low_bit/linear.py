@@ -61,13 +61,9 @@ class Region:
 
 
 class Clock:
-    """Gives random bits for a step.
+    """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
 
-    Attributes:
-        step: How many steps have been taken or skipped; the owner counts.
-
-    Args:
-        rank: Which part of each batch this process sees, so that ranks draw other bits.
+    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
     """
 
     def __init__(self, rank: int = 0) -> None:
