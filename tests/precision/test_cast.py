@@ -33,12 +33,9 @@ class Output:
     derived: int = dataclasses.field(default=7, init=False)
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, "text", b"bytes", True, {1, 2}, Output])
-def test_other_values_are_the_same_objects(value):
-    assert cast_floating(value, BF16) is value
-
-
 def test_structures_are_kept():
+    for other in (None, 3, "text", True, {1, 2}, Output):
+        assert cast_floating(other, BF16) is other
     x, ids = torch.ones(2), torch.tensor([1, 2])
     value = {
         "list": [x, ids, [x]],

@@ -1,7 +1,6 @@
 """Every door and every companion of a training loop, with layers below 16 bits."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -94,45 +93,6 @@ def test_an_operand_compiled_for_the_cpu_has_the_bits_of_the_definition():
                     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("policy", "layers"),
-    [
-        ("mxfp8", r"0\.up has 100 inputs.*fprop.*mxfp8 needs whole blocks of 32 \(and 1 more "
-                  r"layers do\); keep it by keep_bf16=0\.up\|0\.down"),
-        ("mxfp8,keep_bf16=0.up", r"0\.down has 100 outputs.*dgrad.*keep_bf16=0\.down$"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("door", ["Precision", "autocast", "explain_model", "trace"])
-def test_every_door_names_the_layers_that_fit_no_blocks(policy, layers, door):
-    model = nn.Sequential(nn.ModuleDict({"up": nn.Linear(100, 128), "down": nn.Linear(128, 100)}))
-    spelled = f"{policy},simulate=yes"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with halfstep.trace(model, policy=spelled) as ran:
-        pass
-    doors = {
-        "Precision": lambda: halfstep.Precision(spelled, model, optimizer),
-        "autocast": lambda: halfstep.autocast(spelled, "cpu", model),
-        "explain_model": lambda: halfstep.explain_model(spelled, model),
-        "trace": ran.differences,
-    }
-    with pytest.raises(PrecisionError, match=layers):
-        doors[door]()
-
-
-def test_the_same_layer_of_several_blocks_is_one_pattern():
-    model = nn.ModuleDict(
-        {"h": nn.ModuleList(nn.ModuleDict({"a": nn.Linear(64, 8)}) for _ in "ab")}
-    )
-    with pytest.raises(
-        PrecisionError, match=r"h\.0\.a has 8 outputs.*keep_bf16=h\.\*\.a$"
-    ) as error:
-        made(POLICY, model=model)
-    keep = str(error.value).rpartition(" ")[2]
-    model["h"].append(nn.ModuleDict({"a": nn.Linear(64, 64)}))
-    with pytest.raises(PrecisionError, match="none of the model's"):
-        made(f"{POLICY},{keep}", model=model)
-
-
 def test_autocast_alone_cannot_round_layers():
     with pytest.raises(PrecisionError, match="autocast needs the model"):
         halfstep.autocast(POLICY, "cpu")
@@ -182,25 +142,6 @@ def test_a_number_that_is_not_finite_reaches_the_guard_and_its_first_cause(polic
     assert all(torch.equal(a, b) for a, b in zip(before, faulty.parameters(), strict=True))
     cause = str(halfstep.first_cause(precision, lambda: loss(batch())))
     assert "Fault" in cause, cause
-
-
-def through_a_pickle(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    assert b"halfstep" not in file.getvalue()  # it loads where halfstep is not installed
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def test_a_model_saved_whole_is_plain():
-    model, _ = made()
-    for saved in (model, copy.deepcopy(model)):
-        other = through_a_pickle(saved)
-        assert all(set(vars(module)) == set(vars(type(module)(1, 1))) for module in other.modules()
-                   if isinstance(module, nn.Linear))  # fmt: skip
-        assert torch.equal(other[0].up.weight, model[0].up.weight)
-        with pytest.raises(PrecisionError, match="is not in the format"):
-            halfstep.autocast(POLICY, "cpu", other)
 
 
 STORED = "bf16-split,recipe=mxfp8,simulate=yes"

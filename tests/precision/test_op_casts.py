@@ -49,26 +49,6 @@ def test_every_entry_is_a_function_of_torch():
     every(sorted({n for t in (AUTOCAST, MIXED) for k in t for n in t[k]}), check)
 
 
-def test_an_operation_is_in_one_list():
-    for table in (AUTOCAST, MIXED):
-        names = [name for group in table.values() for name in group]
-        assert len(names) == len(set(names))
-
-
-def test_spellings_are_derived():
-    assert {
-        *(torch.softmax, torch.Tensor.softmax, F.softmax, torch.special.softmax),
-        *(torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.__rpow__),
-        *(torch.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.Tensor.norm),
-        *(F.layer_norm, torch.layer_norm, torch.rms_norm, torch.addmv, torch.Tensor.mv),
-    } <= set(AUTOCAST_ON_CPU)
-    assert {
-        *(F.linear, torch.matmul, torch.Tensor.matmul, torch.einsum, torch.conv2d, F.conv2d),
-        *(torch._VF.lstm, torch._VF.gru_cell, torch.linalg.solve, torch.fft.rfft, torch.sparse.mm),
-        *(F.mse_loss, torch._C._nn.cross_entropy_loss, torch.Tensor.index_put_),
-    } <= set(MIXED_FUNCTIONS)
-
-
 def test_every_operation_that_cuda_casts_is_in_the_table():
     found = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     names = {name.removeprefix("aten::").partition(".")[0] for name in found}

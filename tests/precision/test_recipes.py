@@ -97,6 +97,12 @@ def test_a_model_that_cannot_have_the_recipe_is_refused_by_name(policy, model, w
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_the_same_layer_of_several_blocks_is_one_pattern():
+    block = lambda width: nn.ModuleDict({"a": nn.Linear(64, width)})  # noqa: E731
+    with pytest.raises(PrecisionError, match=r"h\.0\.a has 8 outputs.*keep_bf16=h\.\*\.a$"):
+        place(parse_policy("nvfp4"), nn.ModuleDict({"h": nn.ModuleList([block(8), block(8)])}))
+
+
 def test_a_shared_layer_with_two_recipes_is_refused():
     model = nn.ModuleDict({"a": nn.Linear(64, 64)})
     model["b"] = model["a"]

@@ -15,7 +15,6 @@ from halfstep.optim.optimizers import AdamW
 from halfstep.precision.casting.cast import (
     Region,
     add_regions_,
-    cast_floating,
     remove_regions_,
 )
 from halfstep.precision.policy.rules import place
@@ -499,13 +498,6 @@ def test_torch_s_fused_inference_path_does_not_bypass_a_rule():
     with precision.autocast(), torch.inference_mode():
         assert model(torch.ones(2, 3, 4)).isfinite().all()
     assert layer.norm1.seen == F32
-
-
-def test_rules_under_fp32_change_nothing():
-    precision, model = prepared("fp32", Net(), ("head", "fp32"))
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert cast_floating(model.head.weight, F32) is model.head.weight
-    assert str(precision.policy) == "fp32,keep_fp32=head"
 
 
 # --- explaining ----------------------------------------------------------------------------------
