@@ -274,19 +274,6 @@ class BlockFormat:
         top = self.element.max
         return scales, (blocks * scales.encode).clamp_(-top, top)
 
-    def _of_tensor(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """The fp32 scale of numbers up to ``amax``, and its reciprocal, which undoes it.
-
-        For the rules ``amax``, where it fills the element format, and ``two-level``, where it
-        leaves a factor of 448 for the scales of the blocks.
-        """
-        if self.rule == "amax":
-            scale = _over(self.element.max, amax.double().clamp(min=LEAST_AMAX)).float()
-        else:
-            scale = _over(E4M3FN.max * self.element.max, amax).clamp(max=_LARGEST_FP32)
-            scale = torch.where(amax == 0, 1.0, scale)
-        return scale, 1.0 / scale
-
     def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int) -> None:
         """Refuse what cannot be cut into whole blocks, or is no fp32, bf16 or fp16."""
         if dtype not in _TAKEN:
@@ -361,16 +348,17 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
         decode = E8M0.decode(codes)
         return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
+    lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
     if form.rule == "amax":
-        encode, decode = form._of_tensor(largest)
-        lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+        encode = _over(top, largest.double().clamp(min=LEAST_AMAX)).float()
+        decode = 1.0 / encode
         return _Scales(decode + lost, encode + lost, decode + lost, None)
     finite = torch.where(largest.isfinite(), largest, 0.0)
-    by = finite.amax() if largest.numel() else largest.new_zeros(())
-    outer, rest = form._of_tensor(by)
-    whole = E4M3FN.max
-    wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
-    lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+    amax = finite.amax() if largest.numel() else largest.new_zeros(())
+    outer = _over(E4M3FN.max * top, amax).clamp(max=_LARGEST_FP32)
+    outer = torch.where(amax == 0, 1.0, outer)
+    rest = 1.0 / outer  # undoes the scale of the tensor
+    wanted = (largest * (outer * (1.0 / top))).clamp(max=E4M3FN.max)
     codes = _codes(E4M3FN, wanted + lost, None)
     decode = _numbers(E4M3FN, codes)
     encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)

@@ -192,14 +192,12 @@ def _scale(scale: LossScaleConfig) -> str:
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    parts = [f"{size:.4g} {key}" for key, size in cost.items() if size]
+    parts = " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
     one = f"{sum(cost.values()) - cost['moments'] / 2:.4g}"
-    text = f"per parameter with AdamW: {' + '.join(parts)}; {one} with one moment (Muon, Lion)"
+    text = f"per parameter with AdamW: {parts}; {one} with one moment (Muon, Lion)"
     if policy.casts_per_op:
-        text += (
-            f", and {policy.compute_dtype.itemsize} for the cast copies while a forward and "
-            "backward run"
-        )
+        size = policy.compute_dtype.itemsize
+        text += f", and {size} for the cast copies while a forward and backward run"
     return text
 
 
