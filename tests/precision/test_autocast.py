@@ -138,17 +138,6 @@ def settings(names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
-def test_where_the_switches_are_right_nothing_is_touched(name, monkeypatch):
-    # the default of a CPU, under which fp32 products are fp32 products
-    touched = []
-    monkeypatch.setattr("halfstep.precision.casting.fp32_pins._set", lambda *a: touched.append(a))
-    x = torch.randn(4, 4, requires_grad=True)
-    with context_of(name), context_of(name).arithmetic():
-        (x @ x).float().sum().backward()
-    assert touched == []
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
 def test_a_wrong_switch_is_held_while_the_context_is_open_and_no_longer(name):
     torch.set_float32_matmul_precision("medium")
     torch.backends.mkldnn.conv.fp32_precision = "bf16"

@@ -15,6 +15,7 @@ from halfstep.precision.casting.cast import (
     cast_at_border,
     cast_floating,
     cast_parameters_,
+    give_back_,
     keeping_casts,
 )
 from halfstep.precision.policy.rules import place
@@ -112,14 +113,13 @@ def test_the_border_casts_inputs_and_outputs_and_can_be_removed(name):
             return {"y": x * scale["s"], "ids": ids}
 
     module = Spy()
-    handles = cast_at_border(place(POLICIES[name], module))
+    cast_at_border(place(POLICIES[name], module))
     x, ids, scale = torch.ones(2), torch.tensor([1, 2]), {"s": torch.tensor(2.0)}
     output = module(x, ids, scale=scale, flag=False)
     low = STORED[name]
     assert seen == {"x": low, "ids": torch.int64, "scale": low, "flag": False}
     assert (output["y"].dtype, output["ids"].dtype) == (torch.float32, torch.int64)
-    for handle in handles:
-        handle.remove()
+    give_back_(module)
     assert module(x.double(), ids, scale=scale)["y"].dtype == torch.float64
 
 

@@ -113,13 +113,6 @@ def test_placement():
     )
 
 
-def test_a_star_is_every_module_and_the_model_itself():
-    model = Net()
-    names = {name for name, _ in model.named_modules()}
-    assert fp32_names(with_rules("bf16-master", ("*", "fp32")), model) == names
-    assert fp32_names(with_rules("bf16-master", ("type:Net", "fp32")), model) == names
-
-
 @pytest.mark.parametrize("name", STORED_LOW)
 def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
     precision, model = prepared(name, Net(), ("blocks.0", "fp32"), ("head", "fp32"))
@@ -404,25 +397,6 @@ def test_an_exception_leaves_autocast_as_it_was(error):
 
 
 # --- masters and updates -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bf16-master", "fp16-master"])
-def test_an_fp32_parameter_is_its_own_master(name):
-    model = Net()
-    head = [*model.head.parameters()]
-    precision, model = prepared(name, model, ("head", "fp32"))
-    masters = precision.named_parameters()
-    assert masters["head.weight"] is head[0] is model.head.weight
-    assert not head[0]._post_accumulate_grad_hooks
-    assert masters["stem.weight"] is not model.stem.weight
-    with precision.masters.installed():
-        owned = {id(p) for group in precision.optimizers[0].param_groups for p in group["params"]}
-    assert owned == {id(p) for p in masters.values()}
-    for batch in batches(3):
-        assert precision.step(loss_of(model, precision, batch)).applied
-    for n, p in model.named_parameters():
-        assert torch.equal(p, masters[n].to(p.dtype)), n
-    assert all(p.grad is None for p in model.parameters())
 
 
 # --- the wrapped forward -------------------------------------------------------------------------

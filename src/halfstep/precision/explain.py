@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from halfstep.formats import BLOCK_FORMATS, FORMATS
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
@@ -125,37 +125,25 @@ def bytes_per_parameter(
 def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
     p, c = policy.param_dtype, policy.compute_dtype
-    mode = rounding_mode(policy.update)
-    products = (
-        "matrix products: operands rounded to tf32"
-        if policy.tf32
-        else f"matrix products: operands in {dtype_name(c)}"
-    )
+    form = "tf32" if policy.tf32 else dtype_name(c)
+    products = f"matrix products: operands {'rounded to' if policy.tf32 else 'in'} {form}"
     products += ", fp32 accumulation" if min(c.itemsize, p.itemsize) < 4 else ""
-    added = "gradients of micro-batches add up in this format" + (
-        "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
-    )
-    averaged = policy.moment_format if policy.needs_own_optimizer else ""
-    moments = (
-        _MOMENTS[averaged] if averaged in ("bf16", "8bit") else "the optimizer's running averages"
-    )
-    form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
+    added = "gradients of micro-batches add up in this format"
+    added += "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
+    moments = "the optimizer's running averages"
+    if policy.needs_own_optimizer:
+        moments = _MOMENTS.get(policy.moment_format, moments)
     cost = bytes_per_parameter(policy)
     return [
         ("params", dtype_name(p), _weights(policy)),
-        ("compute", form.name, products),
+        ("compute", form, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
-        ("master", dtype_name(policy.master_dtype), mode.master),
+        ("master", dtype_name(policy.master_dtype), rounding_mode(policy.update).master),
         ("moments", policy.moment_format, moments),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
         ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
-        (
-            "range",
-            f"{form.max:.6g} / {form.min_subnormal:.3g}",
-            "largest finite and smallest positive number of the compute format",
-        ),
         *_explain_low(policy),
         *(("rule", f, f"modules {glob}") for glob, f in policy.rules),
     ]
@@ -192,9 +180,8 @@ def _scale(scale: LossScaleConfig) -> str:
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    parts = " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
-    one = f"{sum(cost.values()) - cost['moments'] / 2:.4g}"
-    text = f"per parameter with AdamW: {parts}; {one} with one moment (Muon, Lion)"
+    text = "per parameter with AdamW: "
+    text += " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
     if policy.casts_per_op:
         size = policy.compute_dtype.itemsize
         text += f", and {size} for the cast copies while a forward and backward run"
@@ -231,15 +218,8 @@ def _operand(scheme: Scheme, operand: str) -> str:
 
 def _islands(policy: PrecisionPolicy) -> str:
     """The operations that run in fp32 although matrix products do not."""
-    if policy.param_dtype != torch.float32:
-        return (
-            "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "
-            "sums inside, fp32 where operands are mixed"
-        )
-    if policy.casts == "module":
-        return "of the model and the loss; softmax and norms take and give 16 bits"
-    return (
-        "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
-        if policy.casts_per_op
-        else "of the model; everything else is fp32 too"
-    )
+    if policy.casts_per_op:
+        return "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
+    if policy.compute_dtype == torch.float32:
+        return "of the model; everything else is fp32 too"
+    return "of the model; the loss is fp32, softmax and norms take and give 16 bits"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
@@ -19,7 +18,7 @@ from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.low_bit.linear import Clock, LowBitLinear, Region
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32
+from halfstep.precision.policy.rules import PlacedModel, Placement, place
 from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
@@ -122,33 +121,23 @@ def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
     return cast_floating(output, torch.float32)
 
 
-def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook of LSTM, GRU and RNN that casts floating inputs to the weights' dtype."""
-    dtype = next(layer.parameters()).dtype
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
-def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> list[RemovableHandle]:
+def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
     """Make ``model(...)`` accept floating inputs of any dtype and return fp32.
 
     A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`, a
     layer below 16 bits a :class:`~halfstep.precision.low_bit.linear.LowBitLinear`. 16-bit
     recurrent layers get inputs in the weights' dtype, which torch checks before any operation.
-    The returned handles remove single hooks; :func:`give_back_` removes everything.
+    :func:`give_back_` removes everything.
     """
-    policy, module, handles = placed.policy, placed.model, []
+    policy = placed.policy
     add_regions_(placed, clock)
     if policy.param_dtype != torch.float32:
-        for part in module.modules():
-            if isinstance(part, nn.RNNBase):
-                hook = part.register_forward_pre_hook(cast_recurrent_inputs, with_kwargs=True)
-                handles.append(hook)
-        dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
-        inputs = CastInputs(policy, dtype)
-        handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
+        recurrent = {id(p.module): p for p in placed.modules if isinstance(p.module, nn.RNNBase)}
+        for part in (placed.modules[0], *recurrent.values()):
+            inputs = CastInputs(policy, torch.float32 if part.fp32 else policy.compute_dtype)
+            part.module.register_forward_pre_hook(inputs, with_kwargs=True)
     if policy.compute_dtype != torch.float32:
-        handles.append(module.register_forward_hook(cast_outputs))
-    return handles
+        placed.model.register_forward_hook(cast_outputs)
 
 
 class FormatRegion(Region):
@@ -312,7 +301,7 @@ def remove_regions_(model: nn.Module) -> None:
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
-    plain = (cast_outputs, cast_recurrent_inputs, keep_fused_paths_off)
+    plain = (cast_outputs, keep_fused_paths_off)
     return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
 
 

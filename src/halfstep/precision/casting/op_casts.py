@@ -75,7 +75,7 @@ class OpCasts(TorchFunctionMode):
             # the one method that torch.compile traces only as a call on its tensor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
-        if func in KERNELS and not self.covered and self.runs_kernels() and may_run():
+        if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
@@ -84,33 +84,33 @@ class OpCasts(TorchFunctionMode):
             # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
-        if cast is not None and self.is_on():
-            return self.cast(cast, func, args, kwargs)
+        if cast is not None and self._is_on():
+            return self._run(cast, func, args, kwargs)
         if cast == "product":
-            args, kwargs = self.agreed(args, kwargs)
-        if plain or torch.compiler.is_compiling() or not self.looks_inside(func):
+            args, kwargs = self._agreed(args, kwargs)
+        if plain or torch.compiler.is_compiling() or not self._looks_inside(func):
             return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
         return self._inside(func, types, args, kwargs)
 
-    def looks_inside(self, func: Function) -> bool:
+    def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
         return False
 
-    def is_on(self) -> bool:
+    def _is_on(self) -> bool:
         """Whether the mode's table applies now."""
         return False
 
-    def runs_kernels(self) -> bool:
+    def _runs_kernels(self) -> bool:
         """Whether functions that a compiled kernel knows run by it now."""
         return False
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of the table with its arguments cast."""
         raise NotImplementedError
 
-    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The operands to use for a product while the table does not apply."""
         return args, kwargs
 
@@ -134,16 +134,16 @@ class AutocastCasts(OpCasts):
 
     table = AUTOCAST_ON_CPU
 
-    def is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
+    def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
 
-    def runs_kernels(self) -> bool:
-        return self.is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    def _runs_kernels(self) -> bool:
+        return self._is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
-    def looks_inside(self, func: Function) -> bool:  # a backward may recompute with autocast on
-        return self.is_on() or func in _RUNS_BACKWARD
+    def _looks_inside(self, func: Function) -> bool:  # a backward may recompute with autocast on
+        return self._is_on() or func in _RUNS_BACKWARD
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("out") is not None or cast == "product":
             # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
             return func(*args, **kwargs)
@@ -167,7 +167,7 @@ class AutocastCasts(OpCasts):
         args, kwargs = _cast((args, kwargs), to, on_cpu=True)
         return func(*args, **kwargs)
 
-    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
 
         Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
@@ -193,16 +193,16 @@ class StoredCasts(OpCasts):
         super().__init__()
         self.compute = compute
 
-    def is_on(self) -> bool:
+    def _is_on(self) -> bool:
         return True
 
-    def runs_kernels(self) -> bool:
+    def _runs_kernels(self) -> bool:
         return self.compute == torch.bfloat16
 
-    def looks_inside(self, func: Function) -> bool:
+    def _looks_inside(self, func: Function) -> bool:
         return True
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cast in ("loss", "fp32"):
             args, kwargs = _low_to_fp32((args, kwargs))
             return func(*args, **kwargs)
