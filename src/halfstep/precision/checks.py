@@ -282,12 +282,12 @@ def check_state(
     ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
     another policy's state. Returns the masters to load, by name; none if the weights are masters.
     """
-    kinds = dict.fromkeys(("applied_total", "skipped_total", "skipped_in_a_row"), int)
-    kinds |= dict.fromkeys(("loss_scale", "masters"), Mapping)
+    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
+    tables = ("loss_scale", "masters")
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes"} != {"policy", *kinds}:
+    if set(state) - {"spikes"} != {"policy", *counts, *tables}:
         raise PrecisionError(
             f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
             "Precision.state_dict() gave"
@@ -298,10 +298,12 @@ def check_state(
             f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
             "model's weights= to convert it"
         )
-    for key, kind in kinds.items():
-        found = state[key]
-        if not isinstance(found, kind) or isinstance(found, bool) or (kind is int and found < 0):
-            raise PrecisionError(f"the saved precision state is damaged: {key}={found!r}")
+    wrong = [key for key in counts if type(state[key]) is not int or state[key] < 0]
+    wrong += [key for key in tables if not isinstance(state[key], Mapping)]
+    if wrong:
+        raise PrecisionError(
+            f"the saved precision state is damaged: {wrong[0]}={state[wrong[0]]!r}"
+        )
     as_state(state.get("spikes"))
     masters, dtypes = dict(state["masters"]), {torch.float32}
     if weights is not None and not masters:

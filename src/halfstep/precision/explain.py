@@ -67,7 +67,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     require_model(model, "explain_model(model)")
     first = next(model.parameters(), None)
     value = parse_policy(policy, "cpu" if first is None else first.device)
-    rows = [("module", "class", "params", "compute", "rule", "bytes")]
+    rows: list[tuple[str, ...]] = [("module", "class", "params", "compute", "rule", "bytes")]
     counted: set[int] = set()
     total = 0.0
     for placement in place(value, model).modules:

@@ -10,8 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,8 +28,6 @@ from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
 Status = Literal["native", "simulated", "refused"]
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Context = contextlib.AbstractContextManager[object]
 
 
@@ -133,7 +130,7 @@ def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
     return device.type == "cpu" and missing
 
 
-class Autocast:
+class Autocast(contextlib.ContextDecorator):
     """The context for a forward and its loss, under one policy.
 
     Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
@@ -221,16 +218,6 @@ class Autocast:
         elif inside_casts():  # shadows outer casts, which are another policy's
             found.append(OpCasts())
         return found
-
-    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorate a function so that every call of it runs inside the context."""
-
-        @wraps(function)
-        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self:
-                return function(*args, **kwargs)
-
-        return inside
 
 
 def _entered_all(contexts: Sequence[_Context]) -> _Context:

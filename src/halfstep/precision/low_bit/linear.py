@@ -173,7 +173,7 @@ class _Products(torch.autograd.Function):
         return dx, dw, db, None
 
 
-_outside_graphs = torch.compiler.disable(_Products.apply)
+_outside_graphs = torch.compiler.disable(_Products.apply)  # type: ignore[no-untyped-call]
 _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """Which dim of its two operands a product sums over."""
 

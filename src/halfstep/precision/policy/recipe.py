@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep.errors import PrecisionError
 
@@ -47,22 +47,10 @@ class Scheme:
 
 
 _BLACKWELL, _HOPPER = (10, 0), (9, 0)
-
-
-def _nvfp4(name: str, *, stochastic: bool = True, hadamard: bool = True) -> Scheme:
-    return Scheme(
-        name,
-        inputs="nvfp4",
-        weights="nvfp4-2d",
-        gradients="nvfp4",
-        block=16,
-        stochastic=stochastic,
-        hadamard=hadamard,
-        since=_BLACKWELL,
-        source="arXiv 2509.25149, sections 3 and 4",
-    )
-
-
+_NVFP4 = Scheme(
+    "nvfp4", "nvfp4", "nvfp4-2d", "nvfp4", 16, stochastic=True, hadamard=True, since=_BLACKWELL,
+    source="arXiv 2509.25149, sections 3 and 4",
+)  # fmt: skip
 SCHEMES: Mapping[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -76,9 +64,9 @@ SCHEMES: Mapping[str, Scheme] = {
             "mxfp8-e5m2", "mxfp8", "mxfp8", "mxfp8-e5m2", 32, since=_BLACKWELL,
             source="OCP MX 1.0; NVIDIA-NeMo/Megatron-Bridge#638 diverged with it",
         ),
-        _nvfp4("nvfp4"),
-        _nvfp4("nvfp4-nearest", stochastic=False),
-        _nvfp4("nvfp4-unmixed", hadamard=False),
+        _NVFP4,
+        replace(_NVFP4, name="nvfp4-nearest", stochastic=False),
+        replace(_NVFP4, name="nvfp4-unmixed", hadamard=False),
     )
 }  # fmt: skip
 """Every scheme that a recipe may name."""
