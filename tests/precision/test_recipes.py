@@ -5,20 +5,9 @@ import torch
 from torch import nn
 
 import halfstep
-from every import every
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-
-SPELLINGS = [
-    "fp8",
-    "fp8-block,simulate=yes",
-    "mxfp8,moments=8bit",
-    "nvfp4,keep_bf16=blocks.0*|lm_head",
-    "bf16-split,recipe=bf16/nvfp4/nvfp4,simulate=yes",
-    "bf16-mixed,rules=a.*:mxfp8/nvfp4/nvfp4|b:fp32",
-    "bf16-mixed,recipe=nvfp4-nearest,simulate=yes",
-]
 
 
 class Block(nn.Module):
@@ -49,13 +38,6 @@ class Model(nn.Module):
 def recipes(policy, model=None):
     model = Model() if model is None else model
     return {p.name: str(p.recipe) for p in place(parse_policy(policy), model).low}
-
-
-def test_a_policy_is_spelled_as_it_was_written():
-    def check(spelling):
-        assert str(parse_policy(spelling)) == spelling
-
-    every(SPELLINGS, check)
 
 
 def test_every_linear_layer_has_the_recipe_but_one_that_shares_an_embedding():

@@ -1,7 +1,6 @@
 """Rules: which module is in which format, that it computes so, and what is refused."""
 
 import copy
-import re
 from dataclasses import replace
 
 import pytest
@@ -125,26 +124,6 @@ def test_parameters_of_fp32_modules_are_fp32_and_all_others_are_not(name):
 
 
 # --- spelling ------------------------------------------------------------------------------------
-
-
-def test_rules_are_read_and_spelled_back():
-    def check(text, rules):
-        policy = parse_policy(text)
-        assert policy.rules == tuple(rules)
-        assert str(policy) == text
-        assert replace(policy, rules=()) == parse_policy(re.sub(",(rules|keep_fp32)=.*", "", text))
-
-    every(
-        [
-            ("bf16-mixed,keep_fp32=*.norm*|lm_head", [("*.norm*", "fp32"), ("lm_head", "fp32")]),
-            ("bf16-master,keep_fp32=type:LayerNorm", [("type:LayerNorm", "fp32")]),
-            ("bf16-master,rules=*:fp32|blocks.*:bf16", [("*", "fp32"), ("blocks.*", "bf16")]),
-            ("fp16-mixed,rules=a:fp32|type:B:fp16", [("a", "fp32"), ("type:B", "fp16")]),
-            ("bf16-split,moments=8bit,keep_fp32=head", [("head", "fp32")]),
-            ("fp32,keep_fp32=head", [("head", "fp32")]),
-        ],
-        check,
-    )
 
 
 globs = st.text(alphabet="abz_.019*?[]!-é", min_size=1, max_size=12).filter(
