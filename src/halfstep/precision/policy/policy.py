@@ -31,28 +31,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _check_rules(rules: tuple[tuple[str, str], ...], tf32: bool, compute: str) -> None:
-    """Refuse a rule that cannot be honoured, or that a field string cannot express."""
-    if rules and tf32:
-        raise PrecisionError(
-            f"rule {rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole process, "
-            "not by module; use compute=bf16 with rules, or fp32 throughout"
-        )
-    for pattern, form in rules:
-        if compute == "bf16" and is_recipe(form):
-            parse_recipe(form)
-        elif form not in ("fp32", compute):
-            allowed = ", ".join(dict.fromkeys(("fp32", compute)))
-            more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
-            raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
-        glob = pattern.removeprefix("type:")
-        if not glob or glob.endswith(".toml") or re.search(r"[|,=:\"'\s]", glob):
-            raise PrecisionError(
-                f"rule {pattern!r}; allowed: a glob over module names such as '*.norm*', or "
-                "'type:' and a glob over class names, without any of | , = : and blanks"
-            )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
     """Which format each part of training uses; a combination that cannot be run is refused."""
@@ -138,11 +116,31 @@ class PrecisionPolicy:
         for wrong, why in checks:
             if wrong:
                 raise PrecisionError(why)
-        _check_rules(self.rules, self.tf32, c)
-        if self.recipes() and (c != "bf16" or self.casts == "module"):
+        self._check_rules(c)
+
+    def _check_rules(self, compute: str) -> None:
+        """Refuse a rule that cannot be honoured, or that a field string cannot express."""
+        if self.rules and self.tf32:
             raise PrecisionError(
-                f"recipe={self.recipes()[0]} with compute={c}, casts={self.casts}: formats below "
-                "16 bits stand on bf16 products; use compute=bf16, as bf16-mixed or bf16-split"
+                f"rule {self.rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole "
+                "process, not by module; use compute=bf16 with rules, or fp32 throughout"
+            )
+        for pattern, form in self.rules:
+            if form not in ("fp32", compute) and not (compute == "bf16" and is_recipe(form)):
+                allowed = ", ".join(dict.fromkeys(("fp32", compute)))
+                more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
+                raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
+            glob = pattern.removeprefix("type:")
+            if not glob or glob.endswith(".toml") or re.search(r"[|,=:\"'\s]", glob):
+                raise PrecisionError(
+                    f"rule {pattern!r}; allowed: a glob over module names such as '*.norm*', or "
+                    "'type:' and a glob over class names, without any of | , = : and blanks"
+                )
+        if self.recipes() and (compute != "bf16" or self.casts == "module"):
+            raise PrecisionError(
+                f"recipe={self.recipes()[0]} with compute={compute}, casts={self.casts}: formats "
+                "below 16 bits stand on bf16 products; use compute=bf16, as bf16-mixed or "
+                "bf16-split"
             )
 
     def _check_values(self) -> None:
