@@ -57,7 +57,7 @@ class Settings(NamedTuple):
 
     dropout: float = 0.0
     causal: bool = False
-    scale: float = 1.0
+    scale: float | None = None  # 1 / sqrt(D)
     seed: int = 0
 
 
@@ -94,9 +94,10 @@ def attention(
     """What ``F.scaled_dot_product_attention`` computes, for operands that :func:`fits` accepts."""
     if mask is not None:
         mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
-    scale = 1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-    settings = Settings(dropout, causal, scale, drawn_seed() if dropout else 0)
-    out: Tensor = _Attention.apply(q_BHTD, k_BKSD, v_BKSD, mask, settings)  # type: ignore[no-untyped-call]
+    seed = drawn_seed() if dropout else 0
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        q_BHTD, k_BKSD, v_BKSD, mask, Settings(dropout, causal, scale, seed)
+    )
     return out
 
 
@@ -148,7 +149,7 @@ def attend(
     ``mask`` is fp32, is added to the scores and has the shape ``(B, H, T, S)``.
     """
     out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, k, v = _rows(q), _rows(k), _rows(v)  # kept by name: the call holds addresses only
+    q, k, v = map(_rows, (q, k, v))  # kept by name: the call holds addresses only
     call = _call(q, k, v, mask, out, lse, settings)
     library().halfstep_attention(ctypes.byref(call), torch.get_num_threads())
     return out, lse
@@ -162,9 +163,8 @@ def attend_backward(
     q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
     call = _call(q, k, v, mask, out, lse, settings)
     _place(call, "grad_out", grad, q)
-    named = zip(("grad_query", "grad_key", "grad_value"), into, (q, k, v), strict=True)
-    for name, made, like in named:
-        _place(call, name, made, like)
+    for name, made, like in zip(("query", "key", "value"), into, (q, k, v), strict=True):
+        _place(call, f"grad_{name}", made, like)
     library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
 
 
@@ -175,7 +175,8 @@ def _call(
     if not fits(q, k, v, mask, True):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, mask) if x is not None)
         raise PrecisionError(f"the kernel takes what fits() accepts, got shapes {shapes}")
-    call = _Call(**settings._asdict())
+    scale = 1 / math.sqrt(q.shape[-1]) if settings.scale is None else settings.scale
+    call = _Call(**settings._asdict() | {"scale": scale})
     call.lse = address(lse, math.prod(q.shape[:3]), torch.float32)
     for name, x, like in (("query", q, q), ("key", k, k), ("value", v, k), ("out", out, q)):
         _place(call, name, x, like)

@@ -61,11 +61,9 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
     package = resources.files("halfstep")
     texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
     fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
-    parts = (*texts.values(), _identity(compiler).encode(), _cpu().encode())
-    parts = (*parts, " ".join((*fixed, *_WIDE, *_THREADS)).encode())
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "halfstep" / "kernels"
+    said = "\0".join((_identity(compiler), _cpu(), " ".join((*fixed, *_WIDE, *_THREADS))))
+    digest = hashlib.sha256(b"\0".join((*texts.values(), said.encode()))).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep", "kernels")
     library = folder / f"{Path(sources[0]).stem}-{digest}.so"
     if library.exists():
         return library
@@ -74,10 +72,9 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
         for name, text in texts.items():
             (Path(work) / name).write_bytes(text)
         files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
-        target = Path(work) / "library.so"
+        target = Path(work, "library.so")
         for optional in ((*_WIDE, *_THREADS), _THREADS, _WIDE, ()):
-            flags = (*fixed, *optional)
-            command = [*compiler, *flags, "-o", str(target), *files]
+            command = [*compiler, *fixed, *optional, "-o", str(target), *files]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode == 0:
                 os.replace(target, library)
@@ -88,7 +85,7 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
 
 def _identity(compiler: Sequence[str]) -> str:
     """Which compiler it is, by its files, as asking it for its version would take 10 ms."""
-    files = [Path(found).resolve() for found in map(shutil.which, compiler) if found]
+    files = (Path(found).resolve() for found in map(shutil.which, compiler) if found)
     return " ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
 
 
@@ -98,8 +95,8 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "features", "cpu part")
-    return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
+    said = ("model name", "flags", "features", "cpu part")
+    return "".join(sorted({line for line in lines if line.lower().startswith(said)}))
 
 
 def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
