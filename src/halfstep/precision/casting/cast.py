@@ -359,14 +359,21 @@ def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
     gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
     summed = getattr(casts, "reduce_dtype", None) or gathered
     given = getattr(casts, "output_dtype", None) or torch.float32
-    for key, has, wanted, use in (
-        ("param_dtype", gathered, (computes,), str(computes) if by_module else "None"),
-        ("reduce_dtype", summed, (policy.reduce_dtype,), str(policy.reduce_dtype)),
-        ("output_dtype", given, (torch.float32, computes), "None"),
+    named = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
+    for key, has, wanted, use, other in (
+        ("param_dtype", gathered, (computes,), computes if by_module else None, f"policy {named}"),
+        (
+            "reduce_dtype",
+            summed,
+            (policy.reduce_dtype,),
+            policy.reduce_dtype,
+            f"reduce={dtype_name(summed)}",
+        ),
+        ("output_dtype", given, (torch.float32, computes), None, "another policy"),
     ):
         if has not in wanted:
             raise PrecisionError(
-                f"{what} is sharded by fully_shard with MixedPrecisionPolicy of {key} "
-                f"{dtype_name(has)}, and policy {policy} has {dtype_name(wanted[0])} there; use "
-                f"{key}={use}, or another policy"
+                f"{what} is sharded by fully_shard with MixedPrecisionPolicy({key}="
+                f"{dtype_name(has)}), and policy {policy} has {dtype_name(wanted[0])} there; use "
+                f"{key}={use}, or {other}"
             )
