@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from tests.reference.adam import EPS
 from torch.distributed.tensor import DTensor
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
 from halfstep.distributed.select import choose_strategy
+from halfstep.distributed.strategy import plan_of
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -31,13 +30,10 @@ def sequences(step):
 
 
 def prepare(
-    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw", divided=False,
+    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw",
     **options,
 ):  # fmt: skip
-    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names.
-
-    ``divided``: ranks divide the matrices of Muon, as they do in the trainer.
-    """
+    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
     value = parse_policy(policy)
     strategy = choose_strategy(
         Layout.parse(layout), value, torch.device("cpu"), sequence_parallel=sequence_parallel
@@ -48,8 +44,6 @@ def prepare(
     strategy.place_(model, plan_of(model))
     config = OptimizerConfig(name=kind, learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
-    if divided:
-        optimizer.ranks = dist.group.WORLD
     precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
     strategy.attach_(precision)
     return strategy, model, precision

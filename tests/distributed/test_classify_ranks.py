@@ -22,7 +22,6 @@ from tests.trainer.classifiers import (
 
 from distributed.commands import on_ranks
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
@@ -175,26 +174,6 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
     for name, tensor in saved.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, common[name]), name
-
-
-def refused(rank, files, overrides):
-    try:
-        config = classify_config(files, **overrides)
-        open_session(config, no_progress, world=World.around_group())
-    except (ConfigError, PeerError) as error:
-        return str(error)
-    return ""
-
-
-def test_refusals_are_the_same_on_all_ranks(pool2, files):
-    small = {"run__batch_size": 12, "run__grad_accum": 12}
-    for overrides, words in (
-        (small, "batch_size=12 is too small for 2 ranks"),
-        ({"run.parallel": "shard=4"}, "needs 4 ranks"),
-    ):
-        found = pool2.run(refused, files=files, overrides=overrides)
-        assert found[0] == found[1]
-        assert words in found[0]
 
 
 # --- through the command line ---

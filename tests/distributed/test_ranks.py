@@ -93,14 +93,6 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
     every(itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf)), check)
 
 
-def opposite(rank):
-    return ManyRanks(CPU).measure(torch.tensor(math.inf if rank else -math.inf), {}, global_norm)
-
-
-def test_infinities_do_not_cancel(pool2):
-    assert all(math.isnan(loss) for loss, _ in pool2.run(opposite))
-
-
 def found_by(rank, marks, names):
     return ManyRanks(CPU).union(NonFinite(*marks[rank]), names)
 
@@ -118,11 +110,6 @@ def found_by(rank, marks, names):
 def test_a_find_of_any_rank_is_everybodys(pool2, marks, nan, inf):
     for found in pool2.run(found_by, marks=marks, names=["a", "b", "c"]):
         assert (found.nan, found.inf) == (nan, inf)
-
-
-def test_of_no_names_nothing_is_found(pool2):
-    """A model without floating buffers."""
-    assert pool2.run(found_by, marks=[((), ())] * 2, names=[]) == [NonFinite((), ())] * 2
 
 
 def worst(rank):
@@ -180,11 +167,6 @@ def test_marked_parts_of_layers_split_by_hand_give_the_norm_of_the_whole(pool2, 
     assert first == second == pytest.approx(whole_norm(), rel=1e-5)
 
 
-def test_without_a_mark_the_norm_is_too_small_which_is_why_it_is_refused(pool2):
-    first, _ = pool2.run(split_norm, ranks=2, marked=False, model_parallel=None)
-    assert first < 0.95 * whole_norm()
-
-
 def marks(rank, model_parallel):
     plain, marked = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     setattr(marked, MARK, True)
@@ -200,16 +182,6 @@ def test_a_mark_tells_that_model_parallel_ranks_hold_parts(pool4, model_parallel
     marked = nn.Parameter(torch.ones(2))
     setattr(marked, MARK, True)
     assert OneRank().parts_of(marked) == 1
-
-
-def misfit(rank, model_parallel):
-    with pytest.raises(PrecisionError, match="does not divide the 2 ranks"):
-        ManyRanks(CPU, model_parallel=model_parallel)
-
-
-def test_copies_of_a_model_must_fill_the_ranks(pool2):
-    for model_parallel in (0, 3, -2):
-        pool2.run(misfit, model_parallel=model_parallel)
 
 
 def refused(rank, case):

@@ -1,11 +1,6 @@
-"""Decides which layouts can honour which policies, and makes the strategy of a layout.
-
-Nothing else decides that; the table in ``docs/distributed.md`` is generated from here.
-"""
+"""Decides which layouts can honour which policies, and makes the strategy of a layout."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
@@ -15,80 +10,40 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Whether a layout honours a policy.
-
-    Attributes:
-        refused: Why the layout does not honour the policy; empty if it does.
-        nearest: For a refusal, what to use instead.
-        note: If it does, how close results are to those of one device.
-    """
-
-    refused: str = ""
-    nearest: str = ""
-    note: str = ""
-
-
-EXACT, REORDERED = "bit for bit", "another order of sums"
-OTHER_BITS = "other random bits on each rank"
-
-
-def decide(policy: str | PrecisionPolicy, layout: str | Layout) -> Verdict:
-    """Decide whether ``layout`` honours ``policy``, and if not, why and what to use instead."""
+def refusal(policy: str | PrecisionPolicy, layout: str | Layout) -> str:
+    """Say why ``layout`` does not honour ``policy`` and what to use instead; empty if it does."""
     policy, layout = parse_policy(policy), Layout.of(layout)
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
         copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
         ways = (copies, Layout(shard=layout.size), Layout(data=layout.size))
-        nearest = next(way for way in ways if not decide(policy, way).refused)
-        return Verdict(
-            "parameters cannot be sharded over shard and over tensor at once yet",
-            f"parallel={nearest}",
+        nearest = next(way for way in ways if not refusal(policy, way))
+        return (
+            "parameters cannot be sharded over shard and over tensor at once yet; "
+            f"use parallel={nearest}"
         )
     if policy.casts == "module" and layout.shard == 1:
-        return Verdict(
-            "casts=module is FSDP2's way to gather weights, and no axis shards them",
-            "parallel=shard=N, or precision=bf16-mixed",
+        return (
+            "casts=module is FSDP2's way to gather weights, and no axis shards them; "
+            "use parallel=shard=N, or precision=bf16-mixed"
         )
     if layout.tensor > 1 and policy.recipes():
-        return Verdict(
+        return (
             f"{policy.recipes()[0]} scales blocks of a layer's operands, and tensor ranks hold "
-            "parts of them, whose scales nobody agrees on yet",
-            f"parallel=data={layout.size} or shard={layout.size}",
+            f"parts of them, whose scales nobody agrees on yet; use parallel=data={layout.size} "
+            f"or shard={layout.size}"
         )
-    if layout.shard > 1:
-        if low and any(form == "fp32" for _, form in policy.rules):
-            return Verdict(
-                "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
-                "block's parameters in one format",
-                f"parallel=data={layout.size}, or a *-mixed policy with the same rules",
-            )
-        if low:
-            return Verdict(note=f"sums rounded to {dtype_name(policy.param_dtype)}")
-        if policy.casts == "module":
-            return Verdict(note="bf16 between layers")
-        return Verdict(note=_exact(policy, layout))
-    if layout.tensor > 1:
-        form = dtype_name(policy.compute_dtype)
-        return Verdict(note=REORDERED if form == "fp32" else f"{form} partial sums")
-    return Verdict(note=_exact(policy, layout) if layout.data > 1 else "")
-
-
-def _exact(policy: PrecisionPolicy, layout: Layout) -> str:
-    """Say how exact sums over the batch's ranks are.
-
-    a + b equals b + a, but for three summands and more, collectives choose the order.
-    """
-    if any(scheme.stochastic for scheme in policy.schemes()):
-        return OTHER_BITS
-    if policy.reduce_dtype not in (torch.float32, policy.grad_dtype):
-        return f"sums in {dtype_name(policy.reduce_dtype)}"
-    return EXACT if layout.batch_ranks == 2 else REORDERED
+    if layout.shard > 1 and low and any(form == "fp32" for _, form in policy.rules):
+        return (
+            "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
+            f"block's parameters in one format; use parallel=data={layout.size}, or a *-mixed "
+            "policy with the same rules"
+        )
+    return ""
 
 
 def choose_strategy(
@@ -115,11 +70,10 @@ def choose_strategy(
     """
     layout, device = Layout.of(layout), as_device(device)
     policy = parse_policy(policy, device)
-    verdict = decide(policy, layout)
-    if verdict.refused:
+    refused = refusal(policy, layout)
+    if refused:
         raise PrecisionError(
-            f"precision {policy} cannot be honoured under parallel={layout}: {verdict.refused}; "
-            f"use {verdict.nearest}"
+            f"precision {policy} cannot be honoured under parallel={layout}: {refused}"
         )
     if compiled and (layout.shard > 1 or layout.tensor > 1):
         raise ConfigError(

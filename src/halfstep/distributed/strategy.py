@@ -16,8 +16,10 @@ A training loop reads the same with any of them::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan
-from halfstep.distributed.traffic import Traffic
+from halfstep.errors import ConfigError
 from halfstep.precision.agreement import ManyRanks
-from halfstep.precision.border import as_device
+from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -36,6 +37,56 @@ from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import OneRank, Ranks
 from halfstep.precision.step import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """How a model may be split."""
+
+    blocks: tuple[nn.Module, ...]
+    """Modules to shard, each gathered as one unit, in the order in which they run."""
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    """Module name to style of tensor parallelism (``tensor_parallel.parallelize_``); empty: the
+    model does not support it."""
+    methods: tuple[str, ...] = ()
+    """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless all blocks are modules."""
+        several = self.blocks if isinstance(self.blocks, list | tuple) else (None,)
+        if not all(isinstance(block, nn.Module) for block in several):
+            raise ConfigError(
+                f"ParallelPlan(blocks={self.blocks!r:.80}); allowed: a tuple of the model's own "
+                "modules, in the order they run"
+            )
+
+
+def plan_of(model: nn.Module) -> ParallelPlan:
+    """Return the plan that a model provides, or the one derived from a Hugging Face model.
+
+    A user's own model needs ``blocks()``, a list of modules, and for tensor parallelism
+    ``tp_plan()``, a mapping from module name to style. The blocks of a Hugging Face model are the
+    modules whose class is named in ``_no_split_modules``.
+
+    Raises:
+        ConfigError: If the model is neither of these.
+        PrecisionError: If ``model`` is not a module.
+    """
+    require_model(model, "plan_of(model)")
+    own: Any = model
+    if callable(getattr(own, "blocks", None)):
+        tensor = own.tp_plan() if callable(getattr(own, "tp_plan", None)) else {}
+        methods = tuple(n for n in ("loss_sum", "logits") if callable(getattr(own, n, None)))
+        return ParallelPlan(blocks=tuple(own.blocks()), tensor=tensor, methods=methods)
+    names = set(getattr(own, "_no_split_modules", None) or ())
+    blocks = tuple(m for m in model.modules() if type(m).__name__ in names)
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} does not say what to shard: it has neither blocks() nor, as "
+            "Hugging Face models, _no_split_modules; give parallelism "
+            "ParallelPlan(blocks=(its layers...,))"
+        )
+    return ParallelPlan(blocks=blocks)
 
 
 class Strategy:
@@ -133,9 +184,9 @@ class Strategy:
         sums: list[float] = (table / self.layout.tensor).tolist()
         return sums
 
-    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
-        """Return what this rank sends for gradients and parameters per step, and that in fp32."""
-        return Traffic(), Traffic()
+    def sent_bytes(self) -> tuple[int, int]:
+        """Count the bytes of gradients that this rank sends in a step, and those of fp32; or 0."""
+        return 0, 0
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:

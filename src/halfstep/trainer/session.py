@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.consistency import check_agreement
-from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout
+from halfstep.distributed.reducer import broadcast_tensors_
 from halfstep.distributed.select import choose_strategy
 from halfstep.distributed.strategy import Strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.muon import Muon
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
@@ -297,7 +295,7 @@ def open_session(
     config: BaseConfig,
     progress: Progress,
     *,
-    world: World = World.alone(),  # noqa: B008  (frozen)
+    world: World = World(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
@@ -362,8 +360,6 @@ def _precision(
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
-        if isinstance(optimizer, Muon):
-            optimizer.ranks = dist.group.WORLD
     ema = EMA(task.model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
         policy,

@@ -55,7 +55,7 @@ class Vocabulary:
     """The rows of an embedding table, all of which are local to this process.
 
     Tensor parallelism puts an object with the same methods in its place, whose rows are split over
-    ranks (``halfstep.distributed.tensor.styles``); all ranks then call the same methods in the same
+    ranks (``halfstep.distributed.styles``); all ranks then call the same methods in the same
     order.
     """
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from halfstep.distributed.data.flat_sums import gather
+from halfstep.distributed.reducer import gather
 from halfstep.errors import DataError
 
 SEQUENCE_DIM = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
 import torch
@@ -10,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan
-from halfstep.distributed.tensor.styles import STYLES, ParallelForward
+from halfstep.distributed.reducer import DataParallel
+from halfstep.distributed.strategy import ParallelPlan
+from halfstep.distributed.styles import STYLES, ParallelForward
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import part_like
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -94,11 +93,7 @@ def _forwards(
     forwards = []
     for name, text in plan.items():
         if name not in modules:
-            near = difflib.get_close_matches(name, modules, n=1)
-            raise ConfigError(
-                f"the plan names {name!r}, but the model has no such module"
-                + (f"; did you mean {near[0]!r}?" if near else ": take it out of the plan")
-            )
+            raise ConfigError(f"the plan names {name!r}, but the model has no such module")
         style, _, argument = text.partition(":")
         if style not in STYLES:
             allowed = ", ".join(STYLES)

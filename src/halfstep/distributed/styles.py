@@ -1,6 +1,6 @@
 """The styles of a tensor-parallel plan: how each rank computes a module with its part of it.
 
-:mod:`halfstep.distributed.tensor.tensor_parallel` describes each style and applies a plan.
+:mod:`halfstep.distributed.tensor_parallel` describes each style and applies a plan.
 
 Shapes: B batch, T positions, C width, F this rank's part of the features.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from halfstep.distributed.tensor.regions import (
+from halfstep.distributed.regions import (
     SEQUENCE_DIM,
     copy_to,
     gather_replicated,
