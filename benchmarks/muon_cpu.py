@@ -5,10 +5,11 @@
 
 The model is gpt-small-cpu (14 M parameters) with a vocabulary of 8192. Times: a step of the
 optimizers alone over the model's parameters, interleaved in one process; torch's is
-torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Losses: the
-mean of the last 20 of ``--steps`` steps on the bytes of the standard library's source, each seed
-with its own weights and batches, under bf16-mixed for torch's and bf16-split for ours; and the
-bytes of the storages that the matrices' weights and state occupy. Each part writes a file of results.
+torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Losses:
+the mean of the last 20 of ``--steps`` steps on the bytes of the standard library's source, each
+seed with its own weights and batches, under bf16-mixed for torch's and bf16-split for ours; and
+the bytes of the storages that the matrices' weights and state occupy. Each part writes a file of
+results.
 """
 
 from __future__ import annotations

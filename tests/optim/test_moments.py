@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.optim.moments import BLOCK, decode, encode, moment_dtype, zeros
+from halfstep.optim.moments import BLOCK, decode, encode
 from reference import floats
 
 TOPS = range(32, 255)  # the lowest is a constant of the format; 254 is the largest fp32 exponent

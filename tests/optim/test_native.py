@@ -18,7 +18,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim import optimizers
 from halfstep.optim.kernels import kernel_for
 from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
-from halfstep.optim.kernels.reference import Plan, read_master, run_torch
+from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD, Algorithm

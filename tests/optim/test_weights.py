@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.kernels import reference as weights
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24

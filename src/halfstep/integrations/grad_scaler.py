@@ -25,8 +25,7 @@ optimizer is the MAX over ranks, in one small collective beside the check.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,7 +40,6 @@ from halfstep.integrations.optimizer_tensors import (
     accepts_low_precision,
     kinds,
     name_table,
-    on_parts,
     owned,
     parameter_names,
     refuse_half,
@@ -66,7 +64,6 @@ EXTRA_KEY = "halfstep"
 """The key of a state dict's extra entry, which torch's scaler ignores."""
 
 _EXTRA = {"skipped_total": int, "skipped_in_a_row": int, "calibrating": bool}
-_NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
 _Held = Tensor | float
 """A number, or a 0-dim tensor on a device whose value has not been read yet."""
 
@@ -178,8 +175,8 @@ class GradScaler(torch.amp.GradScaler):
         * ``skipped_total``, ``skipped_in_a_row``: rounds between two calls of ``update`` in which
           any optimizer's step was skipped; with one optimizer, its steps.
         * ``nonfinite_parameters``: empty, with reason ``"overflow"``, for a fused optimizer on a
-          GPU without an explicit ``unscale_``, since looking would make the host wait. After an
-          explicit one on a GPU, a gradient that holds both NaN and infinities counts as NaN.
+          GPU without an explicit ``unscale_``, since looking would make the host wait. A gradient
+          that holds both NaN and infinities counts as NaN.
         """
         last = self._last
         if not isinstance(last, _Step):
@@ -241,9 +238,9 @@ class GradScaler(torch.amp.GradScaler):
         flags = self._found_inf_per_device(optimizer).values()
         if all(map(on_host, flags)):
             if any(flag.item() for flag in flags):
-                self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=True)
+                self._nonfinite[id(optimizer)] = _look(optimizer, self._names)
         elif not self._stepping:  # clipping may follow, which spreads one NaN over all gradients
-            self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=False)
+            self._nonfinite[id(optimizer)] = _look(optimizer, self._names)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless done, and step unless a gradient is not finite, like torch's.
@@ -255,8 +252,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
         try:
-            with _unchecked_explained(), on_parts(optimizer):
-                value = super().step(optimizer, *args, **kwargs)
+            value = super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
         self._remember(optimizer)
@@ -401,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
         held = _hold(total(flags, self._scale.device)) if found is None else found
         find = self._nonfinite.get(id(optimizer))
         if find is None and not isinstance(held, Tensor) and held:
-            find = _look(optimizer, self._names, exact=True)
+            find = _look(optimizer, self._names)
         scale = _hold(self._scale)
         self._last = _Step(held, self._loss, scale, scale, find)
         self._round.append(self._last)
@@ -410,8 +406,7 @@ class GradScaler(torch.amp.GradScaler):
         self, new_scale: float | Tensor | None, then: Callable[[], None] | None = None
     ) -> None:
         """Call torch's update, adapt the scale further by ``then``, and count the round."""
-        with _unchecked_explained():
-            super().update(new_scale)
+        super().update(new_scale)
         if then is not None:
             then()
         if self._round and self._scale is not None:
@@ -527,11 +522,8 @@ class _Step:
         return NonFinite((), ()) if self.find is None else self.find()
 
 
-def _look(optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> _Find:
-    """Look for gradients that are not finite, without waiting for a device until it is read.
-
-    ``exact`` also finds infinities in tensors that hold NaN, which reads the gradients twice more.
-    """
+def _look(optimizer: Optimizer, known: Mapping[Tensor, str]) -> _Find:
+    """Look for gradients that are not finite, without waiting for a device until it is read."""
     names = parameter_names(optimizer, known)
     stored = [(names[p], grad.detach()) for p, grad in stored_gradients(optimizer)]
     # a tensor subclass cannot stand beside plain tensors in one foreach call
@@ -539,14 +531,12 @@ def _look(optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> 
     values = [value for _, value in found]
     # the largest absolute value of each: NaN if there is a NaN, else inf if there is one
     norms = list(torch._foreach_norm(values, math.inf)) if values else []
-    infinite = [value.isinf().any() for value in values] if exact else norms
 
     def read() -> NonFinite:
-        looked = zip((name for name, _ in found), norms, infinite, strict=True)
-        seen = [(name, float(norm), bool(any_)) for name, norm, any_ in looked]
+        seen = [(name, float(norm)) for (name, _), norm in zip(found, norms, strict=True)]
         return NonFinite(
-            tuple(name for name, norm, _ in seen if math.isnan(norm)),
-            tuple(n for n, norm, any_ in seen if math.isinf(norm) or (exact and any_)),
+            tuple(name for name, norm in seen if math.isnan(norm)),
+            tuple(name for name, norm in seen if math.isinf(norm)),
         )
 
     return read
@@ -573,18 +563,3 @@ def _any_skipped(steps: list[_Step], device: torch.device) -> _Held:
     waiting = [step.found for step in steps if isinstance(step.found, Tensor)]
     known = float(any(step.skipped for step in steps if not isinstance(step.found, Tensor)))
     return (total(waiting, device) + known).clamp(max=1.0) if waiting else known
-
-
-@contextmanager
-def _unchecked_explained() -> Iterator[None]:
-    """Add to torch's assertion, when it saw no gradient, what that means."""
-    try:
-        yield
-    except AssertionError as error:
-        if not str(error).startswith(_NOT_CHECKED):
-            raise
-        raise AssertionError(
-            f"{error} Call scaler.step(optimizer) before update(). If it was called, no parameter "
-            "of the optimizer got a gradient: all are frozen, the loss was detached or does not "
-            "depend on them, or the model was moved or replaced after the optimizer was made"
-        ) from None

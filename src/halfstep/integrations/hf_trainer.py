@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -31,11 +31,11 @@ from halfstep.integrations.accelerate import (
     ScaleOptions,
     attach as attach_scaler,
     bare,
-    check_options,
     refuse_engine,
+    refuse_scale_options,
 )
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.integrations.optimizer_tensors import refuse_pure, refuse_pure_weights
+from halfstep.integrations.optimizer_tensors import refuse_pure
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
@@ -43,7 +43,7 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
 try:  # an optional dependency, the extra "hf"
-    from transformers import Trainer, TrainerCallback as TrainerCallback
+    from transformers import TrainerCallback
 except ImportError as error:
     raise ConfigError(
         "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
@@ -86,50 +86,28 @@ def attach(
     Raises:
         ConfigError: If it is not a Trainer, is already attached or trained, or if scaler options
             are given without a scaler.
-        PrecisionError: If its precision or engine does not allow a loss scaler; or if it
-            trains 16-bit weights whose small updates would be lost, unless
-            ``allow_pure=True``. If its class makes its own optimizer, ``train`` raises it.
+        PrecisionError: If its precision or engine does not allow a loss scaler. ``train`` raises it
+            for 16-bit weights whose small updates would be lost, unless ``allow_pure=True``.
     """
     _check(trainer)
-    check_options(options, "policies and recipes are halfstep.Precision's, in a loop of your own")
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
-    scales = {*options} - {"allow_pure", "names", "ranks"}
-    if scales and not wanted:
-        raise ConfigError(
-            f"attach() got {', '.join(sorted(scales))}, but this Trainer has no loss scaler: it "
-            f"trains with mixed_precision={trainer.accelerator.mixed_precision!r}. Leave them out, "
-            "or say scaler=True with an fp16 autocast of your own"
-        )
-    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
-    if not allow_pure:
-        _check_weights(trainer)
     used = None
     if wanted:  # the callback has a meter of its own
         used = attach_scaler(trainer.accelerator, scaler=wanted, lost_updates_every=0, **options)
+    else:
+        refuse_scale_options(trainer.accelerator, options)
+    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
     callback = NumericsCallback(
         trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
         folder=folder,
     )  # fmt: skip
     trainer.log, trainer.training_step = callback.log, callback.training_step
-    trainer.accelerator.clip_grad_norm_ = callback.kept_norm
+    trainer.accelerator.clip_grad_norm_ = callback.clip
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
         trainer.args.logging_nan_inf_filter = False
         _LOG.warning("args.logging_nan_inf_filter is now False: a NaN loss is logged as NaN")
     return callback
-
-
-class _KeptNorm:
-    """Accelerate's ``clip_grad_norm_``, which also records the norm for the step."""
-
-    def __init__(self, clip: Callable[..., Any]) -> None:
-        self._clip = clip
-        self.norm: Tensor | float | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Accelerate does, and record the norm that it returns."""
-        self.norm = self._clip(*args, **kwargs)
-        return self.norm
 
 
 class NumericsCallback(TrainerCallback):
@@ -165,7 +143,8 @@ class NumericsCallback(TrainerCallback):
         self.now = (math.nan, math.nan)
         """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
-        self.kept_norm = _KeptNorm(trainer.accelerator.clip_grad_norm_)
+        self._clip = trainer.accelerator.clip_grad_norm_
+        self._norm: Any = None  # which clipping has found since the last step
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
 
@@ -177,6 +156,11 @@ class NumericsCallback(TrainerCallback):
         loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
         self._micro.append((loss.detach(), inputs))
         return loss
+
+    def clip(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip as Accelerate does, and record the norm that it returns."""
+        self._norm = self._clip(*args, **kwargs)
+        return self._norm
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer does, with :meth:`numbers` added during training."""
@@ -222,7 +206,7 @@ class NumericsCallback(TrainerCallback):
             self.meter.close()
         optimizer = bare(kwargs["optimizer"])
         if not self._allow_pure:
-            refuse_pure(optimizer, _names(self._trainer.model))
+            refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
@@ -237,13 +221,13 @@ class NumericsCallback(TrainerCallback):
             PrecisionError: If gradients were clipped before they were unscaled.
         """
         scaled = self._scaled and self.scaler is not None
-        if scaled and self.kept_norm.norm is None and args.max_grad_norm:
+        if scaled and self._norm is None and args.max_grad_norm:
             raise PrecisionError(
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
-        micro, norm = self._micro, self.kept_norm.norm
-        self._micro, self.kept_norm.norm = [], None
+        micro, norm = self._micro, self._norm
+        self._micro, self._norm = [], None
         if not (self._stop or self._steps) or not micro:
             return
         losses = [loss for loss, _ in micro]
@@ -301,7 +285,7 @@ class NumericsCallback(TrainerCallback):
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def _forget(self) -> None:
-        self._micro, self.kept_norm.norm = [], None
+        self._micro, self._norm = [], None
         if self.scaler is not None:
             self.scaler.abandon()
 
@@ -310,26 +294,6 @@ def _policy_of(trainer: Any) -> str:
     """The precision that Accelerate trains in, by halfstep's name for it."""
     mixed = trainer.accelerator.mixed_precision
     return "fp32" if mixed == "no" else f"{mixed}-mixed"
-
-
-def _check_weights(trainer: Any) -> None:
-    """Refuse 16-bit weights before training, where the optimizer is known already."""
-    names = _names(trainer.model)
-    if trainer.optimizer is not None:
-        refuse_pure(bare(trainer.optimizer), names)
-        return
-    if getattr(trainer.accelerator.distributed_type, "name", "") == "FSDP":
-        return  # widens the weights when it shards them
-    given = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    if given is not None:
-        if not getattr(given[0], "accepts_low_precision_gradients", False):
-            refuse_pure_weights(given[0].__name__, names)
-    elif type(trainer).create_optimizer is Trainer.create_optimizer:
-        refuse_pure_weights(f"{type(trainer).__name__}'s optimizer", names)
-
-
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _whole(norm: Any) -> Any:

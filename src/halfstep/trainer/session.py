@@ -310,7 +310,7 @@ def open_session(
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
             used. No run folder exists yet.
     """
-    require_torch(*(["gradients over several machines"] if world.size > 1 else []))
+    require_torch()
     run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
