@@ -175,8 +175,8 @@ class GradScaler(torch.amp.GradScaler):
         * ``skipped_total``, ``skipped_in_a_row``: rounds between two calls of ``update`` in which
           any optimizer's step was skipped; with one optimizer, its steps.
         * ``nonfinite_parameters``: empty, with reason ``"overflow"``, for a fused optimizer on a
-          GPU without an explicit ``unscale_``, since looking would make the host wait. A gradient
-          that holds both NaN and infinities counts as NaN.
+          GPU without an explicit ``unscale_``, since looking would make the host wait. After an
+          explicit one on a GPU, a gradient that holds both NaN and infinities counts as NaN.
         """
         last = self._last
         if not isinstance(last, _Step):
@@ -238,9 +238,9 @@ class GradScaler(torch.amp.GradScaler):
         flags = self._found_inf_per_device(optimizer).values()
         if all(map(on_host, flags)):
             if any(flag.item() for flag in flags):
-                self._nonfinite[id(optimizer)] = _look(optimizer, self._names)
+                self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=True)
         elif not self._stepping:  # clipping may follow, which spreads one NaN over all gradients
-            self._nonfinite[id(optimizer)] = _look(optimizer, self._names)
+            self._nonfinite[id(optimizer)] = _look(optimizer, self._names, exact=False)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale unless done, and step unless a gradient is not finite, like torch's.
@@ -397,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
         held = _hold(total(flags, self._scale.device)) if found is None else found
         find = self._nonfinite.get(id(optimizer))
         if find is None and not isinstance(held, Tensor) and held:
-            find = _look(optimizer, self._names)
+            find = _look(optimizer, self._names, exact=True)
         scale = _hold(self._scale)
         self._last = _Step(held, self._loss, scale, scale, find)
         self._round.append(self._last)
@@ -522,8 +522,11 @@ class _Step:
         return NonFinite((), ()) if self.find is None else self.find()
 
 
-def _look(optimizer: Optimizer, known: Mapping[Tensor, str]) -> _Find:
-    """Look for gradients that are not finite, without waiting for a device until it is read."""
+def _look(optimizer: Optimizer, known: Mapping[Tensor, str], *, exact: bool) -> _Find:
+    """Look for gradients that are not finite, without waiting for a device until it is read.
+
+    ``exact`` also finds infinities in tensors that hold NaN, which reads the gradients twice more.
+    """
     names = parameter_names(optimizer, known)
     stored = [(names[p], grad.detach()) for p, grad in stored_gradients(optimizer)]
     # a tensor subclass cannot stand beside plain tensors in one foreach call
@@ -531,12 +534,14 @@ def _look(optimizer: Optimizer, known: Mapping[Tensor, str]) -> _Find:
     values = [value for _, value in found]
     # the largest absolute value of each: NaN if there is a NaN, else inf if there is one
     norms = list(torch._foreach_norm(values, math.inf)) if values else []
+    infinite = [value.isinf().any() for value in values] if exact else norms
 
     def read() -> NonFinite:
-        seen = [(name, float(norm)) for (name, _), norm in zip(found, norms, strict=True)]
+        looked = zip((name for name, _ in found), norms, infinite, strict=True)
+        seen = [(name, float(norm), bool(any_)) for name, norm, any_ in looked]
         return NonFinite(
-            tuple(name for name, norm in seen if math.isnan(norm)),
-            tuple(name for name, norm in seen if math.isinf(norm)),
+            tuple(name for name, norm, _ in seen if math.isnan(norm)),
+            tuple(n for n, norm, any_ in seen if math.isinf(norm) or (exact and any_)),
         )
 
     return read
