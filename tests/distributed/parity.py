@@ -30,14 +30,11 @@ def sequences(step):
 
 
 def prepare(
-    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw",
-    **options,
+    layout, policy, *, shape=(), frozen=(), kind="adamw", **options,
 ):  # fmt: skip
     """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
     value = parse_policy(policy)
-    strategy = choose_strategy(
-        Layout.parse(layout), value, torch.device("cpu"), sequence_parallel=sequence_parallel
-    )
+    strategy = choose_strategy(layout, value, "cpu")
     model = GPT(GPTConfig(**{**SHAPE, **dict(shape)}), seed=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(frozen)))

@@ -143,17 +143,9 @@ def test_casts_by_module_are_further_from_fp32_than_casts_by_operation(pool2):
     assert weights < ADAM_APART
 
 
-@pytest.mark.parametrize(
-    ("policy", "sequence_parallel"),
-    cases(
-        [(p, s) for p in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-sr") for s in (False, True)],
-        lambda policy, sequence: policy == "fp32" or (policy == "bf16-mixed") == sequence,
-    ),
-)
-def test_tensor_ranks_train_as_one_device(pool2, policy, sequence_parallel):
-    many = pool2.run(
-        parity.run, layout="tensor=2", policy=policy, sequence_parallel=sequence_parallel
-    )
+@pytest.mark.parametrize("policy", policies(["fp32", "bf16-mixed", "fp16-mixed", "bf16-sr"]))
+def test_tensor_ranks_train_as_one_device(pool2, policy):
+    many = pool2.run(parity.run, layout="tensor=2", policy=policy)
     ranks_agree(many)
     one = one_device(policy)
     loss, weights = apart(many, one)

@@ -110,12 +110,6 @@ def test_compile_is_refused_where_hooks_would_be_traced():
             choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)
 
 
-def test_sequence_parallel_needs_tensor_ranks():
-    for layout in ("data=1", "data=2", "shard=2"):
-        with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
-            choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
-
-
 @pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure"])
 def test_a_weight_that_16_bits_cannot_hold_is_refused_before_it_is_cast(policy):
     model = GPT(GPTConfig(**parity.SHAPE), seed=1)

@@ -1,25 +1,22 @@
 """Collectives at the borders of tensor-parallel regions, each with its transpose in backward.
 
-Outside of a region every rank of the tensor axis holds the same activations (or its part of the
-sequence); inside, each rank holds its own part of the features. These functions cross a border:
+Outside of a region every rank of the tensor axis holds the same activations; inside, each rank
+holds its own part of the features. These functions cross a border:
 
-    function                forward                     backward
-    copy_to                 identity                    sum over ranks
-    reduce_from             sum over ranks              identity
-    gather_sequence         gather the parts of T       sum over ranks, keep own part of T
-    reduce_scatter_sequence sum, keep own part of T     gather the parts of T
-    gather_replicated       gather the parts of a dim   keep own part
+    function            forward                     backward
+    copy_to             identity                    sum over ranks
+    reduce_from         sum over ranks              identity
+    gather_replicated   gather the parts of a dim   keep own part
 
-The first four enter and leave regions. The last one feeds work that every rank computes alike,
+The first two enter and leave regions. The last one feeds work that every rank computes alike,
 whose gradient is therefore complete on every rank and must not be summed.
 
 Sums of 16-bit tensors are sent in 16 bits, added in fp32 in the order of the ranks and rounded
 once. Every sum has the same bits on all ranks, so that replicated parameters never diverge.
 
-Shapes: B batch, T positions, C width; t is the number of ranks, and R the dim over ranks.
+Shapes: R is the dim over ranks.
 
-**Source:** Shoeybi et al. 2019, "Megatron-LM", §3 (f and g); Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models", §4.2.2 (g and its conjugate).
+**Source:** Shoeybi et al. 2019, "Megatron-LM", §3 (f and g).
 """
 
 from __future__ import annotations
@@ -34,10 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from halfstep.distributed.reducer import gather
-from halfstep.errors import DataError
 
-SEQUENCE_DIM = 1
-"""The dim of T in ``(B, T, C)``."""
 Crossing: TypeAlias = Callable[[Tensor, DeviceMesh], Tensor]
 """What a border does to a tensor, in forward or in backward."""
 
@@ -55,21 +49,6 @@ def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum all ranks' ``x`` in its dtype, with the same bits on all ranks."""
     return _cross(x, mesh, sum_over_ranks, _same)
-
-
-def gather_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Gather the whole sequence, ``(B, T, C)``, from parts ``(B, T / t, C)``."""
-    return _cross(x_BTC, mesh, _gather, _sum_own_part)
-
-
-def reduce_scatter_sequence(x_BTC: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part, ``(B, T / t, C)``, of the sum of all ranks' ``(B, T, C)``.
-
-    Raises:
-        DataError: If the number of ranks does not divide T.
-    """
-    require_divisible(x_BTC.shape[SEQUENCE_DIM], mesh)
-    return _cross(x_BTC, mesh, _sum_own_part, _gather)
 
 
 def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
@@ -94,31 +73,6 @@ def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = 
         return grad.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
 
     return _cross(x, mesh, there, back)
-
-
-def own_part(indices: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part of the last dim, T, of indices ``(..., T)``; without gradient.
-
-    Raises:
-        DataError: If the number of ranks does not divide T.
-    """
-    require_divisible(indices.shape[-1], mesh)
-    return indices.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()]
-
-
-def require_divisible(length: int, mesh: DeviceMesh) -> None:
-    """Refuse a sequence that cannot be cut into equal parts.
-
-    Raises:
-        DataError: If the number of ranks does not divide ``length``.
-    """
-    if length % mesh.size():
-        below = length // mesh.size() * mesh.size()
-        raise DataError(
-            f"sequence parallelism cuts a sequence of T={length} positions into {mesh.size()} "
-            f"equal parts; allowed are multiples of {mesh.size()}, as T={below or mesh.size()}: "
-            "change the length, or switch sequence parallelism off"
-        )
 
 
 class _Border(torch.autograd.Function):
@@ -166,14 +120,14 @@ def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return largest
 
 
-def _gather(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
+def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Concatenate all ranks' ``x``, of equal shape, along ``dim`` in the order of the ranks."""
     parts_R = x.new_empty((mesh.size(), *x.shape))
     gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
     return parts_R.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int = SEQUENCE_DIM) -> Tensor:
+def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Sum this rank's part of ``dim`` in rank order, in fp32 or wider, rounded once.
 
     The sum starts at the first rank's values, not at 0, because 0 + -0.0 would lose the sign.

@@ -52,7 +52,6 @@ def choose_strategy(
     device: str | torch.device,
     *,
     compiled: bool = False,
-    sequence_parallel: bool = False,
 ) -> Strategy:
     """Make the strategy of a layout; all ``layout.size`` ranks of the process group call it.
 
@@ -62,7 +61,6 @@ def choose_strategy(
         policy: The run's policy, or its name.
         device: This rank's device, or its name.
         compiled: Whether the model runs through ``torch.compile``.
-        sequence_parallel: Whether tensor ranks split residual streams along the sequence.
 
     Raises:
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
@@ -81,15 +79,10 @@ def choose_strategy(
             "and sum activations would be traced into the graph; leave --compile out, or use "
             f"parallel=data={layout.size}"
         )
-    if sequence_parallel and layout.tensor == 1:
-        raise ConfigError(
-            f"sequence_parallel with parallel={layout}: there are no tensor ranks to share the "
-            "sequence; leave it out, or use parallel=tensor=N"
-        )
     if layout.shard > 1:
         return strategies.FullySharded(layout, policy, device)
     if layout.tensor > 1:
-        return strategies.TensorParallel(layout, policy, device, sequence_parallel)
+        return strategies.TensorParallel(layout, policy, device)
     if layout.data > 1:
         return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)

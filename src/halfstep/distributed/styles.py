@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from halfstep.distributed.regions import (
-    SEQUENCE_DIM,
     copy_to,
     gather_replicated,
-    gather_sequence,
     max_over_ranks,
-    own_part,
     reduce_from,
-    reduce_scatter_sequence,
     sum_over_ranks,
 )
 from halfstep.errors import ConfigError
@@ -38,26 +34,16 @@ class ParallelForward:
     copied and pickled with its module, and parameters keep their names.
     """
 
-    arguments: ClassVar[tuple[str, ...]] = ()
-    """Arguments allowed after the style's colon."""
-
-    def __init__(
-        self, name: str, module: nn.Module, argument: str, mesh: DeviceMesh, sequence: bool
-    ) -> None:
+    def __init__(self, name: str, module: nn.Module, argument: str, mesh: DeviceMesh) -> None:
         self.name = name
         self.module = module
         self.mesh = mesh
-        self.sequence = sequence
         self.read(argument)
 
     def read(self, argument: str) -> None:
         """Raise ConfigError unless argument, module and number of ranks fit the style."""
-        if argument and argument not in self.arguments:
-            allowed = ", ".join(self.arguments) or "none"
-            raise ConfigError(
-                f"{self.name}: argument {argument!r} of its style; allowed: {allowed}"
-            )
-        self.argument = argument
+        if argument:
+            raise ConfigError(f"{self.name}: argument {argument!r} of its style; allowed: none")
 
     @staticmethod
     def placement(parameter: str) -> Placement:
@@ -92,9 +78,7 @@ class ParallelForward:
             return None
         assert isinstance(parameter, DTensor), f"{self.name}.{name} was replaced"
         part: Tensor = parameter.to_local(grad_placements=parameter.placements)
-        # Each rank's part of the sequence gives only a part of a whole parameter's gradient.
-        split = self.sequence and not parameter.placements[0].is_shard()
-        return copy_to(part, self.mesh) if split else part
+        return part
 
     def require_linear(self) -> nn.Linear:
         """Return the module, or raise ConfigError if it is not an ``nn.Linear``."""
@@ -137,10 +121,9 @@ class Colwise(ParallelForward):
         return Shard(0)
 
     def __call__(self, x_BTC: Tensor) -> Any:
-        """Compute this rank's outputs ``(B, T, F)`` from ``(B, T, C)`` or a part of its T."""
-        x_BTC = _as_matmul_takes_it(x_BTC)  # cast before sending, to send half the bytes
-        enter = gather_sequence if self.sequence else copy_to
-        return self.run(enter(x_BTC, self.mesh))
+        """Compute this rank's outputs ``(B, T, F)`` from ``(B, T, C)``."""
+        x_BTC = _as_matmul_takes_it(x_BTC)  # so that gradients are sent in half the bytes
+        return self.run(copy_to(x_BTC, self.mesh))
 
 
 class Rowwise(ParallelForward):
@@ -161,26 +144,18 @@ class Rowwise(ParallelForward):
         return None if name == "bias" else super().local(name)
 
     def __call__(self, x_BTF: Tensor) -> Tensor:
-        """Compute the outputs, ``(B, T, C)`` or a part of its T, from all ranks' ``(B, T, F)``."""
-        leave = reduce_scatter_sequence if self.sequence else reduce_from
-        y_BTC = leave(self.run(x_BTF), self.mesh)
+        """Compute the outputs, ``(B, T, C)``, from all ranks' ``(B, T, F)``."""
+        y_BTC = reduce_from(self.run(x_BTF), self.mesh)
         bias_C = super().local("bias")
         return y_BTC if bias_C is None else y_BTC + bias_C.to(y_BTC.dtype)
 
 
 class Replicated(ParallelForward):
-    """Keeps the module whole on every rank, for the whole sequence or a rank's part of it."""
+    """Keeps the module whole on every rank."""
 
-    arguments = ("scatter", "gather")
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute what one device would, on this rank's part of the sequence if it is split."""
-        if self.sequence and self.argument == "scatter":
-            x = own_part(x, self.mesh)
-        output = self.run(x, *args, **kwargs)
-        if self.sequence and self.argument == "gather":
-            output = gather_replicated(output, self.mesh, SEQUENCE_DIM)
-        return output
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what one device would."""
+        return self.run(*args, **kwargs)
 
 
 class VocabularyParallel(ParallelForward):
@@ -217,12 +192,11 @@ class VocabularyParallel(ParallelForward):
             self.module.__dict__["vocabulary"] = self.vocabulary
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
-        """Look up rows of the whole table, ``(B, T, C)`` or a part of its T, exactly."""
+        """Look up rows of the whole table, ``(B, T, C)``, exactly."""
         row_BT, elsewhere_BT = self.vocabulary.index(tokens_BT)
         # -0.0, not 0.0: adding it keeps every bit of the other summand, even the sign of a zero.
         mine_BTC = self.run(row_BT).masked_fill(elsewhere_BT.unsqueeze(-1), -0.0)
-        leave = reduce_scatter_sequence if self.sequence else reduce_from
-        return leave(mine_BTC, self.mesh)
+        return reduce_from(mine_BTC, self.mesh)
 
 
 STYLES: Mapping[str, type[ParallelForward]] = {

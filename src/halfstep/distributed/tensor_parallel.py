@@ -9,13 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from halfstep.distributed.layout import Layout
 from halfstep.distributed.reducer import DataParallel
 from halfstep.distributed.strategy import ParallelPlan
 from halfstep.distributed.styles import STYLES, ParallelForward
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import part_like
-from halfstep.precision.policy.policy import PrecisionPolicy
 
 # Tensor parallelism: every rank of one mesh axis holds, and computes with, a part of each layer.
 #
@@ -26,34 +24,19 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 #
 #     colwise[:U]       linear: outputs split, in units of U that stay together; the input is whole
 #     rowwise           linear: inputs split; results are summed, then the bias is added, once
-#     replicate[:...]   whole on every rank; scatter and gather: see sequence parallelism
+#     replicate         whole on every rank
 #     vocab             embedding split over its rows; one rank has each result, the others add 0
-#
-# **Sequence parallelism** also splits the activations between those regions, ``(B, T, C)``, over T:
-# colwise layers gather their input, rowwise layers and the vocabulary scatter their sums, and
-# replicated modules work on a part. ``replicate:scatter`` takes the rank's part of indices
-# ``(..., T)``; ``replicate:gather`` gathers its output to the whole sequence. Gradients of whole
-# parameters are then summed over the axis, so that every rank has all of them.
 #
 # **Dropout.** Ranks must seed torch's default generator alike, as replicated activations must be
 # dropped alike. All ranks draw equally many random numbers, so they stay in step. A rank's own
-# heads (attention dropout) or positions (sequence parallelism) use the same draws as on the other
-# ranks, so head i (position i) of every rank has the same mask: the dropout probability is right,
-# but masks are not independent between ranks, and differ from those of one device.
+# heads use the same draws as on the other ranks, so head i of every rank has the same mask: the
+# dropout probability is right, but masks are not independent between ranks, and differ from those
+# of one device.
 #
-# **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing Activation
-# Recomputation in Large Transformer Models", §4.2.2.
-#
-# Shapes: B batch, T positions, C width.
+# **Source:** Shoeybi et al. 2019, "Megatron-LM", §3.
 
 
-def parallelize_(
-    model: nn.Module,
-    plan: Mapping[str, str],
-    mesh: DeviceMesh,
-    *,
-    sequence_parallel: bool = False,
-) -> None:
+def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Reduce the model in place to this rank's part, without communication.
 
     Names and order of the parameters stay, but the parameters are new objects, so make the
@@ -63,8 +46,6 @@ def parallelize_(
         model: A model with the same, whole parameters on every rank of the axis, in any dtypes.
         plan: Module name to style, for every module that owns parameters.
         mesh: The tensor axis, a one-dim mesh such as ``mesh["tensor"]``.
-        sequence_parallel: Whether activations between blocks are split over T. The number of ranks
-            must then divide T.
 
     Raises:
         ConfigError: If the plan does not fit the model, or the model the number of ranks. Nothing
@@ -74,7 +55,7 @@ def parallelize_(
         raise ConfigError(
             f"the tensor axis must be a mesh of one dim, got {mesh.ndim}: take mesh['tensor']"
         )
-    forwards = _forwards(model, plan, mesh, sequence_parallel)
+    forwards = _forwards(model, plan, mesh)
     _check_tied(forwards)
     parts: dict[int, nn.Parameter] = {}
     for forward in forwards:
@@ -85,9 +66,7 @@ def parallelize_(
         forward.install_()
 
 
-def _forwards(
-    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, sequence: bool
-) -> list[ParallelForward]:
+def _forwards(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> list[ParallelForward]:
     """Make the style of each module in the plan; raise ConfigError for a plan that does not fit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     forwards = []
@@ -106,7 +85,7 @@ def _forwards(
                 f"{name} is sharded, or its forward replaced, already: make a model parallel once, "
                 "and before it is sharded otherwise or given to Precision"
             )
-        forwards.append(STYLES[style](name, module, argument, mesh, sequence))
+        forwards.append(STYLES[style](name, module, argument, mesh))
     covered = {id(p) for f in forwards for p in f.module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if id(parameter) not in covered:
@@ -164,17 +143,6 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn
 class TensorParallel(DataParallel):
     """Splits matrices over the ``tensor`` axis, and the batch over the ``data`` axis."""
 
-    def __init__(
-        self,
-        layout: str | Layout,
-        policy: str | PrecisionPolicy,
-        device: str | torch.device,
-        sequence_parallel: bool = False,
-    ) -> None:
-        """Make the mesh; ``sequence_parallel`` also splits residual streams over tensor ranks."""
-        super().__init__(layout, policy, device)
-        self._sequence_parallel = sequence_parallel
-
     _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
@@ -191,6 +159,4 @@ class TensorParallel(DataParallel):
                 "'vocab'}) with a style for every module that owns parameters"
             )
         assert self.mesh is not None
-        parallelize_(
-            model, plan.tensor, self.mesh["tensor"], sequence_parallel=self._sequence_parallel
-        )
+        parallelize_(model, plan.tensor, self.mesh["tensor"])

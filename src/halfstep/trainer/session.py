@@ -320,9 +320,7 @@ def open_session(
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
-    strategy = choose_strategy(
-        layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
-    )
+    strategy = choose_strategy(layout, policy, device, compiled=run.compile)
     _require_rows(run.batch_size, config, layout)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
