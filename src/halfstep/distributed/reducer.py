@@ -80,10 +80,7 @@ class GradientReducer:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Allocate buffers and register hooks; all ranks of the group call it together.
-
-        The buffers are permanent and hold the gradients: 4 bytes per trainable element; with 16
-        bits on the wire 2 more, or only 2 in all where the gradients may stay in 16 bits.
+        """Allocate buffers, which hold the gradients, and register hooks; all ranks call it.
 
         Args:
             precision: Each parameter that its optimizers update is reduced, once.

@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.first_cause import search
-from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -39,7 +36,6 @@ from halfstep.integrations.optimizer_tensors import refuse_pure
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
 try:  # an optional dependency, the extra "hf"
@@ -49,7 +45,6 @@ except ImportError as error:
         "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
     ) from error
 
-_NAN = "nan_gradients"
 _LOG = logging.getLogger(__name__)
 _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler")
 
@@ -60,13 +55,11 @@ def attach(
     scaler: bool | None = None,
     lost_updates_every: int = 50,
     stop_on_nonfinite: bool = True,
-    folder: str | Path = "",
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
 
-    It sets ``args.logging_nan_inf_filter=False`` and logs that: with True, the Trainer logs a mean
-    of earlier losses, or 0.0, where the loss is NaN.
+    It sets ``args.logging_nan_inf_filter=False``, with which a NaN loss is logged as NaN.
 
     Args:
         trainer: A Trainer that has not trained yet.
@@ -75,8 +68,6 @@ def attach(
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
             skip it, whose gradients are not. False: they are logged, and training continues.
-        folder: Write metrics and first causes there, for ``halfstep report``; empty: nothing is
-            written.
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -98,9 +89,8 @@ def attach(
         refuse_scale_options(trainer.accelerator, options)
     ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
     callback = NumericsCallback(
-        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
-        folder=folder,
-    )  # fmt: skip
+        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
+    )
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.clip
     trainer.add_callback(callback)
@@ -127,7 +117,6 @@ class NumericsCallback(TrainerCallback):
         *,
         stop: bool,
         allow_pure: bool,
-        folder: str | Path,
     ) -> None:
         self.scaler = scaler
         self.meter: LostUpdateMeter | None = None
@@ -139,9 +128,6 @@ class NumericsCallback(TrainerCallback):
         self._stop = stop
         self._allow_pure = allow_pure
         self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
-        self._steps = StepLog(_policy_of(trainer), folder) if folder else None
-        self.now = (math.nan, math.nan)
-        """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
         self._clip = trainer.accelerator.clip_grad_norm_
         self._norm: Any = None  # which clipping has found since the last step
@@ -150,9 +136,6 @@ class NumericsCallback(TrainerCallback):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
-        if self._steps is not None:
-            epoch = int(self._trainer.state.epoch or 0)
-            self._steps.begin(first=not self._micro, epoch=epoch)
         loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
         self._micro.append((loss.detach(), inputs))
         return loss
@@ -210,8 +193,6 @@ class NumericsCallback(TrainerCallback):
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
-        if self._steps is not None:
-            self._steps.open(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.
@@ -228,58 +209,32 @@ class NumericsCallback(TrainerCallback):
             )
         micro, norm = self._micro, self._norm
         self._micro, self._norm = [], None
-        if not (self._stop or self._steps) or not micro:
+        if not self._stop or not micro:
             return
         losses = [loss for loss, _ in micro]
         whole = torch.as_tensor(0.0 if norm is None else _whole(norm))
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
-        self.now = sum(values[:-1]), values[-1] if norm is not None else math.nan
         norm_broken = not self._scaled and not math.isfinite(values[-1])
-        broken = self._stop and self._agreeing(device).worst([loss_broken, norm_broken])
-        if broken and any(broken):
+        broken = self._agreeing(device).worst([loss_broken, norm_broken])
+        if any(broken):
             shown = math.nan if norm is None else float(_whole(norm))
             self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
             step = state.global_step + 1
-            error = stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-            if self._steps is not None:
-                self._steps.stopped(step, *self._found(of_loss=bool(broken[0])), error.first_cause)
-                self._steps.close()
-            raise error
+            raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the reason if the scaler has skipped this step."""
         last = None if self.scaler is None else self.scaler.last_step
         if last is not None and not last.applied:
             self._reason = last.reason
-        if self._steps is not None:
-            loss, norm = self.now
-            scale = 1.0 if last is None else last.loss_scale
-            result = StepResult(
-                applied=True, loss=loss, grad_norm=norm, loss_scale=scale, next_loss_scale=scale,
-                skipped_total=0, skipped_in_a_row=0,
-            )  # fmt: skip
-            if last is not None:
-                result = replace(last, loss=loss, grad_norm=norm)
-            rate = bare(kwargs["optimizer"]).param_groups[0]["lr"]
-            self._steps.stepped(state.global_step + 1, result, learning_rate=float(rate))
-
-    def _found(self, *, of_loss: bool) -> tuple[str, float, float]:
-        """Why the present step is broken, on this rank or another; its loss and norm."""
-        loss, norm = self.now
-        if of_loss and math.isfinite(loss):
-            loss = math.nan  # of another rank
-        reason = "nonfinite_loss" if of_loss else "overflow" if math.isinf(norm) else _NAN
-        return reason, loss, norm
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the meter's hooks from the optimizer."""
         if self.meter is not None:
             self.meter.close()
-        if self._steps is not None:
-            self._steps.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
@@ -288,12 +243,6 @@ class NumericsCallback(TrainerCallback):
         self._micro, self._norm = [], None
         if self.scaler is not None:
             self.scaler.abandon()
-
-
-def _policy_of(trainer: Any) -> str:
-    """The precision that Accelerate trains in, by halfstep's name for it."""
-    mixed = trainer.accelerator.mixed_precision
-    return "fp32" if mixed == "no" else f"{mixed}-mixed"
 
 
 def _whole(norm: Any) -> Any:

@@ -125,12 +125,10 @@ class Muon(LowPrecisionOptimizer):
     ) -> None:
         """Make the optimizer; the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
 
-        Each is also an option of a group.
-
         Args:
             params: Groups, as of :func:`muon_groups`, or matrices.
-            lr: A number, or a CPU tensor of one element, which is read at every step.
-            weight_decay: Decoupled weight decay, multiplied by ``lr``.
+            lr: As of :class:`AdamW`.
+            weight_decay: As of :class:`AdamW`.
             momentum: Decay of the average of gradients.
             nesterov: Orthogonalize the average of momentum and gradient, not the momentum itself.
             ns_coefficients: Of :func:`newton_schulz`.
@@ -141,13 +139,9 @@ class Muon(LowPrecisionOptimizer):
                 there are more rows; ``"match_rms_adamw"``: times 0.2 and the square root of the
                 larger, so that one learning rate suits matrices and AdamW.
             betas: AdamW's decay rates, in groups with ``use_muon=False``.
-            update: The rounding mode of bf16 weights.
-            moments: The format of the momentum, and of AdamW's moments.
-            seed: Seed of stochastic rounding.
-
-        Raises:
-            PrecisionError: For a number outside its range, a group of Muon with a parameter that is
-                no matrix, or the reasons of :class:`AdamW`.
+            update: As of :class:`AdamW`.
+            moments: As of :class:`AdamW`.
+            seed: As of :class:`AdamW`.
         """
         options = {
             "lr": lr,
@@ -265,6 +259,20 @@ def _check_options(group: dict[str, Any]) -> None:
 _HEADS = frozenset({"lm_head", "head", "classifier", "score"})
 
 
+def _reason(name: str, parameter: nn.Parameter, tables: Sequence[nn.Module]) -> str:
+    """Why a parameter belongs to Muon or to AdamW: by its table, its shape or its name."""
+    path = name.split(".")
+    embeddings: list[Tensor] = [table.get_parameter("weight") for table in tables]
+    # of the words, not of positions, which may be as many as a hidden layer is wide
+    head = max((weight.shape for weight in embeddings), default=None)
+    if any(parameter is weight for weight in embeddings) or "embed" in ".".join(path[-2:]):
+        return "embeddings" if parameter.dim() > 1 else "no matrices"
+    if parameter.dim() != 2:
+        return "no matrices"
+    named_so = len(path) > 1 and path[-2] in _HEADS
+    return "heads" if parameter.shape == head or named_so else "matrices"
+
+
 def muon_groups(
     model: nn.Module, *, adamw: Sequence[str] = (), **options: Any
 ) -> list[dict[str, Any]]:
@@ -294,24 +302,11 @@ def muon_groups(
                 f"parameters, such as {next(iter(named), 'none')}"
             )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    embeddings = {id(table.weight) for table in tables}
-    # of the words, not of positions, which may be as many as a hidden layer is wide
-    head = max((table.weight.shape for table in tables), default=None)
-
-    def reason_of(name: str, parameter: nn.Parameter) -> str:
-        *path, last = name.split(".")
-        if any(fnmatchcase(name, pattern) for pattern in adamw):
-            return "asked for"
-        if id(parameter) in embeddings or "embed" in ".".join([*path[-1:], last]):
-            return "embeddings" if parameter.dim() > 1 else "no matrices"
-        if parameter.dim() != 2:
-            return "no matrices"
-        named_so = bool(path) and path[-1] in _HEADS
-        return "heads" if parameter.shape == head or named_so else "matrices"
-
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
-        found.setdefault(reason_of(name, parameter), []).append((name, parameter))
+        asked = any(fnmatchcase(name, pattern) for pattern in adamw)
+        reason = "asked for" if asked else _reason(name, parameter, tables)
+        found.setdefault(reason, []).append((name, parameter))
     groups = []
     for reason in ("matrices", "embeddings", "heads", "asked for", "no matrices"):
         if reason in found:
