@@ -20,7 +20,6 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from distributed.commands import on_ranks
 from halfstep.distributed.world import World
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
@@ -177,29 +176,3 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
 
 
 # --- through the command line ---
-
-
-def words_of(files, path, *more):
-    return ["--train", files[0], "--dev", files[1], "--model", "scratch:tiny", "--device", "cpu",
-            "--precision", "fp32", "--batch-size", 24, "--max-steps", 6, "--eval-every", 3,
-            "--run.rank_timeout", 60, "--output-dir", path, *more]  # fmt: skip
-
-
-def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
-    path = tmp_path / "r"
-    (code, out, err), silent = on_ranks(pool2, "finetune", "classify", *words_of(files, path))
-    assert code == 0, err
-    assert silent == (0, "", "")
-    summary, judged, left = out.splitlines()
-    assert judged.startswith("too short to judge: 0 of ")
-    assert summary.startswith(f"{path}: step 6; validation loss ")
-    assert "each rank sent " in summary
-    assert left == f"model in {path / 'model'}, report in {path / 'report.txt'}"
-    assert err.count("2 ranks as data=2") == 1
-    assert err.count("step 3: validation loss ") == err.count("step 6: validation loss ") == 1
-    assert len(metrics(path)) == 6
-    assert {p.name for p in path.iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
-        "checkpoints", "run.lock",
-        "model", "report.txt", "report.json",
-    }  # fmt: skip

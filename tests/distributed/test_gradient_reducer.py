@@ -269,48 +269,6 @@ def watched(rank, reduce, bucket_bytes):
     return count(DTYPES[reduce].itemsize), count(4), sent, start, during
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master", "bf16-split", "bf16-pure"])
-def test_gradients_are_views_of_buffers_in_the_weights_layout(pool2, policy):
-    for storages, strides in pool2.run(layout, policy=policy):
-        assert storages == 1
-        assert strides == [((12, 1, 6, 2), (12, 1, 6, 2)), ((1,), (1,))]
-
-
-def layout(rank, policy):
-    model = nn.Conv2d(2, 3, (3, 2))
-    model.weight.data = torch.empty_strided((3, 2, 2, 3), (12, 1, 6, 2)).normal_()
-    precision = make(policy, model)
-    reduce = torch.bfloat16 if policy == "bf16-pure" else torch.float32
-    reducer = GradientReducer(precision, dist.group.WORLD, reduce)
-    with reducer.last(), precision.autocast():
-        precision.backward(sum(p.float().square().sum() for p in model.parameters()))
-    reducer.finish()
-    found = gradients(precision)
-    storages = {g.untyped_storage().data_ptr() for g in found.values()}
-    named = precision.named_parameters()
-    return len(storages), [(named[n].stride(), g.stride()) for n, g in found.items()]
-
-
-def test_one_rank_keeps_its_gradients(pool2):
-    """There is no wire to round for."""
-    for rank, (found, sent) in enumerate(pool2.run(alone)):
-        own = share("fp32", rank)
-        assert sent == 0
-        assert list(found) == list(own)
-        assert all(torch.equal(got, own[name]) for name, got in unpacked(found).items())
-
-
-def alone(rank):
-    own = [dist.new_group([number]) for number in range(2)][rank]
-    model = Net()
-    precision = make("fp32", model)
-    reducer = GradientReducer(precision, own, torch.bfloat16)
-    with reducer.last():
-        backward(precision, model, rank, 0, True)
-    reducer.finish()
-    return packed(gradients(precision)), reducer.bytes_per_step(2)
-
-
 def test_broadcast_gives_all_what_the_first_has(pool4):
     first, *others = pool4.run(spread)
     assert first == spread(0, alone=True)
@@ -408,12 +366,3 @@ def different(rank, frozen):
     except PrecisionError as error:
         return str(error)
     return ""
-
-
-def test_torch_calls_hooks_after_accumulation_in_the_order_of_registration():
-    """The reducer's hook rests on it: Precision's, registered before, has moved the gradient."""
-    weight, calls = nn.Parameter(torch.zeros(1)), []
-    for number in range(3):
-        weight.register_post_accumulate_grad_hook(lambda _, n=number: calls.append(n))
-    (weight * 2).sum().backward()
-    assert calls == [0, 1, 2]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from every import every
 from halfstep.distributed.regions import sum_over_ranks
@@ -202,26 +202,6 @@ def grid():
 # --- what is stored, and sums ---------------------------------------------------------------------
 
 
-def stored(rank):
-    model = split(make())
-    parts = [p.to_local() for p in model.parameters()]
-    # the whole is let go
-    assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in parts)
-    return {name: p.placements[0] for name, p in model.named_parameters()}
-
-
-def test_parameters_lie_as_the_plan_says(pool2):
-    rows = ("qkv.weight", "qkv.bias", "up.weight", "up.bias", "wte.weight")
-    for placed in pool2.run(stored):
-        for name, placement in placed.items():
-            if name.endswith(rows):
-                assert placement == Shard(0), name
-            elif name.endswith(("proj.weight", "down.weight")):
-                assert placement == Shard(1), name
-            else:
-                assert placement == Replicate(), name
-
-
 def total(rank, values):
     mine = values[rank]
     kept = mine.clone()
@@ -318,19 +298,6 @@ def test_a_plan_that_does_not_fit_is_refused_and_changes_nothing(pool2):
             assert re.search(words, text), text
 
     every(REFUSALS.items(), check)
-
-
-def tied(rank):
-    model = Tied()
-    parallelize_(model, {"embed": "vocab", "head": "colwise"}, axis())
-    assert model.embed.weight is model.head.weight
-    assert [name for name, _ in model.named_parameters()] == ["embed.weight"]
-    model.head(model.embed(torch.tensor([[1, 7]]))).sum().backward()
-    return model.embed.weight.grad.full_tensor().shape
-
-
-def test_tied_weights_with_one_split_stay_one_parameter(pool2):
-    assert pool2.run(tied) == [(8, 4)] * 2
 
 
 def bad_data(rank, tokens, targets):

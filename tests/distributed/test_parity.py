@@ -283,33 +283,6 @@ def test_a_loss_that_is_nan_on_one_rank_takes_all_the_same_way(request, layout, 
         same_bits(many[0]["weights"], rank["weights"])
 
 
-def stops(rank, **arguments):
-    """The error's text and cause, and whether this rank's bits are what they were before."""
-    strategy, model, precision = parity.prepare(
-        arguments["layout"], arguments["policy"], on_nonfinite=arguments["on_nonfinite"]
-    )
-    for step in range(3):
-        bad = rank == 1 and step in arguments["steps"]
-        parity.backward_all(strategy, model, precision, step, factor=float("nan") if bad else 1.0)
-        before = parity.fingerprint(model, precision)
-        try:
-            precision.step()
-        except Exception as error:
-            unchanged = parity.fingerprint(model, precision) == before
-            return step, type(error).__name__, str(error), getattr(error, "cause", ""), unchanged
-    return None
-
-
-@pytest.mark.parametrize("layout", ["data=2", "shard=2", "tensor=2"])
-@pytest.mark.parametrize(("choice", "steps", "at"), [("stop", [1], 1), ("skip:1", [1, 2], 2)])
-def test_all_ranks_stop_with_the_same_words(pool2, layout, choice, steps, at):
-    told = pool2.run(stops, layout=layout, policy="bf16-mixed", on_nonfinite=choice, steps=steps)
-    assert told[0] == told[1]
-    step, kind, text, cause, unchanged = told[0]
-    assert (step, kind, cause, unchanged) == (at, "NonFiniteError", "forward", True)
-    assert "nan" in text
-
-
 @pytest.mark.parametrize(
     ("layout", "policy"),
     cases(

@@ -19,7 +19,6 @@ from halfstep.precision.agreement import (
     MARK,
     ManyRanks,
     check_replicas,
-    ranks_of_this_process,
 )
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
@@ -68,11 +67,6 @@ def test_the_norm_is_that_of_the_whole_however_it_lies(pool):
     every(itertools.product(KINDS, (1.0, 1e30, 1e-30)), check)
 
 
-def test_a_share_of_the_loss_is_what_it_counts(pool2):
-    found = pool2.run(measured, kind="copies", size=1.0, ranks=2, share=1.0)
-    assert [loss for loss, _ in found] == [4.0, 4.0]
-
-
 def broken(rank, where, value):
     gradients = [torch.ones(3), torch.ones(2)]
     loss = torch.tensor(1.0)
@@ -110,28 +104,6 @@ def found_by(rank, marks, names):
 def test_a_find_of_any_rank_is_everybodys(pool2, marks, nan, inf):
     for found in pool2.run(found_by, marks=marks, names=["a", "b", "c"]):
         assert (found.nan, found.inf) == (nan, inf)
-
-
-def worst(rank):
-    marks = torch.tensor([float(rank), -float(rank), 0.5])
-    ManyRanks(CPU).worst_(marks)
-    return ManyRanks(CPU).worst([rank, -rank, 5 - 3 * rank, -24 - rank]), marks.tolist()
-
-
-def test_the_worst_is_the_largest_place_by_place(pool2):
-    assert pool2.run(worst) == [([1, 0, 5, -24], [1.0, 0.0, 0.5])] * 2
-    marks = torch.tensor([1.0, -2.0])
-    OneRank().worst_(marks)
-    assert marks.tolist() == [1.0, -2.0]
-
-
-def default(rank):
-    return type(ranks_of_this_process(CPU)).__name__
-
-
-def test_several_processes_agree_by_default_and_one_has_nobody_to_ask(pool2):
-    assert pool2.run(default) == ["ManyRanks"] * 2
-    assert isinstance(ranks_of_this_process(CPU), OneRank)
 
 
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks

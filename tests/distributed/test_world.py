@@ -155,23 +155,6 @@ def test_what_rank_0_says_all_hear(pool2):
     assert pool2.run(words) == [expected, expected]
 
 
-def order(rank, folder):
-    world = World.around_group()
-
-    def work():
-        before = (folder / "made").exists()
-        time.sleep(0.3)
-        (folder / "made").touch()
-        return before
-
-    return world.first_on_machine(work)
-
-
-@pytest.mark.distributed
-def test_the_first_rank_prepares_before_the_others(pool2, tmp_path):
-    assert pool2.run(order, folder=tmp_path) == [False, True]
-
-
 def told(rank, method, failing):
     """What this rank gets to know, and after how many seconds."""
     world = World.around_group()

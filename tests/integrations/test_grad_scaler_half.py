@@ -73,22 +73,3 @@ def test_strict_refuses_pure_bf16_before_anything_is_changed(optim, call):
         getattr(scaler, call)(optimizer)
     assert torch.equal(model.weight, weight)
     assert torch.equal(model.weight.grad, gradient)
-
-
-@pytest.mark.parametrize(
-    ("optim", "options"),
-    [
-        ({}, {"strict": True, "allow_pure": True}),
-        ({}, {}),
-        ({"update": "split"}, {"strict": True}),
-        ({"foreach": True}, {"strict": True}),  # that answers for itself
-    ],
-)
-def test_pure_bf16_trains_where_asked_for_or_kept(optim, options):
-    _, optimizer, scaler = bf16(optim, **options)
-    optimizer.accepts_low_precision_gradients = "foreach" in optim or "update" in optim
-    if options:
-        scaler.check(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.last_step.applied

@@ -15,7 +15,6 @@ import halfstep.integrations
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.optim import AdamW
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -25,7 +24,6 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy  # noqa: E402
 
 from halfstep.integrations.lightning import (  # noqa: E402
     HalfstepPrecision,
-    ModuleBorder,
     StepLog,
 )
 
@@ -302,22 +300,6 @@ def test_no_step_where_training_step_gives_none():
     assert model.rates[-1] == 0.01 * 0.5 ** (BATCHES - 1)
 
 
-def test_manual_optimization_with_one_optimizer():
-    class Manual(Regression):
-        automatic_optimization = False
-
-        def training_step(self, batch, index):
-            optimizer = self.optimizers()
-            self.manual_backward(super().training_step(batch, index))
-            self.clip_gradients(optimizer, 0.5, "norm")
-            optimizer.step()
-
-    manual, automatic = Manual(), Regression()
-    fit(HalfstepPrecision("fp16-master"), manual)
-    fit(HalfstepPrecision("fp16-master"), automatic, gradient_clip_val=0.5)
-    assert same(weights(manual), weights(automatic))
-
-
 # Checkpoints ----------------------------------------------------------------------------------
 
 
@@ -343,15 +325,6 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path):
     assert rest_plugin.last_step.loss == whole_plugin.last_step.loss
     assert rest_plugin.last_step.skipped_total == whole_plugin.last_step.skipped_total
     assert same(rest_plugin.state_dict()["masters"], whole_plugin.state_dict()["masters"])
-
-
-def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
-    _, run = fit(HalfstepPrecision("bf16-master"))
-    run.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(PrecisionError, match="from policy 'bf16-master'"):
-        trainer(HalfstepPrecision("fp16-mixed"), max_epochs=2).fit(
-            Regression(), loader(), ckpt_path=tmp_path / "a.ckpt", weights_only=True
-        )
 
 
 # Evaluation -----------------------------------------------------------------------------------
@@ -502,64 +475,7 @@ def test_the_log_tells_what_every_step_did(name, caplog):
     assert "step 2 skipped, overflow in the gradients of net.0.weight" in said[0]
 
 
-@pytest.mark.parametrize(("policy", "lost"), [("bf16-pure", True), ("bf16-master", False)])
-def test_the_log_tells_how_many_updates_are_lost(policy, lost):
-    memory = Memory()
-    model = Regression(make=lambda parameters, lr: torch.optim.SGD(parameters, lr=1e-3))
-    fit(HalfstepPrecision(policy), model, logger=memory, log_every_n_steps=1,
-        callbacks=[StepLog(lost_updates_every=2)])  # fmt: skip
-    shares = [r["halfstep/lost_updates"] for r in memory.rows if "halfstep/lost_updates" in r]
-    assert len(shares) == BATCHES - 1  # each until the next one
-    assert len(set(shares)) == (BATCHES // 2 if lost else 1)
-    assert all((share > 0.5) == lost for share in shares)
-
-
-def test_a_spike_is_left_out_as_the_plugin_is_told():
-    class Spike(Regression):
-        def training_step(self, batch, index):
-            return super().training_step(batch, index) * (400.0 if index == 29 else 1.0)
-
-    plugin, watcher = HalfstepPrecision("fp32", on_spike="skip:3"), Watcher()
-    run = trainer(plugin, callbacks=[watcher])
-    with pytest.warns(UserWarning, match="the step is left out"):
-        run.fit(Spike(), DataLoader(batches(36), batch_size=BATCH))
-    stood = [identical(*pair) for pair in zip(watcher.before, watcher.after, strict=True)]
-    assert stood == [index == 29 for index in range(36)]
-    assert plugin.last_step.skipped_total == 1
-
-
 # Parts ----------------------------------------------------------------------------------------
-
-
-def test_the_border_is_around_outermost_calls_of_modules_with_parameters():
-    class Inner(nn.Linear):
-        def forward(self, x, times):
-            return super().forward(x), times.dtype
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.inner = nn.Linear(4, 4), Inner(4, 4)
-            self.loss = nn.MSELoss()
-
-        def forward(self, x):  # what it hands its own modules is left alone
-            output, times = self.inner(self.first(x), torch.ones(3))
-            return output.dtype, times
-
-    model = Model().bfloat16()
-    border = ModuleBorder(model, parse_policy("bf16-master"))
-    fp32, bf16 = torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bfloat16)
-    with border.on():
-        assert model.first(fp32).dtype == torch.float32
-        assert model(bf16) == (torch.bfloat16, torch.float32)
-        assert model.loss(fp32, fp32).dtype == torch.float32
-        with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            model.first(torch.ones(2, 5))
-        assert model.first(fp32).dtype == torch.float32
-    assert model.first(bf16).dtype == torch.bfloat16
-    border.remove_()
-    with border.on():
-        assert model.first(bf16).dtype == torch.bfloat16
 
 
 @pytest.mark.distributed

@@ -161,15 +161,6 @@ def test_gradients_that_wait_follow_the_scale():
     assert same(weights(model.net), weights(net))
 
 
-def test_optimizers_that_share_parameters_are_refused():
-    class Shared(TwoOfOneLoss):
-        def configure_optimizers(self):
-            return [self.make(self.net.parameters()), self.make(self.net[3].parameters())]
-
-    with pytest.raises(PrecisionError, match="a parameter is in two optimizers"):
-        fit(HalfstepPrecision("fp32"), Shared())
-
-
 class ByHand(Regression):
     automatic_optimization = False
 

@@ -269,15 +269,6 @@ def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
 # Lost updates and 16-bit weights
 
 
-class OwnOptimizer(Trainer):
-    """Which optimizer it makes is known when it trains."""
-
-    def create_optimizer(self, *args, **kwargs):
-        make = self.make
-        self.optimizer = make(p for p in self.model.parameters() if p.requires_grad)
-        return self.optimizer
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 def test_accidental_pure_bf16_is_refused_before_the_first_step(tmp_path, bf16):
     model = bert().bfloat16()
@@ -287,22 +278,6 @@ def test_accidental_pure_bf16_is_refused_before_the_first_step(tmp_path, bf16):
     text = rf"bf16 with nothing behind them.*bert\.embeddings.*\({2 * count} bytes more"
     with pytest.raises(PrecisionError, match=text):
         trainer.train()
-
-
-def test_accidental_pure_bf16_of_an_own_optimizer_is_refused_before_the_first_step(
-    tmp_path,
-):
-    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer)
-    trainer.make = torch.optim.SGD
-    attach(trainer)
-    start = bits(trainer)
-    with pytest.raises(PrecisionError, match="tensors of SGD are trained in bf16"):
-        trainer.train()
-    assert same(start, bits(trainer))
-    trainer = made(tmp_path, model=bert().bfloat16(), trainer=OwnOptimizer, max_steps=1)
-    trainer.make = lambda parameters: halfstep.optim.AdamW(parameters, update="split")
-    attach(trainer)
-    trainer.train()
 
 
 # Mistakes

@@ -204,29 +204,6 @@ def test_gradients_that_are_not_finite(kernel, rule, moments):
             assert moments == "8bit" or weight.isfinite().sum() > 200
 
 
-def test_every_half_precision_gradient_is_read_as_its_number(kernel):
-    """SGD with lr -1 and nothing else writes the gradient into a weight of 0."""
-    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.float16, torch.bfloat16):
-        gradient = patterns.view(dtype)
-        weight = torch.zeros(2**16)
-        task = StepTask(
-            weight,
-            None,
-            (torch.zeros(2**16),),
-            (torch.empty(0, dtype=torch.uint8),),
-            gradient,
-            0,
-        )
-        options = {"lr": -1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0}
-        constants = SGD.constants({**options, "nesterov": False}, 1)
-        kernel.run([task], Plan(SGD, constants, "nearest", "fp32", 1.0, 0, 1))
-        wanted = gradient.double()
-        finite = wanted.isfinite()
-        assert torch.equal(weight.double()[finite], wanted[finite])
-        assert weight[~finite].isnan().all()  # infinities too: their part in nesterov is inf * 0
-
-
 def test_a_kernel_call_reads_and_writes_nothing_else(kernel):
     """The tensors lie inside larger ones whose rest must not change."""
     rest = 64

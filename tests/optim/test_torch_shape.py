@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from reference.training import through_a_file
 
@@ -27,17 +26,6 @@ def run(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 5) -> to
 
 
 # --- options ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_options_that_no_kernel_honours_are_refused_with_the_way_out(cls, option):
-    with pytest.raises(TypeError, match=option):
-        cls([weights()], **{option: True})
-    optimizer = cls([{"params": [weights()], option: False}])
-    with pytest.raises(PrecisionError, match=rf"{option}=True is not supported.*torch\.optim"):
-        optimizer.add_param_group({"params": [weights()], option: True})
-    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("cls", CLASSES)
