@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
-from halfstep.integrations.optimizer_tensors import Names
+from halfstep.integrations.optimizer_tensors import Names, refuse_pure
 from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
@@ -146,15 +146,12 @@ class _Attachment:
         """Prepare an optimizer as Accelerate does, after a check for 16-bit weights.
 
         Raises:
-            PrecisionError: For trainable 16-bit weights, as :meth:`halfstep.GradScaler.check`.
+            PrecisionError: For trainable 16-bit weights.
         """
-        if _kind(self.accelerator) != "FSDP":  # which widens the weights when it shards them
-            known = self.scaler._names
-            self.scaler._names = known or {p: name for name, p in self.named_parameters()}
-            try:
-                self.scaler.check(bare(optimizer))
-            finally:
-                self.scaler._names = known
+        widens = _kind(self.accelerator) == "FSDP"  # the weights, when it shards them
+        if not (widens or self.scaler._allow_pure):
+            names = self.scaler._names or {p: name for name, p in self.named_parameters()}
+            refuse_pure(bare(optimizer), names)
         kind: Any = type(self.accelerator)
         ready = kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
         if self.every:

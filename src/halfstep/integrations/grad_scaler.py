@@ -40,7 +40,6 @@ from halfstep.integrations.optimizer_tensors import (
     accepts_low_precision,
     kinds,
     name_table,
-    owned,
     parameter_names,
     refuse_half,
     refuse_pure,
@@ -83,8 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: Good steps before the scale grows.
         enabled: If False, nothing is scaled and every step is taken.
         strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
-            16-bit weights whose small updates would be lost. :meth:`check` refuses them before
-            training.
+            16-bit weights whose small updates would be lost.
         min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
         max_scale: The ceiling; 2^126 if any other option is on.
         max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
@@ -199,22 +197,6 @@ class GradScaler(torch.amp.GradScaler):
     def calibrating(self) -> bool:
         """Whether no step was applied yet, so that skips only mean the scale finds its level."""
         return not self._applied and not any(not step.skipped for step in self._round)
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Refuse, before training, what would fail at the first step or silently lose updates.
-
-        Raises:
-            PrecisionError: If the optimizer has trainable fp16 parameters, whose gradients cannot
-                be unscaled, or bf16 ones, whose small updates are lost; unless it has
-                ``accepts_low_precision_gradients = True``. Fused optimizers of torch are refused
-                here although their step would take fp16. With ``allow_pure=True``, or if the scaler
-                is disabled, bf16 passes.
-        """
-        if self._enabled and not accepts_low_precision(optimizer):
-            half = [p for p in owned(optimizer) if p.requires_grad and p.dtype == torch.float16]
-            refuse_half(optimizer, half, self._names, "The loss scaler needs fp32 gradients")
-        if self._enabled and not self._allow_pure:
-            refuse_pure(optimizer, self._names)
 
     # --- torch's calls ----------------------------------------------------------------------------
 
