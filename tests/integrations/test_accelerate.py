@@ -4,7 +4,6 @@ Oracles are plain loops without a scaler: with powers of two and fp32 the same b
 """
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DistributedType, GradScalerKwargs  # noqa: E402
 
 INF, NAN = math.inf, math.nan
-EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),

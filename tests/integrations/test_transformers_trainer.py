@@ -1,7 +1,6 @@
 """halfstep inside the Transformers Trainer: the same bits, right skips, true logs, a stop."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,6 @@ from halfstep.integrations.hf_trainer import attach  # noqa: E402
 
 INF, NAN = math.inf, math.nan
 STEPS, BATCH = 6, 4
-EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 
 
 @pytest.fixture(autouse=True)

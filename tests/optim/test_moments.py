@@ -7,7 +7,6 @@ number of an 8-bit exponent and 3 mantissa bits (``reference.floats`` decodes it
 
 import math
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +18,6 @@ from reference import floats
 TOPS = range(32, 255)  # the lowest is a constant of the format; 254 is the largest fp32 exponent
 GRID = floats.table(8, 3)  # every magnitude that some window has; index = pattern
 NOISES = 2**20
-
-
-def nightly(*values: float) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def window(top: int, signed: bool) -> np.ndarray:
