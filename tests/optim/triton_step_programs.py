@@ -17,13 +17,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from triton_kernel_programs import OPTIONS, make_tasks, same
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.rules import LION
-from halfstep.precision.after_step import EMA
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -216,7 +214,7 @@ def learned_later():
 
 
 def stops_and_guards():
-    """The floor, the skip limit, skips and roll-backs, schedules and averages, as on the host."""
+    """The floor, the skip limit, skips and roll-backs, as on the host."""
     small = "fp16-mixed,scale=dynamic,init_scale=2,hysteresis=2"
     few = "fp16-mixed,scale=static,init_scale=4,max_consecutive_skips=2"
     bad = {n: ("first", math.inf) for n in (1, 2, 3)}
@@ -253,27 +251,9 @@ def stops_and_guards():
     assert applied == [True, False, False, False, True]
     assert len(calls) == 2
 
-    rates = []
-    for host in (False, True):
-        run = Run(f"fp16-mixed,{SCALED}", host=host)
-        other = Run(f"fp16-mixed,{SCALED}", host=host)
-        ema = EMA(other.model)
-        scheduler = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, gamma=0.5)
-        other.precision.close()
-        precision = Precision(
-            f"fp16-mixed,{SCALED}", other.model, other.optimizer, schedulers=[scheduler], ema=ema
-        )
-        other.precision = precision
-        for number in range(4):
-            other.step(number, bad.get(number))
-        rates.append((scheduler.get_last_lr(), ema.updates, ema.averages))
-        run.step(0)
-    assert rates[0][:2] == rates[1][:2] == ([3e-3 / 2, 0.01 / 2], 1)
-    assert all(same(a, b) for a, b in zip(*(r[2].values() for r in rates), strict=True))
-
 
 def changes_between_steps():
-    """Loaded states, other gradients, parts of tensors, moments that fall back, and the meter."""
+    """Loaded states, other gradients, parts of tensors, and moments that fall back."""
     runs = Run(f"fp16-mixed,{SCALED}"), Run(f"fp16-mixed,{SCALED}", host=True)
     for run in runs:
         run.step(0)
@@ -315,17 +295,6 @@ def changes_between_steps():
             told.append((fallen_back(run.optimizer), run))
         assert told[0][0] == told[1][0] != ()
         alike(told[0][1], told[1][1])
-
-    reports = []
-    for host in (False, True):
-        run = Run(f"bf16-split,moments=bf16,{SCALED}", host=host)
-        meter = LostUpdateMeter(run.precision, every=1)
-        for number in range(4):
-            run.step(number, ("gain", math.inf) if number == 3 else None)
-            if number == 2:
-                reports.append([meter.report(), None])
-        reports[-1][1] = meter.report()  # the skipped step was measured by nobody
-    assert reports[0][0] == reports[1][0] == reports[0][1] == reports[1][1]
 
     # a weight that is part of a larger tensor is stepped in a copy
     model = nn.Linear(4, 3)
