@@ -37,8 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import save, summary
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import plan_of
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.casting.autocast import cpu_has_bf16
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.step import Precision

@@ -7,8 +7,7 @@ from tests.reference.adam import EPS
 from torch.distributed.tensor import DTensor
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import plan_of
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision

@@ -10,8 +10,8 @@ from torch import nn
 
 from distributed import parity
 from every import every
-from halfstep.distributed.consistency import check_agreement, checksum
 from halfstep.distributed.layout import Layout
+from halfstep.distributed.strategy import check_agreement, checksum
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from distributed.parity import fingerprint, same_bits, whole
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import plan_of
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from every import every
-from halfstep.distributed.regions import sum_over_ranks
-from halfstep.distributed.tensor_parallel import parallelize_
+from halfstep.distributed.tensor_parallel import parallelize_, sum_over_ranks
 from halfstep.errors import ConfigError, DataError
 from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
 from halfstep.precision.casting.simulate import SimulatedProducts

@@ -12,8 +12,7 @@ import torch
 from distributed import parity
 from every import every
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy, refusal
-from halfstep.distributed.strategy import plan_of
+from halfstep.distributed.strategy import choose_strategy, plan_of, refusal
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from halfstep.distributed.styles import ShardedVocabulary
+from halfstep.distributed.tensor_parallel import ShardedVocabulary
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.trainer.models.cross_entropy import (

@@ -1,14 +1,18 @@
 """Lists the public names of halfstep.distributed; each is loaded on first use."""
 
-from .consistency import check_agreement as check_agreement
 from .layout import Layout as Layout
 from .reducer import (
     DataParallel as DataParallel,
     GradientReducer as GradientReducer,
     broadcast_ as broadcast_,
 )
-from .select import choose_strategy as choose_strategy
 from .shard import FullySharded as FullySharded
-from .strategy import ParallelPlan as ParallelPlan, Strategy as Strategy, plan_of as plan_of
+from .strategy import (
+    ParallelPlan as ParallelPlan,
+    Strategy as Strategy,
+    check_agreement as check_agreement,
+    choose_strategy as choose_strategy,
+    plan_of as plan_of,
+)
 from .tensor_parallel import TensorParallel as TensorParallel
 from .world import World as World, open_world as open_world

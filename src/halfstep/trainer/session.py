@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.memory.table import Memory
-from halfstep.distributed.consistency import check_agreement
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.reducer import broadcast_tensors_
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
