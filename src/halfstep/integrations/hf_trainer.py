@@ -54,20 +54,18 @@ def attach(
     *,
     scaler: bool | None = None,
     lost_updates_every: int = 50,
-    stop_on_nonfinite: bool = True,
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
 
-    It sets ``args.logging_nan_inf_filter=False``, with which a NaN loss is logged as NaN.
+    Training stops before a step whose loss is not finite, or, without a scaler to skip it, whose
+    gradients are not. It sets ``args.logging_nan_inf_filter=False``, with which a NaN loss is logged as NaN.
 
     Args:
         trainer: A Trainer that has not trained yet.
         scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
-        stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
-            skip it, whose gradients are not. False: they are logged, and training continues.
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -88,9 +86,7 @@ def attach(
     else:
         refuse_scale_options(trainer.accelerator, options)
     ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
-    callback = NumericsCallback(
-        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure
-    )
+    callback = NumericsCallback(trainer, used, lost_updates_every, ranks, allow_pure=allow_pure)
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.accelerator.clip_grad_norm_ = callback.clip
     trainer.add_callback(callback)
@@ -115,7 +111,6 @@ class NumericsCallback(TrainerCallback):
         every: int,
         ranks: Ranks | None,
         *,
-        stop: bool,
         allow_pure: bool,
     ) -> None:
         self.scaler = scaler
@@ -125,7 +120,6 @@ class NumericsCallback(TrainerCallback):
         self._accelerator = trainer.accelerator
         self._every = every
         self._ranks = ranks
-        self._stop = stop
         self._allow_pure = allow_pure
         self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
@@ -209,7 +203,7 @@ class NumericsCallback(TrainerCallback):
             )
         micro, norm = self._micro, self._norm
         self._micro, self._norm = [], None
-        if not self._stop or not micro:
+        if not micro:
             return
         losses = [loss for loss, _ in micro]
         whole = torch.as_tensor(0.0 if norm is None else _whole(norm))
