@@ -59,7 +59,7 @@ def attach(
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
 
     Training stops before a step whose loss is not finite, or, without a scaler to skip it, whose
-    gradients are not. It sets ``args.logging_nan_inf_filter=False``, with which a NaN loss is logged as NaN.
+    gradients are not. ``args.logging_nan_inf_filter`` is set to False: a NaN loss is logged as NaN.
 
     Args:
         trainer: A Trainer that has not trained yet.
