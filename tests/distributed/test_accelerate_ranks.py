@@ -89,11 +89,11 @@ def test_ranks_skip_together_and_stay_alike(pool2):
     assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
-def train_bf16(rank, on_nonfinite, value):
+def train_bf16(rank, value):
     """In step 1 the loss of rank 0 is broken; gradients are reduced, so everybody's are."""
     with launched(rank):
         acc = accelerator(mixed_precision="bf16")
-        scaler = attach(acc, on_nonfinite=on_nonfinite)
+        scaler = attach(acc)
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -113,7 +113,7 @@ def train_bf16(rank, on_nonfinite, value):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_broken_loss_of_one_rank_stops_all_in_bf16(pool2, value):
-    first, second = pool2.run(train_bf16, on_nonfinite="stop", value=value)
+    first, second = pool2.run(train_bf16, value=value)
     assert first == ([(False, 1.0)], "forward", False)
     assert second == ([(False, 1.0)], "forward", True)
 
