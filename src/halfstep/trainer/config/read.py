@@ -19,9 +19,6 @@ _KINDS = {
     "str": "a string",
 }
 """A type to what a user may write for it."""
-FAMILY = "family"
-"""The key that selects a dataclass of a union by its class attribute ``FAMILY``; the first one is
-the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +74,11 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _key(name: str) -> str:
-    return f"key {name}"
-
-
 def build(
     cls: type[Any],
     table: Any,
     path: str = "",
-    named: Callable[[str], str] = _key,
+    named: Callable[[str], str] = "key {}".format,
     *,
     strict: bool = True,
 ) -> Any:
@@ -113,37 +106,14 @@ def build(
         if key not in names:
             hint, allowed = did_you_mean(key, names), ", ".join(names)
             raise ConfigError(f"unknown key {path}{key:.80}{hint}; allowed: {allowed}")
-        if kinds := sections(hints[key]):
-            part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
-            values[key] = build(kind, part, f"{path}{key}.", named, strict=strict)
+        if is_dataclass(hints[key]):
+            values[key] = build(hints[key], value, f"{path}{key}.", named, strict=strict)
         else:
             values[key] = _convert(value, hints[key], named(path + key))
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
             raise ConfigError(f"{named(path + f.name)} is missing")
     return cls(**values)
-
-
-def sections(hint: Any) -> tuple[type[Any], ...]:
-    """Return the dataclass, or the union's dataclasses, of a field's type; () for plain values."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    return kinds if all(map(is_dataclass, kinds)) else ()
-
-
-def _of_family(
-    kinds: tuple[type[Any], ...], table: Any, where: str, named: Callable[[str], str]
-) -> tuple[Any, type[Any]]:
-    """Return a section without its ``family`` key, and the dataclass which that key selects."""
-    known = {getattr(kind, "FAMILY", ""): kind for kind in kinds}
-    if "" in known or not isinstance(table, Mapping) or FAMILY not in table:
-        return table, kinds[0]
-    rest = dict(table)
-    name = rest.pop(FAMILY)
-    if not isinstance(name, str) or name not in known:
-        hint = did_you_mean(str(name), known)
-        what = f"{named(where)}: {shown(name)}{hint}"
-        raise ConfigError(f"{what}; allowed: {', '.join(known)}")
-    return rest, known[name]
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
@@ -192,10 +162,7 @@ def _scalar(value: Any, hint: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Represent any value in an error message, in at most 80 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits, deeply nested brackets
-        text = f"a {type(value).__name__} that is too large to print"
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
 
 

@@ -13,7 +13,7 @@ from halfstep.option import option
 from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
-from halfstep.trainer.models.shapes import Shape
+from halfstep.trainer.models.shapes import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,21 @@ class TrainConfig(BaseConfig):
     COMMAND: ClassVar[str] = "train"
     SHORT: ClassVar[Mapping[str, str]] = {"data": "data.train", "val-data": "data.validation"}
 
-    model: Shape
+    model: GPTConfig
     data: DataConfig = field(default_factory=DataConfig)
     run: TextRunConfig = field(default_factory=TextRunConfig)
 
     def __post_init__(self) -> None:
-        BaseConfig.__post_init__(self)
         if self.block_size > self.model.block_size:
             raise ConfigError(
                 f"run.block_size={self.run.block_size} is over model.block_size="
                 f"{self.model.block_size}; shorten the sequences or raise --model.block_size"
             )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one training sequence."""
+        return self.run.block_size or self.model.block_size
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
@@ -57,11 +61,6 @@ class TrainConfig(BaseConfig):
         """Take over the saved vocabulary size."""
         size = self.model.vocab_size or saved.model.vocab_size
         return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=size))
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one training sequence, after defaulting to the model's block size."""
-        return self.run.block_size or self.model.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +108,6 @@ class PretrainedConfig:
     dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = option(
         -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
     )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
-    )
 
     def __post_init__(self) -> None:
         require_ranges("model", self)
@@ -126,11 +122,6 @@ class FinetuneConfig(BaseConfig):
     model: PretrainedConfig = field(default_factory=PretrainedConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
 
-    @property
-    def runs_foreign_code(self) -> bool:
-        """Whether Python code that comes with the model may run."""
-        return self.model.trust_remote_code
-
     def filled(self, saved: Self) -> Self:
         """Take over the saved number of warm-up steps and the saved commit of the model."""
         warmup = self.schedule.warmup_steps or saved.schedule.warmup_steps
@@ -142,14 +133,10 @@ class FinetuneConfig(BaseConfig):
         )
 
     def resolved(self, steps_per_epoch: int) -> Self:
-        """Replace epochs and the warm-up ratio by numbers of steps.
-
-        Raises:
-            ConfigError: If the warm-up is longer than the run.
-        """
+        """Replace epochs and the warm-up ratio by numbers of steps."""
         run, schedule = self.run, self.schedule
         steps = run.max_steps or max(1, math.ceil(run.epochs * steps_per_epoch - 1e-9))
-        warmup = schedule.warmup_steps or int(run.warmup_ratio * steps)
+        warmup = min(schedule.warmup_steps or int(run.warmup_ratio * steps), steps)
         return dataclasses.replace(
             self,
             run=dataclasses.replace(
@@ -174,9 +161,6 @@ class ClassifierConfig(PretrainedConfig):
     )
     label_smoothing: Share = option(
         0.0, "Share of each target's probability that is spread evenly over all classes."
-    )
-    class_weights: Literal["none", "balanced"] = option(
-        "none", "balanced: every class counts alike in the loss, however many examples it has."
     )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
@@ -20,9 +20,6 @@ class Use:
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
     precision: str = option(
         "", "Policy of the forward pass; default: the run's own, fp32 for --model."
-    )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
     )
 
     def __post_init__(self) -> None:
@@ -66,6 +63,12 @@ class Generating(Use):
         False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
     )
 
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """How tokens are drawn, as arguments."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Use):
@@ -98,7 +101,4 @@ class Exporting:
     )
     adapter: bool = option(
         False, "For a LoRA run: write the adapter for peft instead of merging it into its base."
-    )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError, NonFiniteError
-from halfstep.trainer.models.shapes import Shape
+from halfstep.trainer.models.shapes import GPTConfig
 
 
 class Cache(Protocol):
@@ -31,7 +31,7 @@ class LanguageModel(nn.Module):
     the logits of the next token at every position, ``(B, T, V)`` fp32.
     """
 
-    config: Shape
+    config: GPTConfig
 
     def loss_sum(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the sum of the next-token losses over a batch, and their number.

@@ -7,7 +7,6 @@ so that --help is quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
@@ -20,8 +19,6 @@ class GPTConfig:
     Raises:
         ConfigError: If a field has the wrong type or range; the message names ``model.<field>``.
     """
-
-    FAMILY: ClassVar[str] = "gpt"
 
     n_layer: int = field(metadata={"help": "Number of transformer blocks."})
 
@@ -82,8 +79,3 @@ class GPTConfig:
         width = self.n_embd
         block = 12 * width * width + 13 * width
         return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block
-
-
-Shape: TypeAlias = GPTConfig
-"""The union of all families' shapes. The first is the default where a file does not set
-``model.family``."""

@@ -53,28 +53,18 @@ class EpochTask(Task):
         return int(self._lengths[self.indices(step)].sum())
 
 
-# A run uses one commit of a hub model throughout: all ranks, model and tokenizer, all resumes.
-
-
 Config = TypeVar("Config", ClassifyConfig, LMConfig)
 
 
-def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
+def pinned(config: Config, world: World) -> Config:
     """Pin the configuration to the model's current commit on the hub; all ranks call it.
 
-    Returns:
-        The configuration, and keyword arguments for opening model and tokenizer.
-
-    Raises:
-        ConfigError: If there is no such model.
+    A run uses one commit throughout: all ranks, model and tokenizer, all resumes.
     """
     choice = config.model
-    trust = choice.trust_remote_code
-    own = world.main_only(lambda: pin(choice.source, choice.revision, trust_remote_code=trust))
-    revision = world.share(own or "")
-    model: Any = dataclasses.replace(choice, revision=revision)
-    options = {"revision": revision, "trust_remote_code": trust}
-    return dataclasses.replace(config, model=model), options
+    own = world.main_only(lambda: pin(choice.source, choice.revision))
+    model: Any = dataclasses.replace(choice, revision=world.share(own or ""))
+    return dataclasses.replace(config, model=model)
 
 
 Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)

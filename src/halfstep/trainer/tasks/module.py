@@ -58,27 +58,17 @@ class Parts:
     best_by: str = "loss"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for data or functions of a kind that cannot be used."""
+        """Raise ConfigError for data that cannot be shuffled, shared and resumed."""
         for name in ("train_data", "val_data"):
             data = getattr(self, name)
-            sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-            if not sized and not (data is None and name == "val_data"):
+            if data is None and name == "val_data":
+                continue
+            if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
                 raise ConfigError(
-                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset with "
-                    "__len__ and __getitem__. Only such a one can be shuffled, shared between "
-                    "ranks and resumed at any step; put a stream's items into a list or a file"
+                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset of at least "
+                    "one item with __len__ and __getitem__, which can be shuffled, shared between "
+                    "ranks and resumed at any step; put a stream's items into a list"
                 )
-            if sized and not len(data):
-                raise ConfigError(f"Trainer({name}) is empty; give at least one item")
-        for name in ("loss", "evaluate", "targets", "collate", "schedule"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ConfigError(
-                    f"Trainer({name}) got {value!r:.60}; allowed: a function"
-                    + (", such as lambda model, batch: ..." if name in ("loss", "evaluate") else "")
-                )
-        if self.num_workers < 0:
-            raise ConfigError(f"Trainer(num_workers={self.num_workers}); allowed: integers >= 0")
 
 
 class ModuleTask(EpochTask):
@@ -129,11 +119,6 @@ class ModuleTask(EpochTask):
             return super().optimizer(policy)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = given if isinstance(given, Optimizer) else given(trained)
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"Trainer(optimizer) made a {type(optimizer).__name__}; allowed: a function from "
-                "parameters to a torch.optim.Optimizer, an optimizer, or a name such as 'adamw'"
-            )
         own = {id(p) for p in trained}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
@@ -160,7 +145,7 @@ class ModuleTask(EpochTask):
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the user's mean loss times its count, or the sum and count that the user gave."""
         found = self._parts.loss(self.model, batch)
-        if isinstance(found, tuple) and len(found) == 2:
+        if isinstance(found, tuple):
             if self._parts.targets is None:
                 raise ConfigError(
                     "Trainer(loss) gave a sum and a count: the count of all micro-batches must be "
@@ -168,11 +153,10 @@ class ModuleTask(EpochTask):
                     "to its count, too"
                 )
             return found
-        if not isinstance(found, Tensor) or found.dim():
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        if found.dim():
             raise ConfigError(
-                f"Trainer(loss) gave {what!r:.80}; allowed: a tensor of no dims, the mean over the "
-                "batch, or a pair of the sum and its count"
+                f"Trainer(loss) gave a tensor of shape {tuple(found.shape)}; allowed: a tensor of "
+                "no dims, the mean over the batch, or a pair of the sum and its count"
             )
         count = self.targets(batch)
         return found * count, torch.tensor(count, device=found.device)
@@ -188,45 +172,44 @@ class ModuleTask(EpochTask):
     @torch.no_grad()
     def evaluate(self, judge: Judge) -> Evaluation:
         """Average the measures over the validation data, every item once over all ranks."""
-        parts = self._parts
         sums: dict[str, list[float]] = {}
         for batch, counts in self._validation(judge):
             with judge.around():
-                if parts.evaluate is None:
-                    total, count = judge.loss_sum(to_device(batch, judge.device))
-                    found = {"loss": (float(total), float(count))}
-                else:
-                    rows = rows_of(batch)
-                    measured = parts.evaluate(self.model, to_device(batch, judge.device))
-                    found = {name: (float(v) * rows, float(rows)) for name, v in measured.items()}
-            for name, values in found.items():
+                measured = self._measured(batch, judge)
+            for name, (total, count) in measured.items():
                 held = sums.setdefault(name, [0.0, 0.0])
-                for i, value in enumerate(values):
-                    held[i] += value if counts else 0.0
+                if counts:
+                    held[0] += total
+                    held[1] += count
         names = sorted(sums)
         flat = judge.sum([value for name in names for value in sums[name]])
-        totals = dict(zip(names, zip(flat[::2], flat[1::2], strict=True), strict=True))
-        means = {name: total / count for name, (total, count) in totals.items()}
-        by = parts.best_by.removeprefix("-")
+        totals, every = dict(zip(names, flat[::2], strict=True)), flat[1::2]
+        means = {n: totals[n] / count for n, count in zip(names, every, strict=True)}
+        best_by = self._parts.best_by
+        by = best_by.removeprefix("-")
         for name in ("loss", by):
             if name not in means:
                 raise ConfigError(
-                    f"Trainer(evaluate) gave {', '.join(names)}; it must give {name!r} too"
+                    f"Trainer(evaluate) gave {', '.join(means)}; it must give {name!r} too"
                 )
-        lower = by == "loss" or parts.best_by != by
         others = {name: mean for name, mean in means.items() if name != "loss"}
+        shown = {"validation loss": means["loss"], **others}
         return Evaluation(
             loss=means["loss"],
-            targets=round(totals["loss"][1]),
-            score=-means[by] if lower else means[by],
-            text=", ".join(
-                [
-                    f"validation loss {means['loss']:.4f}",
-                    *(f"{n} {m:.4f}" for n, m in others.items()),
-                ]
-            ),
+            targets=round(every[names.index("loss")]),
+            score=-means[by] if by == "loss" or best_by != by else means[by],
+            text=", ".join(f"{name} {mean:.4f}" for name, mean in shown.items()),
             measures=others,
         )
+
+    def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[float, float]]:
+        """Return the sum and the count of each measure over a batch."""
+        here, evaluate = to_device(batch, judge.device), self._parts.evaluate
+        if evaluate is None:
+            total, count = judge.loss_sum(here)
+            return {"loss": (float(total), float(count))}
+        rows = rows_of(batch)
+        return {n: (float(v) * rows, float(rows)) for n, v in evaluate(self.model, here).items()}
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write ``model/model.safetensors``: the best state's fp32 weights, and the buffers."""
