@@ -10,10 +10,12 @@ from tests.trainer.models.pretrained_folders import save_classifier, save_tokeni
 
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
+from halfstep.trainer.tasks.classify import TrainedClassifier
 
 TELLING = {
     "joy": ("glad", "happy", "sun", "smile"),
@@ -80,6 +82,12 @@ def classify_config(files, *, shipped="classify-scratch", **overrides):
     }
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
     return load_config(shipped, [(k, v) for k, v in values.items() if v is not None])
+
+
+def opened(folder, precision="fp32"):
+    """The trained classifier of a model folder."""
+    use = Use(model=str(folder), device="cpu", precision=precision)
+    return TrainedClassifier(folder).open(use)
 
 
 def start(config, path):

@@ -13,7 +13,6 @@ from halfstep.precision.policy import devices
 from halfstep.precision.policy.spelling import Auto
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
-from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.environment import policy_on
 from halfstep.trainer.run.folder import default_run_folder, run_config
 
@@ -44,13 +43,6 @@ def test_every_shipped_configuration_leaves_the_policy_to_the_device(name):
     config = load_config(name)
     assert config.precision == Auto()
     assert 'precision = "auto"' in config_to_toml(config)
-
-
-def test_it_is_every_tasks_default():
-    for kind in TASKS.values():
-        assert {f.name: f.default for f in kind.__dataclass_fields__.values()}[
-            "precision"
-        ] == "auto"
 
 
 @pytest.mark.parametrize(("flags", "policy"), [({"avx2"}, "fp32"), ({"bf16"}, "bf16-mixed")])
@@ -98,17 +90,6 @@ def test_nothing_is_said_on_the_same_device_or_of_a_named_policy(corpus, tmp_pat
         path = str(tmp_path / name)
         assert main(["train", "--resume", "--output-dir", path, "--max-steps", "3"]) == 0
         assert "auto" not in capsys.readouterr().err
-
-
-def test_an_older_run_folder_says_nothing(corpus, tmp_path, capsys, cpu):
-    cpu({"avx2"})
-    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
-    for text in ("{}", "[", "[1]", '{"auto": "x"}'):
-        (tmp_path / "r" / "env.json").write_text(text)
-        capsys.readouterr()
-        path = str(tmp_path / "r")
-        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "2"]) == 0
-        assert "the run keeps" not in capsys.readouterr().err
 
 
 def test_a_folder_is_named_after_what_runs(cpu):

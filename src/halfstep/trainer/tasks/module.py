@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,6 @@ class ModuleTask(EpochTask):
 
     def __init__(self, parts: Parts, config: ModuleConfig, layout: Layout, world: World) -> None:
         """Store the parts, and copy rank 0's weights of the module to all ranks."""
-        run = config.run
         self.model = parts.model
         self.evaluates = self.keeps_best = parts.val_data is not None
         self.notes: list[str] = []
@@ -94,11 +93,12 @@ class ModuleTask(EpochTask):
             "data": f"{len(parts.train_data)} items",
         }
         world.require_same(self.identity)
-        rank, ranks = layout.batch_rank(world.rank), layout.batch_ranks
-        self._items = _Items(
-            parts, lambda step: micro_batches(self.batch_size(step), rank, ranks, run.grad_accum),
-            lambda step: self.indices(step).tolist(), self.config,
-        )  # fmt: skip
+        self._share = layout.batch_rank(world.rank), layout.batch_ranks
+        self._train = _Seeded(parts.train_data)
+        self._made: Iterator[Any] = iter(())
+        """Batches that worker processes make ahead of time."""
+        self._order: Iterator[tuple[int, range]] = iter(())
+        """Step and rows of each of them."""
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training items."""
@@ -135,8 +135,36 @@ class ModuleTask(EpochTask):
         return peak * float(self._parts.schedule(applied))
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Return the batch that ``collate`` makes from the rows' items."""
-        return self._items.batch(step, rows)
+        """Return what ``collate`` makes of the rows' items; depends on seed, step and rows only."""
+        if not self._parts.num_workers:
+            return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
+        # not the batch that the loader makes next: the first one, or one after a rollback
+        if next(self._order, None) != (step, rows):
+            self._order = self._plan(step, rows)
+            next(self._order)
+            keys = (self._keys(*place) for place in self._plan(step, rows))
+            self._made = iter(
+                DataLoader(
+                    self._train,
+                    batch_sampler=keys,
+                    num_workers=self._parts.num_workers,
+                    collate_fn=self._parts.collate,
+                )
+            )
+        return next(self._made)
+
+    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
+        seed = dropout_seed(self.config.run.seed + 1, step, rows.start)
+        indices = self.indices(step).tolist()
+        return [(seed, indices[row]) for row in rows]
+
+    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
+        """Yield this rank's micro-batches from these rows on, to the end of the run."""
+        run = self.config.run
+        for later in range(step, run.max_steps):
+            for part in micro_batches(self.batch_size(later), *self._share, run.grad_accum):
+                if later > step or part.start >= rows.start:
+                    yield later, part
 
     def shapes(self, rows: int) -> None:
         """Return None: the user's loss is never called with tensors that hold no numbers."""
@@ -228,81 +256,23 @@ class ModuleTask(EpochTask):
         return f"weights in {folder / 'model' / 'model.safetensors'}{note}"
 
     def close(self) -> None:
-        """End the DataLoader's worker processes."""
-        self._items.close()
-
-    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
-        """Yield a rank's batches and whether they count; collectives need all ranks to run each."""
-        run, size = self.config.run, len(self._parts.val_data)
-        most = max(1, run.batch_size // run.grad_accum)
-        cuts = range(0, size, most)
-        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
-            width = min(most, size - start)
-            mine = share_of(width, judge.rank, judge.ranks)
-            rows = [start + row for row in mine] or [start]
-            yield self._items.validation(rows), bool(mine)
-
-
-class _Items:
-    """Makes batches of a dataset, in this process or ahead of time in worker processes."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        micro: Callable[[int], list[range]],
-        indices: Callable[[int], Sequence[int]],
-        config: ModuleConfig,
-    ) -> None:
-        """Store the data.
-
-        ``micro`` maps a step to the rows of each of this rank's micro-batches; ``indices`` maps a
-        step to the dataset index of each row.
-        """
-        self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
-        self._train = _Seeded(parts.train_data)
-        self._made: Iterator[Any] = iter(())
-        self._order: Iterator[tuple[int, range]] = iter(())
-
-    def batch(self, step: int, rows: range) -> Batch:
-        """Return the batch of a step's rows; it depends only on seed, step and rows."""
-        if not self._parts.num_workers:
-            return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
-        # not the batch that the loader makes next: the first one, or one after a rollback
-        if next(self._order, None) != (step, rows):
-            self._order = self._plan(step, rows)
-            next(self._order)
-            keys = (self._keys(*place) for place in self._plan(step, rows))
-            self._made = iter(
-                DataLoader(
-                    self._train,
-                    batch_sampler=keys,
-                    num_workers=self._parts.num_workers,
-                    collate_fn=self._parts.collate,
-                )
-            )
-        return next(self._made)
-
-    def validation(self, rows: list[int]) -> Batch:
-        """Return validation items; their random augmentations are the same in each evaluation."""
-        seed = dropout_seed(self._run.seed, 0, rows[0])
-        items = _Seeded(self._parts.val_data).__getitems__([(seed, row) for row in rows])
-        return self._parts.collate(items)
-
-    def close(self) -> None:
         """Drop the DataLoader's iterator, which ends its worker processes."""
         self._made = self._order = iter(())
 
-    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
-        seed = dropout_seed(self._run.seed + 1, step, rows.start)
-        indices = self._indices(step)
-        return [(seed, indices[row]) for row in rows]
+    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
+        """Yield a rank's batches and whether they count; collectives need all ranks to run each.
 
-    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
-        """Yield this rank's micro-batches from these rows on, to the end of the run."""
-        for later in range(step, self._run.max_steps):
-            for part in self._micro(later):
-                if later > step or part.start >= rows.start:
-                    yield later, part
+        Random augmentations of the items are the same in each evaluation.
+        """
+        run, data = self.config.run, _Seeded(self._parts.val_data)
+        size, most = len(self._parts.val_data), max(1, run.batch_size // run.grad_accum)
+        cuts = range(0, size, most)
+        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
+            mine = share_of(min(most, size - start), judge.rank, judge.ranks)
+            rows = [start + row for row in mine] or [start]
+            seed = dropout_seed(run.seed, 0, rows[0])
+            items = data.__getitems__([(seed, row) for row in rows])
+            yield self._parts.collate(items), bool(mine)
 
 
 class _Seeded(Dataset[Any]):
