@@ -17,13 +17,12 @@ from tests.cli.ranks import (
     losses,
     ranks as run_ranks,
 )
-from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
+from tests.trainer.lm_folders import EOS, alpaca, chats, opened, save_base, write
 
 from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.models.pretrained.hub import quiet
 from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.lm import load_tuned_lm
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
 
@@ -125,8 +124,6 @@ def test_evaluate_prints_loss_perplexity_and_precision(tuned, place, halfstep):
     assert whole["tokens"] == sum(len(tokenizer.tokenize(text)) + 1 for text in contents)
     one = halfstep(*run[:-1], "1", "--json", *chats_only, "--max-batches", "1")[1]
     assert 0 < json.loads(one)["tokens"] < whole["tokens"]
-    all_of_one = json.loads(halfstep(*run[:-1], "1", "--json", *chats_only)[1])
-    assert all_of_one["tokens"] == whole["tokens"]
     text = halfstep(*run, *chats_only)[1]
     assert text.startswith("loss ")
     assert text.endswith(" tokens in fp16-mixed\n")
@@ -169,7 +166,7 @@ def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
             if ids[0, -1] == tokenizer.eos_token_id:
                 break
     assert base.strip() == tokenizer.decode(ids[0], skip_special_tokens=True).strip()
-    lm = load_tuned_lm(tuned, run_config(tuned), torch.device("cpu"), "fp32")
+    lm = opened(tuned, "fp32")
     with torch.no_grad():
         after, want = lm.model.model(ids).logits, model(ids).logits
         with lm.model.without_adapter():
@@ -276,65 +273,40 @@ def test_export_of_a_classifier_copies_it(place, halfstep, tmp_path):
     assert (code, out, err) == (0, f"{tmp_path / 'out'}: classifier in fp32\n", "")
     for file in (path / "model").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
-    for option, complaint in (
-        ("--adapter", "not a run of finetune lm"),
-        ("--dtype=bf16", "--dtype"),
-    ):
-        code, _, err = halfstep(*export, tmp_path / "c", option)
-        assert code == 2
-        assert_one_line(err, complaint)
+    assert_refused(halfstep(*export, tmp_path / "c", "--dtype=bf16"), "--dtype")
 
 
 def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):
     for name in ("config.toml", "prompt.json"):
         (tmp_path / name).write_bytes((tuned / name).read_bytes())
-    for command in (["generate", "--prompt", "x"], ["evaluate"],
-                    ["export", "--to", "hf", "--output", tmp_path / "o"]):  # fmt: skip
-        code, _, err = halfstep(*command, "--run", tmp_path)
-        assert code == 2
-        assert_one_line(err, "has no model yet")
+    for command in (["evaluate"], ["export", "--to", "hf", "--output", tmp_path / "o"]):
+        assert_refused(halfstep(*command, "--run", tmp_path), "has no model yet")
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
+def test_refusals_are_one_line(tuned, place, halfstep, tmp_path):
+    for changes, complaint in (
         ({"model": ""}, "model.source is empty; name a model to tune by --model"),
         ({"max_length": 161}, "over the 160 positions"),
         ({"max_length": 12}, "no document of 40 is left"),
-        ({"precision": "bf16-pure"}, "bf16-pure keeps all weights in bf16"),
         ({"lora_targets": "nose"}, "no layer has the target"),
         ({"train": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "ADAPTER"}, "holds an adapter, not a model"),
-    ],
-)
-def test_refusals_are_one_line(changes, complaint, tuned, place, halfstep, tmp_path):
-    command = words(place, tmp_path / "r", **changes)
-    if "model" in changes:
-        folder = tuned / "model" if changes["model"] else ""
-        command[command.index("--model") + 1] = str(folder)
-    code, out, err = halfstep(*command, "--quiet")
-    assert (code, out) == (2, "")
-    assert_one_line(err, complaint)
+    ):
+        command = words(place, tmp_path / "r", **changes)
+        if "model" in changes:
+            folder = tuned / "model" if changes["model"] else ""
+            command[command.index("--model") + 1] = str(folder)
+        assert_refused(halfstep(*command, "--quiet"), complaint)
+    for option in ("--raw", "--base"):
+        done = halfstep("generate", "--model", tmp_path, option)
+        assert_refused(done, "are for runs of finetune lm")
     assert not (tmp_path / "r").exists()
 
 
-def test_raw_is_for_tuned_models(halfstep, tmp_path):
-    assert_refused(
-        halfstep("generate", "--model", tmp_path, "--raw"), "--raw is for runs of finetune lm"
-    )
-    assert_refused(
-        halfstep("generate", "--model", tmp_path, "--base"), "--base is for LoRA runs of finetune"
-    )
-
-
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "lora", "precision"),
-    [
-        pytest.param("llama", 8, "fp16-mixed", marks=pytest.mark.slow),
-        pytest.param("gpt2", 8, "bf16-mixed", marks=pytest.mark.slow),
-        pytest.param("gpt2", 0, "fp32", marks=pytest.mark.slow),
-    ],
+    ("model", "lora", "precision"), [("llama", 8, "fp16-mixed"), ("gpt2", 0, "fp32")]
 )
 def test_two_ranks_are_two_micro_batches(model, lora, precision, place, halfstep, tmp_path):
     """Nine validation records in uneven batches: every one counts once.
