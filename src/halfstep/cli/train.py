@@ -60,7 +60,7 @@ def _train(
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, world=world)
-        session.task.notes.extend(_warmup_note(request, config, resuming))
+        session.task.notes.extend(_warmup_note(request, session.config, resuming))
         outcome = execute(
             session,
             path,
@@ -80,11 +80,12 @@ def _train(
 
 
 def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[str]:
-    """Return a note if the warm-up is shorter than the configuration says."""
-    if resuming or "schedule.warmup_steps" in request.given:
+    """Return a note if the warm-up is shorter than was asked for."""
+    if resuming:
         return []
-    schedule = read_table(_spec(request))[1].get("schedule", {})
-    kept = schedule.get("warmup_steps", ScheduleConfig().warmup_steps)
+    table = read_table(_spec(request))[1].get("schedule", {})
+    asked = {"warmup_steps": ScheduleConfig().warmup_steps} | table
+    kept = int(request.given.get("schedule.warmup_steps", asked["warmup_steps"]))
     used = config.schedule.warmup_steps
     return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
 
