@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -36,28 +35,6 @@ Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
 Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
 Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
 Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
-
-
-def require_ranges(section: str, config: object) -> None:
-    """Refuse a section with a value outside its field's :class:`Range`.
-
-    Raises:
-        ConfigError: Naming the key, the value and what is allowed.
-    """
-    kind: Any = type(config)
-    for name, found in _ranges(kind).items():
-        value = getattr(config, name)
-        if not found.holds(value):
-            what = f"{section}.{name}={value}"
-            raise ConfigError(f"{what}; allowed: {found.allowed}")
-
-
-@cache
-def _ranges(cls: Any) -> Mapping[str, Range]:
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
-    }
 
 
 def insert(table: dict[str, Any], key: str, value: Any) -> None:
@@ -97,7 +74,7 @@ def build(
     if not isinstance(table, Mapping):
         where = named(path.rstrip("."))
         raise ConfigError(f"{where}: {shown(table)} given, a section is expected")
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -109,7 +86,10 @@ def build(
         if is_dataclass(hints[key]):
             values[key] = build(hints[key], value, f"{path}{key}.", named, strict=strict)
         else:
-            values[key] = _convert(value, hints[key], named(path + key))
+            values[key] = found = _convert(value, hints[key], named(path + key))
+            ranges = getattr(hints[key], "__metadata__", ())
+            if ranges and not ranges[0].holds(found):
+                raise ConfigError(f"{path}{key}={found}; allowed: {ranges[0].allowed}")
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
             raise ConfigError(f"{named(path + f.name)} is missing")
@@ -119,7 +99,7 @@ def build(
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Convert a TOML value or a command-line string to a field's type, or raise ConfigError."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is UnionType:  # X | None
+    if origin in (UnionType, Annotated):  # X | None, or X in a range
         return _convert(value, parts[0], where)
     if origin is Literal:
         if value in parts:

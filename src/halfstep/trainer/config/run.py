@@ -16,7 +16,6 @@ from halfstep.trainer.config.read import (
     Positive,
     Range,
     Share,
-    require_ranges,
 )
 
 OptimizerName = Literal[
@@ -49,9 +48,6 @@ class OptimizerConfig:
         1.0, "Gradients are clipped to this global 2-norm; 0 switches clipping off."
     )
 
-    def __post_init__(self) -> None:
-        require_ranges("optimizer", self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
@@ -67,9 +63,6 @@ class ScheduleConfig:
     min_ratio: Fraction = option(
         0.1, "Learning rate at the end of the decay, as a fraction of the peak."
     )
-
-    def __post_init__(self) -> None:
-        require_ranges("schedule", self)
 
 
 if TYPE_CHECKING:
@@ -169,7 +162,6 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        require_ranges("run", self)
         if self.batch_size % self.grad_accum:
             raise ConfigError(
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="

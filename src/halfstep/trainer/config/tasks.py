@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
-from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
+from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
 from halfstep.trainer.models.shapes import GPTConfig
@@ -109,9 +109,6 @@ class PretrainedConfig:
         -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
     )
 
-    def __post_init__(self) -> None:
-        require_ranges("model", self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneConfig(BaseConfig):
@@ -164,7 +161,6 @@ class ClassifierConfig(PretrainedConfig):
     )
 
     def __post_init__(self) -> None:
-        PretrainedConfig.__post_init__(self)
         if not self.source.strip():
             raise ConfigError("model.source is empty; give scratch:small, a folder or a hub name")
 

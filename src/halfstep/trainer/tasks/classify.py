@@ -34,19 +34,10 @@ from halfstep.trainer.models.pretrained.scratch import (
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained.tokenizer import (
-    PretrainedTokenizer,
-    open_tokenizer,
-    require_vocabulary,
-)
-from halfstep.trainer.run.model_folder import (
-    copy_folder,
-    matrix_parameters,
-    model_folder,
-    replace_folder,
-)
+from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer, open_tokenizer
+from halfstep.trainer.run.model_folder import copy_folder, matrix_parameters, model_folder
 from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
+from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,
@@ -58,11 +49,11 @@ from halfstep.trainer.tasks.task import Measured, Progress, Trained
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
 
-class ClassifyTask(EpochTask):
+class ClassifyTask(FinetuneTask):
     """A classifier and its examples: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     config: ClassifyConfig
-    keeps_best = True
+    model: PretrainedClassifier
 
     def __init__(
         self, config: ClassifyConfig, world: World, progress: Progress, *_: object
@@ -76,8 +67,6 @@ class ClassifyTask(EpochTask):
         data = read_labelled(config.data, run.seed)
         self.labels = data.names
         self.notes = list(data.notes)
-        self.tokenizer: PretrainedTokenizer
-        self.model: PretrainedClassifier
         if choice.source.startswith(SCRATCH):
             self._make(config, data)
         else:
@@ -110,7 +99,7 @@ class ClassifyTask(EpochTask):
         )
 
     def _load(self, config: ClassifyConfig, world: World) -> ClassifyConfig:
-        """Load a Hugging Face encoder and its tokenizer; return the resolved configuration."""
+        """Load a Hugging Face encoder and its tokenizer; return the pinned configuration."""
         config = pinned(config, world)
         choice = config.model
         self.model = open_classifier(
@@ -125,18 +114,8 @@ class ClassifyTask(EpochTask):
             self.notes.append(
                 f"the layer that gives the classes is new: {choice.source} has none for these"
             )
-        limit = self.model.max_length
-        choice = within(choice, "model", limit, choice.source)
-        if choice is not config.model:
-            self.notes.append(f"texts are cut at the model's {limit} positions")
-        self.tokenizer = open_tokenizer(
-            choice.source,
-            max_length=choice.max_length,
-            model_limit=limit,
-            revision=choice.revision,
-        )
-        require_vocabulary(self.model, self.tokenizer)
-        return dataclasses.replace(config, model=choice)
+        self.tokenizer = tokenizer_of(self.model, choice, choice.max_length)
+        return config
 
     def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
         before = self.tokenizer.truncated
@@ -183,10 +162,6 @@ class ClassifyTask(EpochTask):
         )
         return classifier_scores(self.model, batches, self.labels, judge, run.best_by)
 
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer to ``folder/tokenizer``."""
-        self.tokenizer.save(folder / "tokenizer")
-
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write the report on the best state so far: report.txt, report.json."""
         if not evaluation.confusion:  # the model's outputs were not finite
@@ -203,14 +178,8 @@ class ClassifyTask(EpochTask):
         write_whole(folder / "report.json", f"{text}\n")
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write the best state as a folder that ``halfstep predict`` and transformers load."""
-
-        def write(empty: Path) -> None:
-            self.model.save_(empty, exported().weights)
-            self.tokenizer.save(empty)
-
-        replace_folder(folder / "model", write)
-        return f"model in {folder / 'model'}, report in {folder / 'report.txt'}"
+        """Write the best state; its report is there already."""
+        return f"{super().finish(folder, exported)}, report in {folder / 'report.txt'}"
 
 
 class TrainedClassifier(Trained):

@@ -1,25 +1,32 @@
-"""What the tasks with epochs share: dealing out examples, and models from the hub."""
+"""What the tasks with epochs share: dealing out examples, and models of ``transformers``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import (
-    ClassifierConfig,
     ClassifyConfig,
     FinetuneConfig,
     LMConfig,
+    PretrainedConfig,
 )
 from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.models.pretrained.hub import pin
+from halfstep.trainer.models.pretrained.tokenizer import (
+    PretrainedTokenizer,
+    open_tokenizer,
+    require_vocabulary,
+)
+from halfstep.trainer.models.pretrained.weights import Pretrained
+from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.tasks.task import Task
 
 
@@ -53,6 +60,30 @@ class EpochTask(Task):
         return int(self._lengths[self.indices(step)].sum())
 
 
+class FinetuneTask(EpochTask):
+    """A task with a model and a tokenizer of ``transformers``."""
+
+    model: Pretrained
+    tokenizer: PretrainedTokenizer
+    keeps_best = True
+    leaves = "model"
+    """What the run leaves, in a word."""
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to ``folder/tokenizer``."""
+        self.tokenizer.save(folder / "tokenizer")
+
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
+        """Write the best state to ``model/``, for ``transformers`` and the commands to load."""
+
+        def write(empty: Path) -> None:
+            self.model.save_(empty, exported().weights)
+            self.tokenizer.save(empty)
+
+        replace_folder(folder / "model", write)
+        return f"{self.leaves} in {folder / 'model'}"
+
+
 Config = TypeVar("Config", ClassifyConfig, LMConfig)
 
 
@@ -67,20 +98,15 @@ def pinned(config: Config, world: World) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
-
-
-def within(part: Part, section: str, limit: int | None, source: str) -> Part:
-    """Limit a section's default ``max_length`` to the number of a model's positions.
-
-    Raises:
-        ConfigError: If the user set a ``max_length`` beyond it.
-    """
-    if limit is None or part.max_length <= limit:
-        return part
-    if part.max_length != type(part)().max_length:
-        raise ConfigError(
-            f"{section}.max_length={part.max_length} is over the {limit} positions of "
-            f"model.source={source}; lower --max-length"
-        )
-    return dataclasses.replace(part, max_length=limit)
+def tokenizer_of(
+    model: Pretrained, choice: PretrainedConfig, max_length: int
+) -> PretrainedTokenizer:
+    """Open the tokenizer that comes with a model, and check that it belongs to it."""
+    tokenizer = open_tokenizer(
+        choice.source,
+        max_length=max_length,
+        model_limit=model.max_length,
+        revision=choice.revision,
+    )
+    require_vocabulary(model, tokenizer)
+    return tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,6 @@ from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
-from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
@@ -28,28 +27,26 @@ from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapt
 from halfstep.trainer.models.pretrained.tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
-    require_vocabulary,
 )
 from halfstep.trainer.run.model_folder import (
     copy_folder,
     frozen_fingerprint,
     matrix_parameters,
     model_folder,
-    replace_folder,
 )
 from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
+from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
 from halfstep.trainer.tasks.task import Measured, Progress, Trained
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
 
 
-class LMTask(EpochTask):
+class LMTask(FinetuneTask):
     """A language model and its rows of tokens: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     config: LMConfig
-    keeps_best = True
+    model: PretrainedLM
 
     def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``.
@@ -64,47 +61,49 @@ class LMTask(EpochTask):
                 "model.source is empty; name a model to tune by --model: a folder, or a hub name"
             )
         config = pinned(config, world)
-        run, choice = config.run, config.model
-        self.model: PretrainedLM = open_causal_lm(
+        choice = config.model
+        self.model = open_causal_lm(
             choice.source,
             dropout=None if choice.dropout < 0 else choice.dropout,
             gradient_checkpointing=choice.gradient_checkpointing,
             revision=choice.revision,
         )
-        limit = self.model.max_length
-        data = within(config.data, "data", limit, choice.source)
-        notes = [f"rows have the model's {limit} positions"] * (data is not config.data)
-        config = dataclasses.replace(config, data=data)
-        tokenizer = open_tokenizer(
-            choice.source,
-            max_length=data.max_length,
-            model_limit=limit,
-            revision=choice.revision,
-        )
-        require_vocabulary(self.model, tokenizer)
-        self.tokenizer = InstructionTokenizer(tokenizer, choice.source)
-        self.data = read_instructions(config.data, self.tokenizer, run.seed)
-        if config.data.packing:
+        limit, data = self.model.max_length, config.data
+        self.notes = []
+        if limit is not None and data.max_length > limit:
+            data = dataclasses.replace(data, max_length=limit)
+            config = dataclasses.replace(config, data=data)
+            self.notes.append(f"rows have the model's {limit} positions")
+        self.tokenizer = tokenizer_of(self.model, choice, data.max_length)
+        wrapped = InstructionTokenizer(self.tokenizer, choice.source)
+        self.data = read_instructions(data, wrapped, config.run.seed)
+        if data.packing:
             self.model.check_packing()
+        self._adapt(config)
+        self.identity: Mapping[str, str] = {
+            "data": self.data.sha256,
+            "tokenizer": self.tokenizer.fingerprint,
+            "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
+        }
+        world.require_same(self.identity)
+        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
+        self.notes += [*self.data.notes, *([held] if held else [])]
+        self.deal(config, self.data.train_rows.lengths)
+        self._matrices = matrix_parameters(self.model)
+
+    def _adapt(self, config: LMConfig) -> None:
+        """Add adapters, which alone are trained then, if the configuration has any."""
+        choice = config.model
         if choice.lora_r:
+            self.leaves = "adapter"
             self.model = add_lora(
                 self.model,
                 choice.lora_r,
                 choice.lora_alpha,
                 choice.lora_dropout,
                 choice.lora_targets,
-                seed=run.seed,
+                seed=config.run.seed,
             )
-        self.identity: Mapping[str, str] = {
-            "data": self.data.sha256,
-            "tokenizer": tokenizer.fingerprint,
-            "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
-        }
-        world.require_same(self.identity)
-        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
-        self.notes = [*notes, *self.data.notes, *([held] if held else [])]
-        self.deal(config, self.data.train_rows.lengths)
-        self._matrices = matrix_parameters(self.model)
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters, tokens and rows."""
@@ -120,7 +119,7 @@ class LMTask(EpochTask):
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
-        return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
+        return lm_batch(self.data.train_rows, indices, self.tokenizer.pad_id)
 
     def shapes(self, rows: int) -> Batch:
         """Return the first rows, with positions only where rows hold several documents."""
@@ -142,7 +141,7 @@ class LMTask(EpochTask):
         batches = validation_rows(
             self.data.dev_rows,
             run.batch_size // run.grad_accum,
-            self.tokenizer.wrapped.pad_id,
+            self.tokenizer.pad_id,
             run.eval_batches * run.grad_accum,
             judge.rank,
             judge.ranks,
@@ -151,24 +150,13 @@ class LMTask(EpochTask):
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer and the prompt settings."""
-        self.tokenizer.wrapped.save(folder / "tokenizer")
+        super().save(folder)
         about = {
             "format": self.data.format,
             "template": self.data.template,
             "base_model": self.identity["base model"],
         }
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
-
-    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write the best state to ``model/``: the adapter, or the whole model."""
-
-        def write(empty: Path) -> None:
-            self.model.save_(empty, exported().weights)
-            self.tokenizer.wrapped.save(empty)
-
-        replace_folder(folder / "model", write)
-        what = "adapter" if self.config.model.lora_r else "model"
-        return f"{what} in {folder / 'model'}"
 
 
 def validation_rows(
