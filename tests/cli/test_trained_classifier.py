@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.cli.ranks import assert_one_line, assert_refused
+from tests.cli.ranks import assert_refused
 from tests.trainer.classifiers import (
     classify_config,
     opened,
@@ -312,6 +312,13 @@ def test_validation_texts_must_be_those_of_the_run(tmp_path, halfstep):
     assert halfstep(*given, "--json")[:2] == before[:2]
     text = files[1].read_text(encoding="utf-8")
     files[1].write_text(text.replace(",joy", ",zjoy"), encoding="utf-8")
-    code, out, err = halfstep(*given)
-    assert (code, out) == (2, "")
-    assert_one_line(err, "dev.csv", "unknown label 'zjoy'")
+    assert_refused(halfstep(*given), "dev.csv", "unknown label 'zjoy'")
+
+
+def test_export_copies_the_model(runs, tmp_path, halfstep):
+    export = ["export", "--run", runs["bert"], "--to", "hf", "--output"]
+    out = tmp_path / "out"
+    assert halfstep(*export, out) == (0, f"{out}: classifier in fp32\n", "")
+    for file in (runs["bert"] / "model").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    assert_refused(halfstep(*export, tmp_path / "c", "--dtype=bf16"), "--dtype")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 
 from tests.trainer.models.pretrained_folders import save_classifier, save_tokenizer
+from tests.trainer.runs import metrics, start
 
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.use import Use
-from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
-from halfstep.trainer.session import open_session
+from halfstep.trainer.run.folder import finish_run
 from halfstep.trainer.tasks.classify import TrainedClassifier
 
 TELLING = {
@@ -23,7 +21,6 @@ TELLING = {
     "怒": ("气", "火", "骂", "恨"),
 }
 FILLING = ("the", "day", "was", "a", "bit", "and", "so", "we", "went", "home")
-TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
 SPELLED = {
     "fp16-mixed": "params=fp32,compute=fp16",
     "fp16-master": "params=fp16",
@@ -90,11 +87,6 @@ def opened(folder, precision="fp32"):
     return TrainedClassifier(folder).open(use)
 
 
-def start(config, path):
-    session = open_session(with_run_folder(config, path), no_progress)
-    return session, create_run(path, session)
-
-
 def whole_run(config, path):
     """Session and ticks of a run to its end, its model included."""
     session, folder = start(config, path)
@@ -102,11 +94,6 @@ def whole_run(config, path):
     finish_run(session, path)
     folder.close()
     return session, ticks
-
-
-def metrics(path):
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def column(path, key):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import halfstep
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
 from halfstep.precision.policy.spelling import Auto
@@ -97,35 +96,6 @@ def test_a_folder_is_named_after_what_runs(cpu):
     config = load_config("gpt-tiny")
     assert default_run_folder(config, CPU).name.startswith("gpt-tiny-fp32-")
     assert str(policy_on(config.precision, CPU)) == "fp32"
-
-
-def test_fields_may_follow(corpus, tmp_path, cpu):
-    cpu({"bf16"})
-    words = ["--precision", "auto,keep_fp32=*norm*", "--max-steps", "2"]
-    assert train(corpus, tmp_path / "r", *words) == 0
-    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed,keep_fp32=*norm*"
-
-
-def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
-    torch.manual_seed(0)
-    data = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
-
-    def loss(model, batch):
-        return torch.nn.functional.mse_loss(model(batch[0]).float(), batch[1])
-
-    def trainer(steps):
-        return halfstep.Trainer(
-            torch.nn.Linear(4, 1), data, loss, max_steps=steps, batch_size=4, device="cpu",
-            output_dir=str(tmp_path / "r"), warmup_steps=1,
-        )  # fmt: skip
-
-    cpu({"bf16"}, "Old CPU")
-    trainer(2).train()
-    assert "precision auto took bf16-mixed: Old CPU" in capsys.readouterr().err
-    cpu({"avx2"}, "New CPU")
-    trainer(3).train(resume=True)
-    assert "the run keeps bf16-mixed" in capsys.readouterr().err
-    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
 
 
 def test_a_folder_of_many_rules_has_a_name_that_a_file_system_takes():

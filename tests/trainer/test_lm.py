@@ -166,9 +166,6 @@ def test_a_run_is_a_plain_loop_of_transformers(kind, lora, accum, bases, data, t
     assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=1e-4)
     assert min(n for _, n in expected) > 0.2  # all were clipped
     assert expected[-1][0] < expected[0][0] - 0.01
-    batches = [session.task.batch(step, range(session.task.batch_size(step))) for step in range(6)]
-    real = [int((p_BT == 0).sum(1).gt(0).sum()) for *_, p_BT in batches]
-    assert real == [session.task.batch_size(step) for step in range(6)]
     rows = session.task.data.train_rows
     lengths = [rows.lengths[session.task._batches.indices(step)].sum() for step in range(6)]
     assert ticks[-1].record.tokens == sum(lengths)
@@ -321,30 +318,6 @@ def test_perplexity_is_that_of_the_answers_alone(kind, bos, packing, bases, data
     assert found.text.endswith(f"on {count:,} tokens in fp32")
 
 
-def test_prompts_are_not_learned(bases, data, tmp_path):
-    base = bases()
-    session, folder = start(config_of(base, data), tmp_path / "r")
-    folder.close()
-    wanted = sorted(tuple(ids[n:]) for ids, n in answers(base, alpaca(48)))
-    found, rows = [], session.task.data.train_rows
-    for b in range(len(rows)):
-        here = slice(rows.starts[b], rows.starts[b + 1])
-        run_ = []
-        for target in rows.targets[here].tolist():
-            if target != -100:
-                run_.append(target)
-                if target == lm_folders.EOS:
-                    found.append(tuple(run_))
-                    run_ = []
-        assert not run_
-    assert sorted(found) == wanted
-    other, folder = start(config_of(base, data, data__mask_prompt=False), tmp_path / "other")
-    folder.close()
-    every = sum(len(ids) - 1 for ids, _ in answers(base, alpaca(48)))
-    whole, cut = (s.task.data.train_rows.learned_tokens for s in (other, session))
-    assert whole == every > cut
-
-
 def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
     # steps so large that it gets worse again
     config = config_of(
@@ -427,17 +400,9 @@ def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
     chat = {"data__train": [str(data / "chat.jsonl")], "data__dev": []}
     base = bases("Qwen2", chat=True)
     config = config_of(base, data, **chat)
-    session, _ = run(config, tmp_path / "r")
+    run(config, tmp_path / "r")
     about = json.loads((tmp_path / "r" / "prompt.json").read_text())
     assert (about["format"], about["template"]) == ("chat", "tokenizer")
-    # What is learned: every answer, and the end of its turn.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    learned = []
-    for rows in (session.task.data.train_rows, session.task.data.dev_rows):
-        text = tokenizer.decode([t for t in rows.targets.tolist() if t != -100])
-        learned += text.split("<|im_end|>")[:-1]
-    wanted = [m["content"] for r in chats(24) for m in r["messages"] if m["role"] == "assistant"]
-    assert sorted(learned) == sorted(wanted)
     tuned = opened(tmp_path / "r")
     assert tuned.tokenizer.end_of_turn() == [lm_folders.END]
     with silence():
@@ -506,19 +471,14 @@ def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
     tuned = opened(tmp_path / "r")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tuned.answer("x y", top_k=3, max_new_tokens=7)
-    tuned.answer("x y", raw=True)
     tuned.answer("", raw=True)
-    ids, options = given[0]
-    assert ids == tokenizer.encode(ALPACA.format(instruction="x y"))  # bos first
-    assert ids[0] == lm_folders.BOS
-    assert options == {
-        "ends": [[lm_folders.EOS], [lm_folders.END]], "top_k": 3, "max_new_tokens": 7,
-    }  # fmt: skip
-    assert given[1][0] == tokenizer.encode("x y")
-    assert given[2][0] == [lm_folders.BOS]
     tuned.tokenizer.bos_id = None
     tuned.answer("", raw=True)
-    assert given[3][0] == [lm_folders.EOS]
+    ends = [[lm_folders.EOS], [lm_folders.END]]
+    prompt = tokenizer.encode(ALPACA.format(instruction="x y"))
+    assert prompt[0] == lm_folders.BOS
+    assert given[0] == (prompt, {"ends": ends, "top_k": 3, "max_new_tokens": 7})
+    assert [ids for ids, _ in given[1:]] == [[lm_folders.BOS], [lm_folders.EOS]]
 
 
 def test_every_validation_row_counts_once_over_the_ranks(bases, data, tmp_path):
