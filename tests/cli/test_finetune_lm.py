@@ -190,29 +190,6 @@ def test_export_merges_and_says_what_rounding_took(tuned, place, halfstep, tmp_p
     assert_refused(halfstep(*export, tmp_path / "float16"), "exists and is not an empty folder")
 
 
-def test_export_of_the_adapter_is_for_peft(tuned, halfstep, tmp_path):
-    export = ["export", "--run", tuned, "--to", "hf", "--adapter", "--output"]
-    code, out, err = halfstep(*export, tmp_path / "a" / "b")
-    assert (code, err) == (0, "")
-    assert "adapter of " in out
-    with quiet():
-        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a" / "b")
-    kept = load_file(tuned / "model" / "adapter_model.safetensors")
-    state = peft.get_peft_model_state_dict(loaded)
-    assert all(torch.equal(state[name], tensor) for name, tensor in kept.items())
-    assert sorted(p.name for p in (tmp_path / "a" / "b").iterdir()) == sorted(
-        p.name for p in (tuned / "model").iterdir()
-    )
-    for options, complaint in (
-        ([tmp_path / "a" / "b"], "exists and is not an empty folder"),
-        ([tmp_path / "c", "--dtype", "bf16"], "--dtype with --adapter"),
-        ([tuned / "model" / "x"], "which is copied; choose another name"),
-    ):
-        assert_refused(halfstep(*export, *options), complaint)
-    assert (tmp_path / "a" / "b" / "adapter_config.json").exists()
-    assert not (tmp_path / "c").exists()
-
-
 def test_all_weights_are_exported_too(place, halfstep, tmp_path):
     path = tmp_path / "r"
     command = words(place, path, "gpt2", lora_r=0, precision="bf16-split", max_steps=2)
@@ -225,8 +202,6 @@ def test_all_weights_are_exported_too(place, halfstep, tmp_path):
     assert halfstep(*export, tmp_path / "half", "--dtype", "bf16")[0] == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(half[name], a[name].bfloat16()) for name in a)
-    done = halfstep(*export, tmp_path / "c", "--adapter")
-    assert_refused(done, "--adapter", "trained all weights")
 
 
 def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):

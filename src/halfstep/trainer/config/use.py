@@ -80,12 +80,6 @@ class Evaluating(Use):
     )
     batch_size: int = option(8, "Rows in one forward pass.")
     max_batches: int = option(0, "Batches to measure on; 0: everything once.")
-    text_column: str = option(
-        "", "Name of the text column in a classifier's --data; default: as in training."
-    )
-    label_column: str = option(
-        "", "Name of the label column in a classifier's --data; default: as in training."
-    )
     json: bool = option(False, "Print one JSON object on stdout.")
 
 
@@ -98,7 +92,4 @@ class Exporting:
     output: str = field(metadata={"help": "The folder to write."})
     dtype: Literal["", "fp32", "bf16", "fp16"] = option(
         "", "Dtype of the weights; default: fp32, or the base model's own for merged adapters."
-    )
-    adapter: bool = option(
-        False, "For a LoRA run: write the adapter for peft instead of merging it into its base."
     )

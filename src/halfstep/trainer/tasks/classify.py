@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +34,7 @@ from halfstep.trainer.models.pretrained.scratch import (
     train_tokenizer,
 )
 from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer, open_tokenizer
-from halfstep.trainer.run.model_folder import copy_folder, matrix_parameters, model_folder
+from halfstep.trainer.run.model_folder import matrix_parameters, model_folder
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
 from halfstep.trainer.tasks.scores import (
@@ -254,22 +253,16 @@ class TrainedClassifier(Trained):
         )
 
     def export(self, use: Exporting) -> str:
-        """Copy the best state, which the run has already written as a Hugging Face folder."""
-        if use.adapter or use.dtype not in ("", "fp32"):
-            raise ConfigError("a classifier is written whole in fp32; leave out --adapter, --dtype")
-        copy_folder(model_folder(self.path), Path(use.output))
-        return f"{use.output}: classifier in fp32"
+        """Refuse to: the run left the model in its folder."""
+        raise ConfigError(f"a classifier is a Hugging Face folder already: {self.path / 'model'}")
 
     def _texts(self, use: Evaluating) -> LabelledTexts:
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
         config = self.config
         if config is None:
             raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
-        given = {"text_column": use.text_column, "label_column": use.label_column}
-        changes = {key: value for key, value in given.items() if value}
-        data = dataclasses.replace(config.data, **changes)
+        data, role = config.data, "test" if use.data else "dev"
         if use.data or data.dev:
-            role = "test" if use.data else "dev"
             return read_known(use.data or data.dev, data, self.labels, role)
         whole = read_labelled(data, config.run.seed)
         report = json.loads((self.path / "report.json").read_text(encoding="utf-8"))

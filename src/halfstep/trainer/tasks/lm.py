@@ -28,12 +28,7 @@ from halfstep.trainer.models.pretrained.tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
 )
-from halfstep.trainer.run.model_folder import (
-    copy_folder,
-    frozen_fingerprint,
-    matrix_parameters,
-    model_folder,
-)
+from halfstep.trainer.run.model_folder import frozen_fingerprint, matrix_parameters, model_folder
 from halfstep.trainer.step import Batch, count_targets
 from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
 from halfstep.trainer.tasks.task import Measured, Progress, Trained
@@ -372,18 +367,8 @@ class TrainedLM(Trained):
         return Measured(found.text.removeprefix("validation "), values)
 
     def export(self, use: Exporting) -> str:
-        """Write the best state as one merged model, or as an adapter."""
-        target, folder = Path(use.output), model_folder(self.path)
-        if use.adapter:
-            if not self.config.model.lora_r:
-                raise ConfigError(f"--adapter: {self.path} trained all weights; leave it out")
-            if use.dtype:
-                raise ConfigError(
-                    "--dtype with --adapter: an adapter is written as trained, in fp32"
-                )
-            copy_folder(folder, target)
-            return f"{target}: adapter of {self.config.model.source}"
-        dtype = DTYPES[use.dtype] if use.dtype else None
+        """Write the best state as one model, with the adapter merged in."""
+        target, dtype = Path(use.output), DTYPES[use.dtype] if use.dtype else None
         self.load()
         self.model.save_(target, {}, merge=True, dtype=dtype)
         self.tokenizer.wrapped.save(target)

@@ -200,8 +200,6 @@ class TrainedText(Trained):
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
-        if use.text_column or use.label_column:
-            raise ConfigError("--text-column and --label-column are for classifiers")
         self.open(use)
         config = self.config
         if config is None and not use.data:
@@ -235,8 +233,6 @@ class TrainedText(Trained):
 
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
-        if use.adapter:
-            raise ConfigError(f"--adapter: {self.path} is not a run of finetune lm; leave it out")
         self.load()
         target, dtype = Path(use.output), use.dtype or "fp32"
         part("trainer.models.gpt.hf:save_gpt2")(self.model, target, dtype=DTYPES[dtype])
