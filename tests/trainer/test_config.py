@@ -148,7 +148,7 @@ def test_epochs_become_steps(epochs, per_epoch, steps):
 
 
 def test_max_steps_wins_over_epochs():
-    found = resolved(7, epochs=0, max_steps=5, eval_every=2)
+    found = resolved(7, epochs=9, max_steps=5, eval_every=2)
     assert (found.run.max_steps, found.run.eval_every) == (5, 2)
 
 

@@ -70,7 +70,7 @@ class FinetuneRunConfig(RunConfig):
     max_steps: Count = option(
         0, "Optimizer steps, skipped ones included; 0: as many as epochs take."
     )
-    epochs: float = option(
+    epochs: Positive = option(
         3.0, "Number of times that each training example is seen; unused with max_steps."
     )
     warmup_ratio: Share = option(
@@ -92,11 +92,6 @@ class FinetuneRunConfig(RunConfig):
     best_by: Literal["", "accuracy", "macro_f1", "loss"] = option(
         "", "Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."
     )
-
-    def __post_init__(self) -> None:
-        RunConfig.__post_init__(self)
-        if not self.max_steps and not 0 < self.epochs < math.inf:
-            raise ConfigError(f"run.epochs={self.epochs}; allowed: > 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +154,6 @@ class ClassifierConfig(PretrainedConfig):
     label_smoothing: Share = option(
         0.0, "Share of each target's probability that is spread evenly over all classes."
     )
-
-    def __post_init__(self) -> None:
-        if not self.source.strip():
-            raise ConfigError("model.source is empty; give scratch:small, a folder or a hub name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
