@@ -59,8 +59,8 @@ def run_here(rank, files, path, overrides):
     world = World.around_group()
     with lean() as patch:
         if rank:
-            patch.setattr(classify_task, "write_report", forbidden)
-            patch.setattr(classify_task, "replace_folder", forbidden)
+            patch.setattr(classify_task, "report_table", forbidden)
+            patch.setattr("halfstep.trainer.tasks.epochs.replace_folder", forbidden)
             patch.setattr(loop, "MetricsFile", forbidden)
         config = with_run_folder(classify_config(files, **overrides), path)
         session = open_session(config, no_progress, world=world)
