@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,10 +52,6 @@ class Generating(Use):
     prompt: str = option("", "Text to go on from; '-' reads stdin.")
     max_new_tokens: int = option(200, "Write at most this many tokens.")
     temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
-    top_k: int | None = option(None, "Sample from this many of the likeliest tokens only.")
-    top_p: float | None = option(
-        None, "Sample from the likeliest tokens that together have this much probability."
-    )
     seed: int = option(0, "Random seed of the sampling.")
     raw: bool = option(
         False, "For a run of finetune lm: go on from the prompt as it is, without its template."
@@ -66,8 +63,14 @@ class Generating(Use):
     @property
     def drawing(self) -> dict[str, Any]:
         """How tokens are drawn, as arguments."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
+
+    def __post_init__(self) -> None:
+        Use.__post_init__(self)
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature must be finite and 0 or more, got {self.temperature}")
 
 
 @dataclass(frozen=True, kw_only=True)

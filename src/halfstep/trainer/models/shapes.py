@@ -56,11 +56,9 @@ class GPTConfig:
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"model.{name} must be an integer from {least}, got {value!r}")
         if self.n_embd % self.n_head:
-            below = self.n_embd // self.n_head * self.n_head
-            near = " or ".join(str(width) for width in (below, below + self.n_head) if width)
             raise ConfigError(
                 f"model.n_embd must be divisible by model.n_head, got {self.n_embd} and "
-                f"{self.n_head}; take a width of {near}"
+                f"{self.n_head}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")

@@ -25,15 +25,16 @@ from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
-from halfstep.trainer.models.pretrained.scratch import (
+from halfstep.trainer.models.classifier import (
     SCRATCH,
+    PretrainedClassifier,
     make_classifier,
+    open_classifier,
     scratch_parameters,
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer, open_tokenizer
+from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer, open_tokenizer
 from halfstep.trainer.run.model_folder import matrix_parameters, model_folder
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of

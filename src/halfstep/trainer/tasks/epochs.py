@@ -19,13 +19,12 @@ from halfstep.trainer.config.tasks import (
     PretrainedConfig,
 )
 from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.models.pretrained.hub import pin
-from halfstep.trainer.models.pretrained.tokenizer import (
+from halfstep.trainer.models.pretrained import Pretrained, pin
+from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
     require_vocabulary,
 )
-from halfstep.trainer.models.pretrained.weights import Pretrained
 from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.tasks.task import Task
 

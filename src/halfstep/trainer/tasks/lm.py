@@ -22,9 +22,15 @@ from halfstep.trainer.data.batches import IGNORED, evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
 from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
-from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
-from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapted_lm
-from halfstep.trainer.models.pretrained.tokenizer import (
+from halfstep.trainer.models.causal_lm import (
+    LoraLM,
+    PretrainedLM,
+    add_lora,
+    generate_ids,
+    open_adapted_lm,
+    open_causal_lm,
+)
+from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
 )
@@ -309,7 +315,7 @@ class TrainedLM(Trained):
         Args:
             prompt: A user's question, or with ``raw`` the text to continue.
             raw: Write no template around the prompt.
-            drawing: Options of :func:`~halfstep.trainer.models.pretrained.lm.generate_ids`.
+            drawing: Options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
 
         Returns:
             The answer; where there is no template, the prompt and what follows it.
@@ -341,7 +347,7 @@ class TrainedLM(Trained):
                 raise ConfigError(
                     f"--base: {self.path} trained all weights and has no adapter; leave it out"
                 )
-            around = self.model.without_adapter()
+            around = self.model.model.disable_adapter()
         with around:
             return self.answer(use.prompt, raw=use.raw, **use.drawing)
 
@@ -368,13 +374,16 @@ class TrainedLM(Trained):
 
     def export(self, use: Exporting) -> str:
         """Write the best state as one model, with the adapter merged in."""
-        target, dtype = Path(use.output), DTYPES[use.dtype] if use.dtype else None
         self.load()
-        self.model.save_(target, {}, merge=True, dtype=dtype)
+        model, target, lost = self.model, Path(use.output), ""
+        dtype = DTYPES[use.dtype] if use.dtype else model.stored_dtype
+        if isinstance(model, LoraLM):
+            model, error, vanished = model.merge_(dtype)
+            lost = (
+                f"\nmerged in {str(dtype).removeprefix('torch.')}: rounding moved weights by up to "
+                f"{error:.3g}, and {vanished:.1%} of the updates vanished in it"
+            )
+        model.save_(target, {}, dtype)
         self.tokenizer.wrapped.save(target)
-        count = sum(p.numel() for n, p in self.model.named_parameters() if ".lora_" not in n)
-        written = (
-            f"{target}: {count:,} parameters in {dtype_name(dtype or self.model.stored_dtype)}"
-        )
-        last = self.model.last_merge if isinstance(self.model, LoraLM) else None
-        return f"{written}\n{last}" if last else written
+        count = sum(p.numel() for p in model.parameters())
+        return f"{target}: {count:,} parameters in {dtype_name(dtype)}{lost}"

@@ -14,7 +14,7 @@ from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
+from halfstep.trainer.models.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
 
 

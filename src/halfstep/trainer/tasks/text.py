@@ -27,8 +27,8 @@ from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.memory import require_host_room
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.language_model import generate
+from halfstep.trainer.models.generation import generate
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 from halfstep.trainer.run.folder import CHECKPOINTS
 from halfstep.trainer.step import Batch
@@ -68,7 +68,6 @@ class TextTask(Task):
         )
         self.model = GPT(shape, seed=run.seed)
         self.config = dataclasses.replace(config, model=shape)
-        self.model.require_shares(layout.tensor)
         self.smallest_batch = run.batch_size
         self.notes: list[str] = []
         which = "training"
@@ -166,7 +165,7 @@ class TrainedText(Trained):
     def load(self) -> None:
         """Load the newest checkpoint of a run in fp32, or a GPT-2 folder."""
         if self.config is None:
-            self.model = part("trainer.models.gpt.hf:load_gpt2")(self.path)
+            self.model = part("trainer.models.gpt2_folder:load_gpt2")(self.path)
             self.tokenizer = load_tokenizer(self.path)
             return
         found = list_checkpoints(self.path / CHECKPOINTS)
@@ -190,13 +189,8 @@ class TrainedText(Trained):
         end = tokenizer.end_of_text
         ids = tokenizer.encode(use.prompt) or (tokenizer.encode("\n") if end is None else [end])
         with torch.no_grad(), self.around():
-            tokens_BT = generate(
-                self.model,
-                torch.tensor([ids], device=self.device),
-                stop_token=end,
-                **use.drawing,
-            )
-        return tokenizer.decode([i for i in tokens_BT[0].tolist() if i != end])
+            ids = generate(self.model, ids, stop_token=end, **use.drawing)
+        return tokenizer.decode([i for i in ids if i != end])
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
@@ -235,7 +229,7 @@ class TrainedText(Trained):
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
         target, dtype = Path(use.output), use.dtype or "fp32"
-        part("trainer.models.gpt.hf:save_gpt2")(self.model, target, dtype=DTYPES[dtype])
+        part("trainer.models.gpt2_folder:save_gpt2")(self.model, target, dtype=DTYPES[dtype])
         self.tokenizer.save(target)
         return f"{target}: {self.model.num_parameters():,} parameters in {dtype}"
 
