@@ -52,10 +52,6 @@ OPTIONAL = {
     ("integrations/lightning.py", "lightning.pytorch.utilities"),
     ("integrations/fabric.py", "lightning.fabric"),
     ("integrations/fabric.py", "lightning.fabric.plugins"),
-    ("trainer/models/pretrained/hub.py", "transformers"),
-    ("trainer/models/pretrained/hub.py", "peft"),
-    ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),
-    ("trainer/models/pretrained/hub.py", "huggingface_hub.utils"),
     ("report/figures.py", "matplotlib.figure"),
     ("report/figures.py", "matplotlib"),
     (

@@ -21,7 +21,7 @@ from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.models.pretrained.hub import quiet
+from halfstep.trainer.models.pretrained import quiet
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
 
@@ -145,7 +145,7 @@ def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
     lm = opened(tuned, "fp32")
     with torch.no_grad():
         after, want = lm.model.model(ids).logits, model(ids).logits
-        with lm.model.without_adapter():
+        with lm.model.model.disable_adapter():
             before = lm.model.model(ids).logits
     # logits are of size 1, and fp32 rounds them by some 1e-6; four steps at 1e-2 move them by more
     torch.testing.assert_close(before, want, rtol=0, atol=1e-5)
@@ -215,7 +215,7 @@ def test_refusals_are_one_line(tuned, place, halfstep, tmp_path):
     for changes, complaint in (
         ({"model": ""}, "model.source is empty; name a model to tune by --model"),
         ({"max_length": 12}, "no document of 40 is left"),
-        ({"lora_targets": "nose"}, "no layer has the target"),
+        ({"lora_targets": "nose"}, "no linear layer has the target"),
         ({"train": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "ADAPTER"}, "holds an adapter, not a model"),
     ):

@@ -3,7 +3,7 @@ import torch
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 
 FINETUNE = ["classify-pretrained", "classify-scratch", "lm-full", "lm-lora"]
 

@@ -26,9 +26,8 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.models.pretrained.hub import quiet
-from halfstep.trainer.models.pretrained.lm import open_causal_lm
-from halfstep.trainer.models.pretrained.lora import add_lora
+from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
+from halfstep.trainer.models.pretrained import quiet
 from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_, validation_rows
@@ -470,14 +469,14 @@ def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
     run(config_of(base, data, run__max_steps=1), tmp_path / "r")
     tuned = opened(tmp_path / "r")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tuned.answer("x y", top_k=3, max_new_tokens=7)
+    tuned.answer("x y", seed=3, max_new_tokens=7)
     tuned.answer("", raw=True)
     tuned.tokenizer.bos_id = None
     tuned.answer("", raw=True)
     ends = [[lm_folders.EOS], [lm_folders.END]]
     prompt = tokenizer.encode(ALPACA.format(instruction="x y"))
     assert prompt[0] == lm_folders.BOS
-    assert given[0] == (prompt, {"ends": ends, "top_k": 3, "max_new_tokens": 7})
+    assert given[0] == (prompt, {"ends": ends, "seed": 3, "max_new_tokens": 7})
     assert [ids for ids, _ in given[1:]] == [[lm_folders.BOS], [lm_folders.EOS]]
 
 
