@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import halfstep.optim
 from halfstep import Precision
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from common import save, summary
 from halfstep.optim import Muon, muon_groups
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 
 VOCABULARY, ROWS, LENGTH = 8192, 8, 128
 RATE, MATCH = 2e-3, "match_rms_adamw"

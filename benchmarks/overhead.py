@@ -55,7 +55,7 @@ def bare(policy: str, shape: Any) -> Any:
     """A step of the hand-written loop, on a network of the same shape."""
     import torch
 
-    from halfstep.trainer.models.gpt.gpt import GPT
+    from halfstep.trainer.models.gpt import GPT
 
     model = GPT(shape, seed=0)
     if policy == "bf16-split":

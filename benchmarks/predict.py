@@ -27,9 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 import docstring_data
 from common import save, summary
 from english_encoder import pretrained_folder
+from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import read_labelled
-from halfstep.trainer.tasks.classify import LoadedClassifier
+from halfstep.trainer.tasks.classify import TrainedClassifier
 
 CPU = torch.device("cpu")
 BATCH_SIZES = (16, 32, 64, 128)
@@ -51,8 +52,10 @@ def trained(arguments: argparse.Namespace, data: Path) -> Path:
 
 def by_halfstep(folder: Path, policy: str) -> Labels:
     """What ``halfstep predict`` does between its files."""
-    predictor = LoadedClassifier(folder, policy, CPU, max_length=MAX_LENGTH)
-    return lambda texts, batch_size: [label for _, label, _ in predictor.predict(texts, batch_size)]
+    use = Use(model=str(folder), device="cpu", precision=policy)
+    model = TrainedClassifier(folder).open(use)
+    model.tokenizer.max_length = MAX_LENGTH
+    return lambda texts, batch_size: [label for _, label, _ in model.classify(texts, batch_size)]
 
 
 def by_pipeline(folder: Path, dtype: torch.dtype) -> Labels:

@@ -42,7 +42,7 @@ from halfstep.precision.casting.autocast import cpu_has_bf16
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.step import Precision
 from halfstep.trainer.environment import keep_freed_memory
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 from halfstep.trainer.step import train_step
 
 RANKS = 2

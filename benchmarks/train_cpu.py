@@ -24,7 +24,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import keep_freed_memory
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.optimizer import make_optimizer
 from halfstep.trainer.step import train_step
 

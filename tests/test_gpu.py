@@ -18,7 +18,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 from halfstep.trainer.optimizer import make_optimizer
 from halfstep.trainer.step import train_step
 from reference import blocks

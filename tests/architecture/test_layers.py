@@ -50,10 +50,6 @@ OPTIONAL = {
     ("integrations/lightning.py", "lightning.pytorch.plugins"),
     ("integrations/lightning.py", "lightning.pytorch.trainer.states"),
     ("integrations/lightning.py", "lightning.pytorch.utilities"),
-    ("trainer/models/pretrained/hub.py", "transformers"),
-    ("trainer/models/pretrained/hub.py", "peft"),
-    ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),
-    ("trainer/models/pretrained/hub.py", "huggingface_hub.utils"),
     ("report/figures.py", "matplotlib.figure"),
     ("report/figures.py", "matplotlib"),
     (

@@ -17,7 +17,7 @@ from tests.trainer.classifiers import checkpoint_of, metrics
 from halfstep.cli.main import main
 from halfstep.trainer import memory
 from halfstep.trainer.memory import memory_bytes, require_host_room, require_rows
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
 TINY = [
@@ -62,7 +62,6 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--device", "tpu"], "auto, cpu, mps, cuda"),
         (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
         (["train", "--block-size", "5000"], "model.block_size"),
-        (["train", "--max-steps", "3", "--warmup-steps", "4"], "warmup_steps=4 is longer"),
         (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),
         (["train", "--resume"], "--output-dir"),
         (["train", "--parallel", "pipe=2"], "'pipe=2'; allowed axes: data, shard, tensor"),
@@ -86,8 +85,7 @@ def test_a_mistake_is_one_line(refused, words, message):
         (["--model.block_size", "1000000000000"], "needs at least"),
         (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
         (["--learning-rate", "9" * 5000], "optimizer.learning_rate"),
-        (["--output-dir", LONG], "has 300 characters; allowed: names of at most 255 bytes"),
-        (["--output-dir", "a/" + LONG + "/b"], "has 300 characters"),
+        (["--output-dir", LONG], "a name is too long for this file system"),
         (["--output-dir", "a\0b"], "NUL"),
         (["--config", LONG], "unknown configuration"),
         (["--config", LONG + ".toml"], "cannot be read"),
@@ -178,17 +176,6 @@ def test_a_run_shorter_than_the_warm_up_has_a_shorter_one_and_says_so(corpus, tm
     assert "warmup_steps = 3" in (tmp_path / "r" / "config.toml").read_text()
 
 
-def test_a_table_that_is_trained_on_as_text_is_noted(corpus, tmp_path, capfd):
-    table = tmp_path / "posts.csv"
-    table.write_text("text,label\n" + corpus.read_text("utf-8"), "utf-8")
-    words = [word for word in TINY if word != "--quiet"]
-    assert main(["train", *words, "--data", str(table), "--max-steps", "3", "--output-dir",
-                 str(tmp_path / "r")]) == 0  # fmt: skip
-    err = "".join(capfd.readouterr().err.split())
-    remedy = f"to learn its labels: halfstep finetune classify --train {table}"
-    assert "".join(remedy.split()) in err
-
-
 def test_a_shortened_warm_up_resumes_bit_for_bit_by_the_same_words(corpus, tmp_path):
     words = ["train", *TINY, "--data", str(corpus), "--max-steps", "3", "--save-every", "1",
              "--lost-update-every", "0", "--output-dir"]  # fmt: skip
@@ -212,14 +199,6 @@ def test_the_default_warm_up_is_no_longer_than_a_files_run(more, steps, corpus, 
     err = " ".join(capfd.readouterr().err.split())
     assert f"note: the warm-up is {steps} steps instead of 50: as long as the run" in err
     assert f"warmup_steps = {steps}" in (tmp_path / "r" / "config.toml").read_text()
-    file.write_text(file.read_text() + "[schedule]\nwarmup_steps = 5\n")  # which contradicts it
-    assert main(["train", "--config", str(file), *words, "--data", str(corpus)]) == 2
-    assert "schedule.warmup_steps=5 is longer than the run" in capfd.readouterr().err
-
-
-def test_a_warm_up_that_is_given_is_not_shortened(refused, corpus):
-    refused("train", *TINY, "--data", corpus, "--max-steps", 3, "--schedule.warmup_steps", 4,
-            "--output-dir", "r", words="schedule.warmup_steps=4 is longer")  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 8, 16, 11), (3, 4, 32, 7, 256), (2, 1, 4, 1, 0)])

@@ -68,13 +68,6 @@ def test_a_mistake_says_what_is_meant(halfstep, words, message):
     assert message in done.stderr
 
 
-def test_a_file_may_not_ask_for_code_of_the_model(halfstep, tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text('task = "lm"\n[model]\nsource = "m"\ntrust_remote_code = true\n')
-    assert "only --trust-remote-code on the command line" in halfstep(
-        "bench", "--config", file).stderr  # fmt: skip
-
-
 def test_options_of_the_training_follow_two_dashes():
     name, asked = read_words(["bench", "--steps", "2", "--", "--seed", "3"])
     assert (name, asked.words, asked.steps) == ("bench", ("--seed", "3"), 2)

@@ -19,7 +19,7 @@ from halfstep.cli.commands import COMMANDS
 from halfstep.cli.main import main
 from halfstep.errors import HalfstepError
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 
 SMALL = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu",

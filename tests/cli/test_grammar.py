@@ -60,7 +60,7 @@ def test_only_what_is_given_is_known():
         (["generat"], "unknown command 'generat', did you mean 'generate'?"),
         (["finetune", "classfy"], "did you mean 'classify'?; allowed: classify, lm"),
         (["generate", "--run", "r", "--promt", "x"], "unknown option --promt, did you mean"),
-        (["generate", "--run", "r", "--top-k", "x"], "--top-k: 'x'; allowed: an integer"),
+        (["generate", "--run", "r", "--seed", "x"], "--seed: 'x'; allowed: an integer"),
         (["generate", "--run", "r", "--model", "m"], "give one of --run and --model"),
         (["generate"], "give one of --run and --model"),
         (["export", "--run", "r", "--output", "o"], "--to is missing"),

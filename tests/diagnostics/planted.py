@@ -20,7 +20,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
 ROWS = 4

@@ -10,7 +10,7 @@ from halfstep.diagnostics.memory.table import PARTS, Memory
 from halfstep.errors import PrecisionError
 from halfstep.kernels.library import loaded
 from halfstep.precision.policy.devices import cpu_has_bf16
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
 transformers = pytest.importorskip("transformers")

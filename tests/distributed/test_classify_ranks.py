@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -44,7 +43,6 @@ def lean():
     """Without the measurement of the matrix rate, and without pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
-        patch.setitem(sys.modules, "matplotlib.figure", None)
         yield patch
 
 
@@ -57,8 +55,8 @@ def run_here(rank, files, path, overrides):
     world = World.around_group()
     with lean() as patch:
         if rank:
-            patch.setattr(classify_task, "write_report", forbidden)
-            patch.setattr(classify_task, "replace_folder", forbidden)
+            patch.setattr(classify_task, "report_table", forbidden)
+            patch.setattr("halfstep.trainer.tasks.epochs.replace_folder", forbidden)
             patch.setattr(loop, "MetricsFile", forbidden)
         config = with_run_folder(classify_config(files, **overrides), path)
         session = open_session(config, no_progress, world=world)

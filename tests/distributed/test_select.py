@@ -16,7 +16,7 @@ from halfstep.distributed.strategy import choose_strategy, plan_of, refusal
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.distributed
 

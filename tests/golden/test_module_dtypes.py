@@ -18,7 +18,7 @@ from every import every
 from halfstep import Precision, parse_policy
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.policy.policy import dtype_name
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 TABLE = Path(__file__).with_name("module_dtypes.json")
 POLICIES = ("bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split")

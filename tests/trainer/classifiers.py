@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 
 from tests.trainer.models.pretrained_folders import save_classifier, save_tokenizer
+from tests.trainer.runs import metrics, start
 
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.config.use import Use
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
-from halfstep.trainer.session import open_session
+from halfstep.trainer.run.folder import finish_run
+from halfstep.trainer.tasks.classify import TrainedClassifier
 
 TELLING = {
     "joy": ("glad", "happy", "sun", "smile"),
@@ -21,7 +21,6 @@ TELLING = {
     "怒": ("气", "火", "骂", "恨"),
 }
 FILLING = ("the", "day", "was", "a", "bit", "and", "so", "we", "went", "home")
-TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
 SPELLED = {
     "fp16-mixed": "params=fp32,compute=fp16",
     "fp16-master": "params=fp16",
@@ -82,9 +81,10 @@ def classify_config(files, *, shipped="classify-scratch", **overrides):
     return load_config(shipped, [(k, v) for k, v in values.items() if v is not None])
 
 
-def start(config, path):
-    session = open_session(with_run_folder(config, path), no_progress)
-    return session, create_run(path, session)
+def opened(folder, precision="fp32"):
+    """The trained classifier of a model folder."""
+    use = Use(model=str(folder), device="cpu", precision=precision)
+    return TrainedClassifier(folder).open(use)
 
 
 def whole_run(config, path):
@@ -94,11 +94,6 @@ def whole_run(config, path):
     finish_run(session, path)
     folder.close()
     return session, ticks
-
-
-def metrics(path):
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def column(path, key):

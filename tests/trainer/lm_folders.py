@@ -8,8 +8,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.instructions import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
-from halfstep.trainer.models.pretrained.hub import quiet
+from halfstep.trainer.models.pretrained import quiet
+from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.tasks.lm import TrainedLM
 
 POSITIONS = 160
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -55,6 +58,12 @@ def write(path, records):
     """JSONL."""
     path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     return path
+
+
+def opened(run, precision=""):
+    """The trained language model of a run, on the CPU."""
+    use = Use(run=str(run), device="cpu", precision=precision)
+    return TrainedLM(run, run_config(run)).open(use)
 
 
 def save_tokenizer(folder, *, eos=True, bos=False, chat=False):

@@ -10,10 +10,18 @@ import torch
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run.folder import (
+    create_run,
+    reopen_run,
+    resume,
+    run_config,
+    with_run_folder,
+)
 from halfstep.trainer.session import open_session
+from halfstep.trainer.tasks.text import TrainedText
 
 ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
 TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
@@ -73,6 +81,12 @@ def run(config, path, until=None):
             if tick.record.step == until:
                 break
     return session, ticks
+
+
+def opened_run(path, precision="fp32"):
+    """The trained model that ``halfstep train`` left, on the CPU."""
+    use = Use(run=str(path), device="cpu", precision=precision)
+    return TrainedText(path, run_config(path)).open(use)
 
 
 def metrics(path):

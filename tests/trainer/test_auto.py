@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import halfstep
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
 from halfstep.precision.policy.spelling import Auto
 from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
-from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.environment import policy_on
 from halfstep.trainer.run.folder import default_run_folder, run_config
 
@@ -44,13 +42,6 @@ def test_every_shipped_configuration_leaves_the_policy_to_the_device(name):
     config = load_config(name)
     assert config.precision == Auto()
     assert 'precision = "auto"' in config_to_toml(config)
-
-
-def test_it_is_every_tasks_default():
-    for kind in TASKS.values():
-        assert {f.name: f.default for f in kind.__dataclass_fields__.values()}[
-            "precision"
-        ] == "auto"
 
 
 @pytest.mark.parametrize(("flags", "policy"), [({"avx2"}, "fp32"), ({"bf16"}, "bf16-mixed")])
@@ -100,51 +91,11 @@ def test_nothing_is_said_on_the_same_device_or_of_a_named_policy(corpus, tmp_pat
         assert "auto" not in capsys.readouterr().err
 
 
-def test_an_older_run_folder_says_nothing(corpus, tmp_path, capsys, cpu):
-    cpu({"avx2"})
-    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
-    for text in ("{}", "[", "[1]", '{"auto": "x"}'):
-        (tmp_path / "r" / "env.json").write_text(text)
-        capsys.readouterr()
-        path = str(tmp_path / "r")
-        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "2"]) == 0
-        assert "the run keeps" not in capsys.readouterr().err
-
-
 def test_a_folder_is_named_after_what_runs(cpu):
     cpu({"avx2"})
     config = load_config("gpt-tiny")
     assert default_run_folder(config, CPU).name.startswith("gpt-tiny-fp32-")
     assert str(policy_on(config.precision, CPU)) == "fp32"
-
-
-def test_fields_may_follow(corpus, tmp_path, cpu):
-    cpu({"bf16"})
-    words = ["--precision", "auto,keep_fp32=*norm*", "--max-steps", "2"]
-    assert train(corpus, tmp_path / "r", *words) == 0
-    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed,keep_fp32=*norm*"
-
-
-def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
-    torch.manual_seed(0)
-    data = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
-
-    def loss(model, batch):
-        return torch.nn.functional.mse_loss(model(batch[0]).float(), batch[1])
-
-    def trainer(steps):
-        return halfstep.Trainer(
-            torch.nn.Linear(4, 1), data, loss, max_steps=steps, batch_size=4, device="cpu",
-            output_dir=str(tmp_path / "r"), warmup_steps=1,
-        )  # fmt: skip
-
-    cpu({"bf16"}, "Old CPU")
-    trainer(2).train()
-    assert "precision auto took bf16-mixed: Old CPU" in capsys.readouterr().err
-    cpu({"avx2"}, "New CPU")
-    trainer(3).train(resume=True)
-    assert "the run keeps bf16-mixed" in capsys.readouterr().err
-    assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
 
 
 def test_a_folder_of_many_rules_has_a_name_that_a_file_system_takes():

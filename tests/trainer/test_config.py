@@ -1,20 +1,11 @@
-import dataclasses
-
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
-from halfstep.trainer.config.tasks import TASKS
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 
 FINETUNE = ["classify-pretrained", "classify-scratch", "lm-full", "lm-lora"]
-NAMES = ["gpt-small-cpu", "gpt-tiny", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl"]
-
-
-def test_the_shipped_configurations():
-    assert list(shipped_configs()) == sorted(FINETUNE + NAMES)
 
 
 def round_trip(config, folder):
@@ -24,7 +15,7 @@ def round_trip(config, folder):
     return load_config(str(path))
 
 
-@pytest.mark.parametrize("name", FINETUNE + NAMES)
+@pytest.mark.parametrize("name", shipped_configs())
 def test_a_shipped_configuration_is_valid_and_round_trips(name, tmp_path):
     config = load_config(name)
     assert config.name == name
@@ -36,12 +27,6 @@ def test_a_shipped_configuration_is_valid_and_round_trips(name, tmp_path):
         assert round_trip(resolved, tmp_path) == resolved == resolved.resolved(11)
 
 
-def test_a_pretrained_model_is_spoilt_by_the_rate_that_one_from_scratch_needs():
-    scratch, pretrained = load_config("classify-scratch"), load_config("classify-pretrained")
-    assert scratch.model.source == "scratch:small"
-    assert pretrained.optimizer.learning_rate < scratch.optimizer.learning_rate / 10
-
-
 @pytest.mark.parametrize(
     ("name", "vocabulary", "count"),
     [
@@ -49,8 +34,6 @@ def test_a_pretrained_model_is_spoilt_by_the_rate_that_one_from_scratch_needs():
         ("gpt-small-cpu", 8192, 13891584),
         # those of the published checkpoints
         ("gpt2", 50257, 124439808),
-        ("gpt2-medium", 50257, 354823168),
-        ("gpt2-large", 50257, 774030080),
         ("gpt2-xl", 50257, 1557611200),
     ],
 )
@@ -60,24 +43,12 @@ def test_a_shipped_configuration_has_the_size_it_says(name, vocabulary, count):
         assert GPT(shape).num_parameters() == count
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    steps=st.integers(60, 10**9),
-    rate=st.floats(1e-9, 1e3),
-    seed=st.integers(0, 2**63 - 1),
-    paths=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
-                   .filter(str.strip), max_size=3),
-)  # fmt: skip
-def test_every_value_survives_the_file(tmp_path_factory, steps, rate, seed, paths):
-    overrides = [
-        ("run.max_steps", steps),
-        ("optimizer.learning_rate", rate),
-        ("run.seed", seed),
-        ("data.train", paths),
-    ]
+def test_every_value_survives_the_file(tmp_path):
+    overrides = [("run.max_steps", 10**9), ("optimizer.learning_rate", 1 / 3),
+                 ("run.seed", 2**63 - 1), ("data.train", ["a b", '"中\\n', "\tx"])]  # fmt: skip
     config = load_config("gpt-tiny", overrides)
-    assert (config.run.max_steps, config.optimizer.learning_rate) == (steps, rate)
-    assert round_trip(config, tmp_path_factory.mktemp("c")) == config
+    assert (config.run.max_steps, config.optimizer.learning_rate) == (10**9, 1 / 3)
+    assert round_trip(config, tmp_path) == config
 
 
 def test_strings_of_the_command_line_become_the_fields_types():
@@ -110,45 +81,26 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.max_steps", 3.5, ["run.max_steps", "an integer"]),
             ("run.max_steps", True, ["run.max_steps", "an integer"]),
             ("run.max_steps", "0", ["run.max_steps=0", ">= 1"]),
-            ("run.keep", "0", ["run.keep=0; allowed: integers >= 1"]),
             ("run.max_seconds", -1, ["run.max_seconds=-1.0; allowed: >= 0"]),
             ("run.seed", str(2**63), [f"run.seed={2**63}; allowed: 0 to 2^63 - 1"]),
-            ("run.rank_timeout", 0, ["run.rank_timeout=0.0; allowed: seconds > 0"]),
-            ("run.ema_decay", 1, ["run.ema_decay=1.0; allowed: 0 <= x < 1"]),
             ("run.compile", "yes", ["run.compile", "true or false"]),
             ("run.report_to", "wanda", ["run.report_to", "tensorboard, wandb"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
-            ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "> 0"]),
             ("optimizer.eps", "0", ["optimizer.eps=0.0; allowed: > 0"]),
-            ("optimizer.max_norm", "-1", ["optimizer.max_norm=-1.0; allowed: >= 0"]),
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
             ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
             ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
-            ("run.block_size", "-1", ["run.block_size=-1", ">= 0"]),
-            ("schedule.warmup_steps", "999", ["warmup_steps=999", "max_steps=200"]),
-            ("schedule.warmup_steps", -1, ["schedule.warmup_steps=-1", "integers >= 0"]),
             ("schedule.min_ratio", 1.5, ["schedule.min_ratio=1.5; allowed: 0 to 1"]),
             ("run", "3", ["run", "a section"]),
-            ("data.tokenizer", "bpe:3", ["data.tokenizer"]),
-            ("model.n_head", "3", ["model.n_"]),
+            ("model.family", "gpt", ["unknown key model.family"]),
             ("name.x", "3", ["name is a value"]),
         )),
-        *(("classify-scratch", key, value, [words]) for key, value, words in (
-            ("run.epochs", 0, "run.epochs=0.0; allowed: > 0"),
-            ("run.max_steps", -1, "run.max_steps=-1; allowed: integers >= 0"),
-            ("run.warmup_ratio", 1, "run.warmup_ratio=1.0; allowed: 0 <= x < 1"),
-            ("run.warmup_ratio", -0.1, "run.warmup_ratio=-0.1; allowed: 0 <= x < 1"),
-            ("run.best_by", "f1", "run.best_by: 'f1'; allowed: '', accuracy, macro_f1, loss"),
-            ("model.max_length", 2, "model.max_length=2; allowed: integers >= 3"),
-            ("model.vocab_size", -1, "model.vocab_size=-1"),
-            ("model.dropout", 1, "model.dropout=1.0; allowed: below 1"),
-            ("model.label_smoothing", 1, "model.label_smoothing=1.0"),
-            ("model.source", " ", "model.source is empty"),
-            ("data.dev_fraction", "1.5", "dev_fraction"),
-        )),
+        ("classify-scratch", "run.epochs", 0, ["run.epochs=0.0; allowed: > 0"]),
+        ("classify-scratch", "run.best_by", "f1", ["run.best_by: 'f1'; allowed: '', accuracy"]),
+        ("classify-scratch", "model.max_length", 2, ["model.max_length=2; allowed: integers"]),
+        ("classify-scratch", "model.class_weights", "x", ["unknown key model.class_weights"]),
         ("lm-lora", "model.lora_r", -1, ["model.lora_r=-1; allowed: integers >= 0"]),
-        ("lm-lora", "model.lora_alpha", 0, ["model.lora_alpha=0.0; allowed: > 0"]),
-        ("lm-lora", "model.lora_dropout", 1, ["model.lora_dropout=1.0; allowed: 0 <= x < 1"]),
+        ("lm-lora", "model.dropout", 1, ["model.dropout=1.0; allowed: below 1"]),
     ],
 )  # fmt: skip
 def test_each_mistake_is_named(name, key, value, words):
@@ -177,28 +129,6 @@ def test_files_that_cannot_be_read(tmp_path):
         load_config(str(bad))
 
 
-def test_every_annotated_name_is_a_field():
-    """A default without an annotation would silently be no field at all."""
-
-    def walk(cls):
-        names = {field.name for field in dataclasses.fields(cls)}
-        public = {
-            name
-            for name, value in vars(cls).items()
-            if not name.startswith("_")
-            and not name.isupper()  # a constant of the class
-            and not callable(value)
-            and not isinstance(value, property | classmethod)
-        }
-        assert public <= names
-        for field in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(field.default_factory):
-                walk(field.default_factory)
-
-    for kind in TASKS.values():
-        walk(kind)
-
-
 # --- epochs ---------------------------------------------------------------------------------------
 
 
@@ -218,7 +148,7 @@ def test_epochs_become_steps(epochs, per_epoch, steps):
 
 
 def test_max_steps_wins_over_epochs():
-    found = resolved(7, epochs=0, max_steps=5, eval_every=2)
+    found = resolved(7, epochs=9, max_steps=5, eval_every=2)
     assert (found.run.max_steps, found.run.eval_every) == (5, 2)
 
 
@@ -231,6 +161,7 @@ def test_warm_up_is_a_share_of_the_steps_unless_given(ratio, given, steps, warmu
     assert found.schedule.warmup_steps == warmup
 
 
-def test_a_warm_up_longer_than_the_epochs_is_refused():
-    with pytest.raises(ConfigError, match=r"warmup_steps=50 is longer than the run of .*=21"):
-        resolved(7, warmup_steps=50, epochs=3)
+def test_a_warm_up_ends_with_the_run():
+    assert resolved(7, warmup_steps=50, epochs=3).schedule.warmup_steps == 21
+    config = load_config("gpt-tiny", [("run.max_steps", 5)])
+    assert config.schedule.warmup_steps == 5

@@ -15,6 +15,7 @@ from tests.trainer.runs import (
     assert_same_tensors,
     metrics,
     newest,
+    opened_run,
     overflowing,
     run,
     small_config,
@@ -36,7 +37,6 @@ from halfstep.trainer.run.folder import (
     with_run_folder,
 )
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.text_model import load_trained
 
 # One a mechanism: a scale of losses, masters, remainders, random bits, none of them.
 SHORT = ("fp16-mixed", "fp16-master", "bf16-split", "bf16-sr", "bf16-pure")
@@ -386,13 +386,11 @@ def test_the_time_limit_ends_a_run_in_good_order(corpus, tmp_path):
 
 def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
     session, _ = run(small_config(corpus, "bf16-master", run__max_steps=2), tmp_path / "r")
-    model, tokenizer, config = load_trained(tmp_path / "r")
-    assert_same_tensors(dict(model.named_parameters()), session.precision.named_parameters())
-    assert tokenizer.fingerprint == session.task.data.tokenizer.fingerprint
-    assert config.model.vocab_size == tokenizer.vocab_size
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no run"):
-        load_trained(tmp_path / "empty")
+    trained = opened_run(tmp_path / "r")
+    masters = session.precision.named_parameters()
+    assert_same_tensors(dict(trained.model.named_parameters()), masters)
+    assert trained.tokenizer.fingerprint == session.task.data.tokenizer.fingerprint
+    assert trained.model.config.vocab_size == trained.tokenizer.vocab_size
 
 
 @pytest.mark.parametrize(("answer", "rolled_back"), [("skip:1", False), ("rollback:2", True)])

@@ -356,14 +356,11 @@ def refused(*words):
         ({"optimizer": "adamv"}, ["optimizer.name", "adamv", "adamw"]),
         ({"schedule": "cosin"}, ["schedule.decay", "cosine"]),
         ({"precision": "bf17"}, ["bf17"]),
-        ({"val_data": []}, ["val_data", "empty"]),
-        ({"collate": 3}, ["collate", "a function"]),
-        ({"num_workers": -1}, ["num_workers", ">= 0"]),
+        ({"val_data": []}, ["val_data", "at least one item"]),
         ({"loggers": ["tensorbord"]}, ["report_to", "tensorboard"]),
         ({"loggers": ["wandb"]}, ["wandb", "pip install wandb"]),
         ({"model": net}, ["a torch.nn.Module"]),
         ({"train_data": Stream()}, ["train_data", "Stream", "__len__"]),
-        ({"loss": 7}, ["loss", "a function", "lambda model, batch"]),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_once(tmp_path, change, words):
@@ -380,7 +377,6 @@ def test_what_cannot_be_used_is_refused_at_once(tmp_path, change, words):
         ({"loss": summed}, ["give targets="]),
         ({"evaluate": lambda model, batch: {"acc": 1.0}}, ["gave acc", "'loss'"]),
         ({"best_by": "f1"}, ["gave loss", "'f1'"]),
-        ({"optimizer": lambda parameters: None}, ["NoneType", "torch.optim.Optimizer"]),
         (
             {"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())},
             ["does not have"],

@@ -14,7 +14,6 @@ from statistics import fmean, median
 from halfstep.cli.commands import Bench
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.grammar import read_words
-from halfstep.cli.train import require_trust
 from halfstep.diagnostics.lost_updates.report import lost_share
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import write_whole
@@ -117,7 +116,6 @@ def train_apart(
     file = folder.with_name(f"{folder.name}.toml")
     write_whole(file, config_to_toml(config))
     words = [*config.COMMAND.split(), "--config", str(file)]
-    words += ["--trust-remote-code"] * config.runs_foreign_code
     return subprocess.run(
         [sys.executable, "-m", "halfstep", *words, *["--quiet"] * quiet],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if quiet else None, text=True,
@@ -135,7 +133,6 @@ def _config(arguments: Bench) -> BaseConfig:
         )
     given = read_words([*kind.COMMAND.split(), *arguments.words])[1].given
     config = load_config(arguments.config, list(given.items()))
-    require_trust(given, config)
     steps = arguments.steps
     run = replace(
         config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0, report_to=(),

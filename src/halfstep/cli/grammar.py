@@ -13,7 +13,7 @@ import shutil
 import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from importlib import resources
 from inspect import cleandoc
@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from halfstep.cli.commands import COMMANDS, Request, Start
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import FAMILY, build, did_you_mean, sections
+from halfstep.trainer.config.read import build, did_you_mean
 from halfstep.trainer.config.run import BaseConfig
 
 EXIT_CODES = (
@@ -246,13 +246,8 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
     hints = get_type_hints(cls)
     for field in fields(cls):
         hint, key = hints[field.name], prefix + field.name
-        if kinds := sections(hint):
-            every = {option.key: option for kind in kinds for option in leaves(kind, f"{key}.")}
-            if len(kinds) > 1:
-                names = Literal[tuple(kind.FAMILY for kind in kinds)]  # type: ignore[valid-type]
-                text = f"Which family; default {kinds[0].FAMILY}."
-                yield Option(f"{key}.{FAMILY}", names, field, text)
-            yield from every.values()
+        if is_dataclass(hint):
+            yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
         else:
             yield Option(key, hint, field, field.metadata.get("help", ""))
 

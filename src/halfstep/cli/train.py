@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from halfstep.cli.commands import Request
 from halfstep.cli.console import RunDisplay, megabytes
@@ -62,7 +60,7 @@ def _train(
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, world=world)
-        session.task.notes.extend(_warmup_note(request, config, resuming))
+        session.task.notes.extend(_warmup_note(request, session.config, resuming))
         outcome = execute(
             session,
             path,
@@ -82,11 +80,12 @@ def _train(
 
 
 def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[str]:
-    """Return a note if the warm-up is shorter than the configuration says."""
-    if resuming or "schedule.warmup_steps" in request.given:
+    """Return a note if the warm-up is shorter than was asked for."""
+    if resuming:
         return []
-    schedule = read_table(_spec(request))[1].get("schedule", {})
-    kept = schedule.get("warmup_steps", ScheduleConfig().warmup_steps)
+    table = read_table(_spec(request))[1].get("schedule", {})
+    asked = {"warmup_steps": ScheduleConfig().warmup_steps} | table
+    kept = int(request.given.get("schedule.warmup_steps", asked["warmup_steps"]))
     used = config.schedule.warmup_steps
     return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
 
@@ -115,7 +114,6 @@ def _requested(request: Request) -> BaseConfig:
             raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
     config = load_config(_spec(request), list(request.given.items()))
-    require_trust(request.given, config)
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "
@@ -146,7 +144,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)
-    require_trust(request.given, wanted)
     require_resumable(saved, wanted, other_precision="precision" in given)
     return with_run_folder(wanted, path)
 
@@ -154,17 +151,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
 def _has_recipe(precision: str) -> bool:
     policy = parse_later(precision)
     return not isinstance(policy, Auto) and bool(policy.recipes())
-
-
-def require_trust(given: Mapping[str, Any], config: BaseConfig) -> None:
-    """Refuse a file's request to run a model's code; only the command line may allow that."""
-    flag = "model.trust_remote_code"
-    if config.runs_foreign_code and flag not in given:
-        raise ConfigError(
-            f"{flag}=true would run Python code that comes with the model; only "
-            "--trust-remote-code on the command line allows that: give it if you have read the "
-            "code"
-        )
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:

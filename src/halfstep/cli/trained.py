@@ -6,18 +6,36 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from halfstep.cli.console import RunDisplay
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.trainer.config.tasks import ClassifyConfig, TrainConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.memory import require_rows
-from halfstep.trainer.tasks.trained import open_trained
+from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.tasks.task import Trained
+
+TRAINED: Mapping[str, str] = {
+    TrainConfig.TASK: "trainer.tasks.text:TrainedText",
+    ClassifyConfig.TASK: "trainer.tasks.classify:TrainedClassifier",
+    LMConfig.TASK: "trainer.tasks.lm:TrainedLM",
+    ModuleConfig.TASK: "trainer.tasks.task:Trained",
+}
+"""Name of a task to the place of the class of the models that its runs leave."""
+
+
+def open_trained(use: Use | Exporting, folder_task: str = "") -> Trained:
+    """Find the trained model of a run, or of a folder of ``folder_task``; nothing is loaded yet."""
+    config = run_config(Path(use.run)) if use.run else None
+    path = Path(use.run) if isinstance(use, Exporting) else Path(use.run or use.model)
+    found: Trained = part(TRAINED[config.TASK if config else folder_task])(path, config)
+    return found
 
 
 def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
@@ -44,7 +62,7 @@ def _evaluate(arguments: Evaluating) -> None:
     trained = open_trained(arguments, TrainConfig.TASK)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
-    for note in found.notes:
+    for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     print(json.dumps(found.values, ensure_ascii=False) if arguments.json else found.text)
 

@@ -22,7 +22,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.memory import memory_bytes
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.optimizer import OWN, averages
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.task import Task

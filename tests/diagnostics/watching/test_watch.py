@@ -26,7 +26,7 @@ from halfstep.errors import CheckpointError, DataError, NonFiniteError, Precisio
 from halfstep.kernels.library import loaded
 from halfstep.precision.casting import op_casts
 from halfstep.precision.policy.devices import cpu_has_bf16
-from halfstep.trainer.models.gpt.gpt import GPT
+from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
 

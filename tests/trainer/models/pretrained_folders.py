@@ -10,7 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from halfstep.trainer.models.pretrained.hub import quiet
+from halfstep.trainer.models.pretrained import quiet
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

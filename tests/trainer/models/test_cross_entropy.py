@@ -11,12 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import DataError
-from halfstep.trainer.models.cross_entropy import (
-    MAX_ROWS_ON_CPU,
-    MIN_ROWS,
-    linear_cross_entropy_sum,
-    rows_per_chunk,
-)
+from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 UNIT[torch.float16] = 2.0**-11
@@ -87,24 +82,16 @@ class Recorder(TorchDispatchMode):
         return [c for c in self.calls if c[0] in ("mm", "addmm", "addmm_", "matmul", "bmm")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
-@pytest.mark.parametrize("chunk_bytes", [1, 20 * 4 * 67, 2**27])
-def test_value_and_gradients_match_the_definition(dtype, chunk_bytes):
-    x, w, targets = problem(90, 24, 67, dtype, seed=1)
+def test_value_and_gradients_of_fp64_match_the_definition():
+    x, w, targets = problem(90, 24, 67, torch.float64, seed=1)
     loss, dx, dw = oracle(x, w, targets)
-    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
+    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 67)
     got.backward()
-    assert count.dtype == torch.int64
-    assert count.item() == (targets != -100).sum().item()
-    assert got.shape == ()
-    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert x.grad.dtype == w.grad.dtype == dtype
-    # fp64: rounding (1.1e-16) of sums of 90 terms, with a factor 10 and more.
-    bound = (loss * 1e-13, 1e-13, 1e-12) if dtype == torch.float64 else bounds(x, w, dtype)
-    assert abs(got.item() - loss) <= bound[0]
-    assert (x.grad.double() - dx).abs().max().item() <= bound[1]
-    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
-    assert (x.grad[targets == -100] == 0).all()
+    assert (got.shape, got.dtype, count.dtype) == ((), torch.float64, torch.int64)
+    # Rounding (1.1e-16) of sums of 90 terms, with a factor 10 and more.
+    assert abs(got.item() - loss) <= loss * 1e-13
+    assert (x.grad - dx).abs().max() <= 1e-13
+    assert (w.grad - dw).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,75 +124,43 @@ def test_any_shape_ignore_pattern_and_chunk_size(n, d, v, ignored, chunk_bytes, 
     got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
     got.backward()
     bound = bounds(x, w, dtype)
+    assert got.dtype == torch.float32
+    assert x.grad.dtype == w.grad.dtype == dtype
     assert count.item() == sum(t != -100 for t in targets.tolist())
     assert abs(got.item() - loss) <= bound[0]
+    assert (x.grad[targets == -100] == 0).all()
     if n:
         assert (x.grad.double() - dx).abs().max().item() <= bound[1]
         assert (w.grad.double() - dw).abs().max().item() <= bound[2]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_ignored_is_zero_and_never_nan(dtype):
-    x, w, targets = problem(40, 8, 30, dtype, seed=3, ignored=1.1)
-    got, count = linear_cross_entropy_sum(x, w, targets)
-    got.backward()
-    assert (got.item(), count.item()) == (0.0, 0)
-    assert (x.grad == 0).all()
-    assert (w.grad == 0).all()
-
-
-def test_nan_in_an_ignored_row_leaves_the_loss_alone():
-    x, w, targets = problem(40, 8, 30, torch.float32, seed=5)
-    targets[3] = -100
-    clean, _ = linear_cross_entropy_sum(x, w, targets)
-    with torch.no_grad():
-        x[3] = float("nan")
-    got, _ = linear_cross_entropy_sum(x, w, targets)
-    assert got.item() == clean.item()
-    got.backward()
-    assert (x.grad[3] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_ignored_row_that_is_not_finite_leaves_gradients_alone(value, dtype):
-    x = torch.randn(20, 16).to(dtype)
-    weight = torch.randn(40, 16).to(dtype).requires_grad_()
-    targets = torch.arange(20)
+def test_an_ignored_row_that_is_not_finite_leaves_everything_alone(dtype):
+    x, weight, targets = problem(40, 8, 30, dtype, seed=5)
     targets[3] = -100
-    x[3] = value
-    x.requires_grad_()
-    linear_cross_entropy_sum(x, weight, targets)[0].backward()
-    assert weight.grad.isfinite().all()
-    assert torch.equal(x.grad[3], torch.zeros(16, dtype=dtype))
-    assert x.grad.isfinite().all()
+    clean, _ = linear_cross_entropy_sum(x, weight, targets)
+    for value in (math.nan, math.inf):
+        with torch.no_grad():
+            x[3] = value
+        weight.grad = x.grad = None
+        got, _ = linear_cross_entropy_sum(x, weight, targets)
+        got.backward()
+        assert got.item() == clean.item()
+        assert weight.grad.isfinite().all()
+        assert x.grad.isfinite().all()
+        assert (x.grad[3] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_targets_of_another_width_are_refused(dtype):
-    x, weight = torch.randn(4, 8).to(dtype), torch.randn(9, 8).to(dtype)
+def test_targets_of_another_width_are_refused():
+    x, weight = torch.randn(4, 8), torch.randn(9, 8)
     with pytest.raises(DataError, match=r"torch\.int32; allowed: torch\.int64"):
         linear_cross_entropy_sum(x, weight, torch.arange(4, dtype=torch.int32))
-
-
-def test_logits_of_1e4_do_not_overflow():
-    x, w, targets = problem(50, 16, 33, torch.float32, seed=6, gain=1.0)
-    with torch.no_grad():
-        x *= 1e4 / (x @ w.t()).abs().max()
-    loss, dx, dw = oracle(x, w, targets)
-    got, _ = linear_cross_entropy_sum(x, w, targets)
-    got.backward()
-    bound = bounds(x, w, torch.float32)
-    assert loss > 1e4  # the case is as extreme as it says
-    assert abs(got.item() - loss) <= bound[0]
-    assert (x.grad.double() - dx).abs().max().item() <= bound[1]
-    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
 
 
 # --- fp16: range -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log2_scale", [-12, -3, 0, 5, 16])
+@pytest.mark.parametrize("log2_scale", [-12, 0, 16])
 def test_fp16_overflows_where_the_true_gradient_does_and_nowhere_else(log2_scale):
     x, w, targets = problem(96, 8, 40, torch.float16, seed=9, gain=1.0)
     _, dx, dw = oracle(x, w, targets)
@@ -328,16 +283,6 @@ def test_no_gradient_that_nobody_needs_is_computed(need_x, need_w):
                 assert (t.grad.double() - true).abs().max().item() <= limit
 
 
-def test_no_grad_mode_computes_the_same_loss_and_no_gradients():
-    x, w, targets = problem(40, 8, 30, torch.float32, seed=15)
-    with_grad, _ = linear_cross_entropy_sum(x, w, targets)
-    with torch.no_grad(), Recorder() as seen:
-        got, _ = linear_cross_entropy_sum(x, w, targets)
-    assert not got.requires_grad
-    assert len(seen.matmuls()) == 1
-    assert got.item() == with_grad.item()
-
-
 # --- dtypes, memory, synchronisation -------------------------------------------------------------
 
 
@@ -360,18 +305,6 @@ def test_autocast_decides_the_dtype_of_every_matmul(dtype):
     assert (w.grad.double() - dw).abs().max().item() <= bound[2]
 
 
-def test_mixed_operands_are_widened_to_hold_both():
-    x, w, targets = problem(40, 8, 30, torch.float32, seed=18)
-    x16 = x.detach().bfloat16().requires_grad_()
-    got, _ = linear_cross_entropy_sum(x16, w, targets)
-    loss, _, dw = oracle(x16, w, targets)
-    got.backward()
-    bound = bounds(x16, w, torch.float32)
-    assert abs(got.item() - loss) <= bound[0]
-    assert (w.grad.double() - dw).abs().max().item() <= bound[2]
-    assert (x16.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
     n, v, rows = 300, 200, 30
@@ -387,13 +320,6 @@ def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
     assert not names & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
 
 
-def test_chunk_rows_follow_the_byte_budget_between_their_limits():
-    assert rows_per_chunk(50257, "cuda", 128 * 2**20) == 128 * 2**20 // (4 * 50257)
-    assert rows_per_chunk(50257, "cpu", 128 * 2**20) == MAX_ROWS_ON_CPU
-    assert rows_per_chunk(50257, "cpu", 64 * 2**20) == 333
-    assert rows_per_chunk(10**9, "cpu") == MIN_ROWS
-
-
 def test_meta_tensors_pass_for_memory_planning():
     x = torch.empty(40, 8, device="meta", requires_grad=True)
     w = torch.empty(30, 8, device="meta", requires_grad=True)
@@ -405,12 +331,13 @@ def test_meta_tensors_pass_for_memory_planning():
 # --- errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [30, -1, 10**9])
-def test_a_target_out_of_range_is_named(bad):
-    x, w, targets = problem(40, 8, 30, torch.float32, seed=20)
-    targets[17] = bad
-    with pytest.raises(DataError, match=rf"target {bad} at row 17 .* 0 to 29, or -100"):
-        linear_cross_entropy_sum(x, w, targets)
+def test_a_target_out_of_range_is_named():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, targets = problem(40, 8, 30, dtype, seed=20)
+        for bad in (30, -1, 10**9):
+            targets[17] = bad
+            with pytest.raises(DataError, match=rf"target {bad} at row 17 .* 0 to 29, or -100"):
+                linear_cross_entropy_sum(x, w, targets)
 
 
 @pytest.mark.gpu

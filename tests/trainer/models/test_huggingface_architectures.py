@@ -1,16 +1,18 @@
 """Hugging Face architectures, unchanged, through every policy: twenty steps and all that is kept.
 
-Models and batches are in :mod:`trainer.models.hf_zoo`; the loss is the model's own. A pair of
-architecture and policy is trained once and looked at from all sides. The policies are one of each
-mechanism (fp32, casts per operation, masters, an optimizer of ours, pure 16 bits): what differs
-between the policies of one mechanism is the optimizer's and not the model's. The quick tier takes
-the mechanisms in turn, each architecture through one of them; the rest is ``slow``.
+The loss is the model's own: ``labels`` are in the batch, which is fixed and random, so that twenty
+steps learn it by heart. A pair of architecture and policy is trained once and looked at from all
+sides. The policies are one of each mechanism (fp32, casts per operation, masters, an optimizer of
+ours, pure 16 bits). The quick tier takes the mechanisms in turn, each architecture through one of
+them; the rest is ``slow``.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -18,15 +20,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import ModelOutput
 
 import halfstep
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
-from halfstep.precision.policy.policy import POLICIES, dtype_name
-from trainer.models.hf_zoo import ZOO, Case
+from halfstep.precision.policy.policy import POLICIES
 
 # transformers says so of GPT-2's own configuration, and of kernels for GPUs that Mamba does without
 pytestmark = [
@@ -34,14 +35,172 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(loss_type|falling back):UserWarning"),
 ]
 
+ROWS, LENGTH, WORDS, CLASSES, SIDE = 4, 10, 61, 3, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture.
+
+    Attributes:
+        make: A new model, the same each time.
+        batch: What it is called with, its labels included.
+        tied: Pairs of parameters that are one tensor.
+        lr: AdamW's, large enough that twenty steps are seen.
+        keep: What 16-bit weights are refused for, and the rule that the refusal names.
+    """
+
+    make: Callable[..., nn.Module]
+    batch: Callable[[], dict[str, Tensor]]
+    tied: tuple[tuple[str, str], ...] = ()
+    lr: float = 3e-3
+    keep: str = ""
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def words(length: int = LENGTH) -> Tensor:
+    """Random tokens; 0 to 3 are left to padding and the like."""
+    return torch.randint(4, WORDS, (ROWS, length), generator=_seeded())
+
+
+def padded() -> Tensor:
+    """A mask of ones with two rows that are padded at their end."""
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    mask[1, -3:] = 0
+    mask[2, -1:] = 0
+    return mask
+
+
+def images() -> Tensor:
+    return torch.randn(ROWS, 3, SIDE, SIDE, generator=_seeded())
+
+
+def classes() -> Tensor:
+    return torch.arange(ROWS) % CLASSES
+
+
+def text_classes() -> dict[str, Tensor]:
+    return {"input_ids": words(), "attention_mask": padded(), "labels": classes()}
+
+
+def masked_words() -> dict[str, Tensor]:
+    labels = torch.where(padded() == 1, words(), -100)
+    hidden = words().clone()
+    hidden[:, ::3] = 3
+    return {"input_ids": hidden, "attention_mask": padded(), "labels": labels}
+
+
+def next_words() -> dict[str, Tensor]:
+    labels = torch.where(padded() == 1, words(), -100)
+    return {"input_ids": words(), "attention_mask": padded(), "labels": labels}
+
+
+def next_words_unpadded() -> dict[str, Tensor]:
+    return {"input_ids": words(), "labels": words()}
+
+
+def translation() -> dict[str, Tensor]:
+    return {"input_ids": words(), "attention_mask": padded(), "labels": words(6)}
+
+
+def image_classes() -> dict[str, Tensor]:
+    return {"pixel_values": images(), "labels": classes()}
+
+
+def _make(model: str, config: str, **values: Any) -> Callable[..., nn.Module]:
+    def make() -> nn.Module:
+        made = getattr(transformers, config)(**values)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            return getattr(transformers, model)(made).train()
+
+    return make
+
+
+_BERT = dict(
+    vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    intermediate_size=48, max_position_embeddings=16, hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0, num_labels=CLASSES, pad_token_id=0,
+)  # fmt: skip
+_LLAMA = dict(
+    vocab_size=WORDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=48, max_position_embeddings=32, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+ZOO = {
+    "bert": Case(
+        _make("BertForSequenceClassification", "BertConfig", **_BERT), text_classes,
+    ),
+    "albert": Case(
+        _make("AlbertForMaskedLM", "AlbertConfig", **_BERT, embedding_size=16),
+        masked_words,
+        tied=(("predictions.decoder.weight", "albert.embeddings.word_embeddings.weight"),),
+    ),
+    "gpt2": Case(
+        _make(
+            "GPT2LMHeadModel", "GPT2Config",
+            vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=1,
+            eos_token_id=2, pad_token_id=0,
+        ),  # with its dropout of 0.1
+        next_words,
+        tied=(("lm_head.weight", "transformer.wte.weight"),),
+    ),
+    "llama": Case(_make("LlamaForCausalLM", "LlamaConfig", **_LLAMA), next_words),
+    "gemma2": Case(
+        _make(
+            "Gemma2ForCausalLM", "Gemma2Config", **_LLAMA, head_dim=8, sliding_window=4,
+            query_pre_attn_scalar=8,
+        ),
+        next_words,
+        tied=(("lm_head.weight", "model.embed_tokens.weight"),),
+    ),
+    "t5": Case(
+        _make(
+            "T5ForConditionalGeneration", "T5Config",
+            vocab_size=WORDS, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=1,
+            num_heads=4,
+            dropout_rate=0.1, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+        ),
+        translation,
+        tied=(
+            ("encoder.embed_tokens.weight", "shared.weight"),
+            ("decoder.embed_tokens.weight", "shared.weight"),
+        ),
+    ),
+    "vit": Case(
+        _make(
+            "ViTForImageClassification", "ViTConfig",
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+            image_size=SIDE, patch_size=8, num_labels=CLASSES,
+        ),
+        image_classes,
+    ),
+    "resnet": Case(
+        _make(
+            "ResNetForImageClassification", "ResNetConfig",
+            embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_labels=CLASSES,
+        ),
+        image_classes,
+        lr=1e-3,  # its norms of four rows make much of every rounding
+        keep="type:BatchNorm2d",
+    ),
+    "mamba": Case(
+        _make(
+            "MambaForCausalLM", "MambaConfig",
+            vocab_size=WORDS, hidden_size=32, state_size=8, num_hidden_layers=2, conv_kernel=3,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        ),
+        next_words_unpadded,
+        tied=(("lm_head.weight", "backbone.embeddings.weight"),),
+    ),
+}  # fmt: skip
+
 STEPS = 20
 F32, B16 = torch.float32, torch.bfloat16
-REFUSED = {
-    "tf32": r"tf32 cannot be honoured on cpu: a CPU has no tf32 .*; the nearest that can is fp32",
-    "bf16-module": r"bf16-module computes in bf16 where FSDP2 gathers weights, and \S+ is not "
-    r"sharded by it: .*policy bf16-mixed",
-}
-LOW = [n for n, p in POLICIES.items() if n not in REFUSED and p.param_dtype != F32]
+LOW = [name for name, policy in POLICIES.items() if policy.param_dtype != F32]
 MECHANISMS = ["fp16-master", "bf16-mixed", "bf16-split", "bf16-pure", "fp32"]
 PAIRS = [
     pytest.param(n, p, marks=[pytest.mark.slow] * (p != MECHANISMS[i % 5]), id=f"{n}-{p}")
@@ -65,9 +224,7 @@ class Run:
     model: Any
     optimizer: torch.optim.Optimizer
     precision: halfstep.Precision
-    buffers: dict[str, torch.Tensor]
     start: dict[str, torch.Tensor]
-    meter: halfstep.LostUpdateMeter
     results: list[halfstep.StepResult] = field(default_factory=list)
 
     @property
@@ -91,15 +248,13 @@ def optimizer_for(model, case, policy):
     return optimizer
 
 
-def begin(name, policy, **changes):
+def begin(name, policy):
     case: Case = ZOO[name]
-    model = case.make(**changes)
-    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    model = case.make()
     start = {key: value.detach().clone() for key, value in model.named_parameters()}
     optimizer = optimizer_for(model, case, policy)
     precision = halfstep.Precision(policy, model, optimizer)
-    meter = halfstep.LostUpdateMeter(precision, every=10, samples=256)
-    return Run(model, optimizer, precision, buffers, start, meter)
+    return Run(model, optimizer, precision, start)
 
 
 def step(run, batch, number):
@@ -131,24 +286,6 @@ def floats(value):
 
 
 # --- training ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_the_table_names_every_gradient_that_is_rounding(name):
-    model = ZOO[name].make().double()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    batch = {
-        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for key, value in ZOO[name].batch().items()
-    }
-    model(**batch).loss.backward()
-    norms = {key: p.grad.norm() for key, p in model.named_parameters() if p.grad is not None}
-    whole = torch.stack([*norms.values()]).norm()
-    for key, norm in norms.items():
-        # fp64 rounds at 1e-16; the smallest of the others, behind ConvNeXt's scales, is 5e-11
-        assert (norm < 1e-14 * whole) == ZOO[name].is_noise(key), (key, float(norm / whole))
 
 
 def the_loss_falls(name, policy):
@@ -192,28 +329,6 @@ def the_curve_is_that_of_fp32(name, policy):
 # --- what is stored ------------------------------------------------------------------------------
 
 
-def parameters_and_masters_are_in_the_policys_formats(name, policy):
-    run = trained(name, policy)
-    value = run.precision.policy
-    norms = {n for n, m in run.model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    for key, parameter in run.model.named_parameters():
-        kept = key.rpartition(".")[0] in norms
-        assert parameter.dtype == (F32 if kept else value.param_dtype), key
-        if parameter.requires_grad:
-            master = run.precision.named_parameters()[key]
-            wanted = value.master_dtype if value.has_masters else value.param_dtype
-            assert master.dtype == (F32 if kept else wanted), key
-            if value.has_masters and not kept:
-                assert torch.equal(master.to(parameter.dtype), parameter)
-        else:
-            assert key not in run.precision.named_parameters()
-            assert torch.equal(parameter, run.start[key].to(parameter.dtype)), key
-    named = dict(run.precision.masters.items())
-    if value.keeps_more_than_weights:
-        assert {master.dtype for master in named.values()} == {F32}
-    assert set(named) == {n for n, p in run.model.named_parameters() if p.requires_grad}
-
-
 def every_trained_weight_moves(name, policy):
     run = trained(name, policy)
     pairs = [
@@ -222,23 +337,13 @@ def every_trained_weight_moves(name, policy):
     ]
     moved = [key for key, now, before in pairs if not torch.equal(now, before)]
     if not run.precision.policy.is_pure:  # an update at 1.0 is lost there
-        idle = {key for key, _, _ in pairs if not ZOO[name].is_noise(key)} - set(moved)
+        # the true gradient of a key's bias is 0, as softmax ignores one number added to all scores
+        idle = {key for key, _, _ in pairs if not re.search(r"k(ey|_proj)\.bias$", key)} - set(
+            moved
+        )
         got = {key for key in idle if run.precision.named_parameters()[key] in run.optimizer.state}
         assert not got
     assert len(moved) > len(pairs) // 2
-
-
-def buffers_stay_in_their_formats(name, policy):
-    run = trained(name, policy)
-    after = dict(run.model.named_buffers())
-    assert list(after) == list(run.buffers)
-    for key, before in run.buffers.items():
-        assert after[key].dtype == before.dtype, key
-        if "running_" in key or "num_batches_tracked" in key:
-            assert not torch.equal(after[key], before), key
-            assert after[key].isfinite().all()
-        else:
-            assert torch.equal(after[key], before), key
 
 
 def tied_weights_stay_one_tensor(name, policy):
@@ -268,7 +373,7 @@ class LossDtypes(TorchDispatchMode):
 
 def outputs_and_the_models_own_loss_are_fp32(name, policy):
     run, batch = trained(name, policy), ZOO[name].batch()
-    hidden = {} if name in ("convnext", "resnet") else {"output_attentions": False}
+    hidden = {} if name == "resnet" else {"output_attentions": False}
     with torch.no_grad(), run.precision.autocast(), LossDtypes() as losses:
         output = run.model(**batch, output_hidden_states=True, **hidden)
     assert isinstance(output, ModelOutput)
@@ -311,71 +416,29 @@ def a_fresh_model_goes_on_bit_for_bit(name, policy):
         assert named[one] is named[other]
 
 
-# --- the tools -----------------------------------------------------------------------------------
-
-
-def the_lost_update_meter_reads_every_model(name, policy):
-    run = trained(name, policy)
-    reports = run.meter.report()
-    assert len(reports) == 1
-    (report,) = reports
-    assert report.elements > 0
-    assert 0 <= report.lost <= 1
-    value = run.precision.policy
-    if policy in ("fp32", "bf16-mixed", "bf16-master", "bf16-split"):
-        assert report.lost < 0.01  # fp32 loses what is below 2^-25 of a weight
-    if policy == "bf16-pure":
-        assert report.lost > 0.01
-    assert report.stored.startswith(dtype_name(value.master_dtype if value.has_masters
-                                               else value.param_dtype))  # fmt: skip
-
-
 @pytest.mark.parametrize(("name", "policy"), PAIRS)
 def test_a_pair_trains_keeps_its_formats_and_resumes(name, policy):
     the_loss_falls(name, policy)
     the_curve_is_that_of_fp32(name, policy)
-    parameters_and_masters_are_in_the_policys_formats(name, policy)
     every_trained_weight_moves(name, policy)
-    buffers_stay_in_their_formats(name, policy)
     tied_weights_stay_one_tensor(name, policy)
     outputs_and_the_models_own_loss_are_fp32(name, policy)
-    the_lost_update_meter_reads_every_model(name, policy)
     a_fresh_model_goes_on_bit_for_bit(name, policy)
 
 
 # --- what is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", REFUSED)
-def test_what_a_cpu_or_one_device_cannot_honour_is_refused_by_name(policy):
-    model = ZOO["bert"].make()
-    before = {key: value.detach().clone() for key, value in model.named_parameters()}
-    with pytest.raises(PrecisionError, match=REFUSED[policy]):
-        halfstep.Precision(policy, model, optimizer_for(model, ZOO["bert"], policy))
-    assert all(torch.equal(value, before[key]) for key, value in model.named_parameters())
-
-
-@pytest.mark.parametrize("policy", LOW)
-def test_running_statistics_under_16_bit_weights_are_refused_with_the_rule_that_helps(policy):
-    model = ZOO["resnet"].make()
+def test_running_statistics_under_16_bit_weights_are_refused_with_the_rule_that_helps():
     found = (
         r"resnet.embedder.embedder.normalization is a BatchNorm2d with running statistics in fp32, "
-        rf"whose kernels take no (bf16|fp16) weights; .*keep_fp32={ZOO['resnet'].keep}$"
+        rf"whose kernels take no bf16 weights; .*keep_fp32={ZOO['resnet'].keep}$"
     )
     with pytest.raises(PrecisionError, match=found):
-        halfstep.Precision(policy, model, optimizer_for(model, ZOO["resnet"], policy))
-    assert {p.dtype for p in model.parameters()} == {F32}
+        begin("resnet", "bf16-master")
 
 
-@pytest.mark.parametrize("policy", ["bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"])
-def test_torchs_optimizer_is_refused_where_only_ours_keeps_the_weights(policy):
-    model = ZOO["bert"].make()
-    with pytest.raises(PrecisionError, match=f"{policy} needs an optimizer .*AdamW does not.*"):
-        halfstep.Precision(policy, model, torch.optim.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2"])
-def test_rotary_tables_that_were_cast_by_model_to_are_refused(name):
-    model = ZOO[name].make().to(B16)
+def test_rotary_tables_that_were_cast_by_model_to_are_refused():
+    model = ZOO["llama"].make().to(B16)
     with pytest.raises(PrecisionError, match=r"inv_freq \(rope\) is bf16 already"):
         halfstep.Precision("bf16-master", model, torch.optim.AdamW(model.parameters()))

@@ -7,22 +7,16 @@ import torch
 
 from halfstep import Precision
 from halfstep.optim import AdamW
-from halfstep.trainer.models.cross_entropy import autocast_is_on, autocast_off, matmul_dtype
-from halfstep.trainer.models.gpt.gpt import GPT, GPTConfig
+from halfstep.trainer.models.cross_entropy import autocast_off, matmul_dtype
+from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 
-def test_autocast_off_is_off_inside_and_on_again_after():
+def test_autocast_is_off_inside_and_on_again_after():
     with torch.autocast("cpu", torch.bfloat16):
         with autocast_off("cpu"):
             assert not torch.is_autocast_enabled("cpu")
-        assert torch.is_autocast_enabled("cpu")
-    with autocast_off("cpu"):
-        assert not torch.is_autocast_enabled("cpu")
-
-
-def test_devices_without_autocast_are_never_on():
-    assert not autocast_is_on("meta")
-    with torch.autocast("cpu", torch.bfloat16), autocast_off("meta"):
+        with autocast_off("meta"):  # which has no autocast
+            assert torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
 
 
@@ -45,7 +39,7 @@ def test_matmul_dtype_is_autocasts_or_the_wider_operand():
 # torch warns of what torch.compile itself does as it traces an autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.usefixtures("torch_alone")  # a compiled model runs by no kernel of ours
-@pytest.mark.parametrize("policy", ["", "bf16-mixed", "bf16-split", "bf16-pure", "fp32"])
+@pytest.mark.parametrize("policy", ["", "bf16-mixed", "bf16-split", "bf16-pure"])
 def test_a_compiled_gpt_is_one_graph_with_the_same_bits(policy, monkeypatch):
     """In torch 2.11, too, which cannot trace the question whether a device has an autocast.
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfstep.trainer.models.gpt.gpt import CausalSelfAttention, Embedding, LayerNorm
+from halfstep.trainer.models.gpt import CausalSelfAttention, Embedding, LayerNorm
 from halfstep.trainer.models.shapes import GPTConfig
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -87,17 +87,15 @@ def test_torchs_own_16_bit_layer_norm_on_cpu_does_stop_growing(dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wide_parameters", [False, True])
-def test_layer_norm_answers_in_the_dtype_of_its_input(dtype, device, autocast, wide_parameters):
+def test_layer_norm_answers_in_the_dtype_of_its_input(dtype, device):
     norm, x, _ = norm_problem(dtype, device, mean=1.0)
-    if wide_parameters:
-        norm.float()
-    outside = norm(x)
-    with torch.autocast(device, autocast, enabled=autocast is not None):
-        inside = norm(x)
-    assert inside.dtype == dtype
-    assert torch.equal(inside, outside)
+    for wide_parameters in (False, True):
+        outside = (norm.float() if wide_parameters else norm)(x)
+        for autocast in HALVES:
+            with torch.autocast(device, autocast):
+                inside = norm(x)
+            assert inside.dtype == dtype
+            assert torch.equal(inside, outside)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,19 +118,6 @@ def test_torchs_own_bf16_embedding_on_cpu_stops_at_256():
     table = nn.Embedding(1, 1).bfloat16()
     table(torch.zeros(10000, dtype=torch.int64)).sum().backward()
     assert table.weight.grad.item() == 256
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("dropout_p", [0.0, 1e-9], ids=["flash", "math"])
-def test_attention_keeps_its_softmax_in_fp32(dtype, device, dropout_p):
-    # 4000 equal scores: a sum of 16-bit exponentials would stop at 256 (bf16) or 2048 (fp16).
-    v = torch.rand(1, 1, 4000, 8, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    q = torch.zeros(1, 1, 16, 8, dtype=dtype, device=device)
-    y = F.scaled_dot_product_attention(q, torch.zeros_like(v), v, dropout_p=dropout_p)
-    mean = v.cpu().double().mean(dim=2, keepdim=True)
-    # One rounding of each weight (they average out) and one of the result: two units.
-    assert ((y.cpu().double() - mean).abs() <= 2 * UNIT[dtype] * mean).all()
 
 
 def test_attention_is_the_definition():

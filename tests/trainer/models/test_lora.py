@@ -15,9 +15,8 @@ from tests.trainer.models.test_pretrained_lm import batch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.step import Precision
-from halfstep.trainer.models.pretrained.hub import quiet
-from halfstep.trainer.models.pretrained.lm import open_causal_lm
-from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
+from halfstep.trainer.models.causal_lm import add_lora, open_adapted_lm, open_causal_lm
+from halfstep.trainer.models.pretrained import quiet
 
 POLICIES = {"fp16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp32": torch.float32}
 
@@ -42,9 +41,15 @@ def trained(folder, policy="fp32", steps=20, **options):
     return lora, losses, base
 
 
-@pytest.mark.parametrize("targets", [(), ("all-linear",)])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.parametrize(
+    ("kind", "policy", "targets"),
+    [
+        ("GPT2", "fp16-mixed", ()),
+        ("GPT2", "bf16-mixed", ("all-linear",)),
+        ("Llama", "fp16-mixed", ("all-linear",)),
+        ("Llama", "fp32", ()),
+    ],
+)
 def test_a_frozen_base_trains_in_its_stored_dtype(kind, policy, targets, tmp_path):
     folder = save_lm(tmp_path / "m", kind, POLICIES[policy])
     lora, losses, base = trained(
@@ -64,44 +69,36 @@ def test_a_frozen_base_trains_in_its_stored_dtype(kind, policy, targets, tmp_pat
 
 
 def test_targets(tmp_path):
-    lm = {}
     for kind in ("GPT2", "Llama"):
         save_lm(tmp_path / kind, kind)
-        lm[kind] = lambda kind=kind: open_causal_lm(tmp_path / kind)
 
-    def adapted(lora):
-        return {
-            n.split(".lora_")[0].rpartition(".")[2]
-            for n, _ in lora.named_parameters()
-            if ".lora_" in n
-        }
+    def adapted(kind, *targets):
+        names = dict(add_lora(open_causal_lm(tmp_path / kind), targets=targets).named_parameters())
+        return {n.split(".lora_")[0].rpartition(".")[2] for n in names if ".lora_" in n}
 
-    assert adapted(add_lora(lm["GPT2"]())) == {"c_attn"}
-    assert adapted(add_lora(lm["Llama"]())) == {"q_proj", "v_proj"}
-    assert adapted(add_lora(lm["Llama"](), targets=["o_proj", "up_proj"])) == {"o_proj", "up_proj"}
+    assert adapted("GPT2") == {"c_attn"}
+    assert adapted("Llama") == {"q_proj", "v_proj"}
+    assert adapted("Llama", "o_proj", "model.layers.1.mlp.up_proj") == {"o_proj", "up_proj"}
     every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert adapted(add_lora(lm["Llama"](), targets=("all-linear",))) == every  # and no lm_head
-    assert adapted(add_lora(lm["GPT2"](), targets=("all-linear",))) == {"c_attn", "c_proj", "c_fc"}
-    one = add_lora(lm["Llama"](), targets=["model.layers.1.mlp.up_proj"])
-    assert sum(".lora_A" in n for n, _ in one.named_parameters()) == 1
+    assert adapted("Llama", "all-linear") == every  # and no lm_head
     with pytest.raises(
         ConfigError,
-        match=r"no layer has the target 'query'\. Name targets; layers: down_proj, gate_proj, k_",
+        match=r"no linear layer has the target 'query'\. Name targets; layers: down_proj, gate_p",
     ):
-        add_lora(lm["Llama"](), targets=["q_proj", "query"])
+        adapted("Llama", "q_proj", "query")
     with pytest.raises(ConfigError, match="head shares its table"):
-        add_lora(lm["GPT2"](), targets=["c_attn", "lm_head"])
+        adapted("GPT2", "c_attn", "lm_head")
 
 
 def test_an_untied_head_can_be_adapted(tmp_path):
     folder = save_lm(tmp_path / "m", "Llama")
     lora, losses, _ = trained(folder, targets=["lm_head"])
     assert losses[-1] < losses[0]
-    lora.eval().save_(tmp_path / "merged", {}, merge=True)
     with torch.no_grad():
-        again = open_causal_lm(tmp_path / "merged").eval().logits(batch()[0])
+        before = lora.eval().logits(batch()[0])
+        again = lora.merge_()[0].eval().logits(batch()[0])
         # fp32: W x + s B A x against (W + s B A) x.
-        torch.testing.assert_close(again, lora.logits(batch()[0]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(again, before, rtol=1e-4, atol=1e-4)
 
 
 def test_new_adapters_change_nothing_and_follow_their_seed(tmp_path):
@@ -117,8 +114,9 @@ def test_new_adapters_change_nothing_and_follow_their_seed(tmp_path):
     assert not torch.equal(a, c)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("GPT2", "fp16-mixed"), ("Llama", "bf16-mixed"), ("Llama", "fp32")]
+)
 def test_an_adapter_comes_back(kind, policy, tmp_path):
     folder = save_lm(tmp_path / "m", kind, POLICIES[policy])
     lora, _, _ = trained(folder, policy, steps=4)
@@ -127,10 +125,6 @@ def test_an_adapter_comes_back(kind, policy, tmp_path):
         ours = open_adapted_lm(tmp_path / "adapter").eval()
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert named["base_model_name_or_path"] == str(folder.resolve())
-    assert {p.name for p in (tmp_path / "adapter").iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {t.dtype for t in saved.values()} == {torch.float32}
     with quiet(), torch.no_grad():
@@ -146,17 +140,22 @@ def test_an_adapter_comes_back(kind, policy, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
-def test_a_merge_is_the_sum_rounded_once(kind, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "policy"), [("GPT2", "fp16-mixed"), ("Llama", "bf16-mixed"), ("Llama", "fp32")]
+)
+def test_a_merge_is_the_sum_rounded_once(kind, policy, tmp_path):
+    dtype = POLICIES[policy]
     folder = save_lm(tmp_path / "m", kind, dtype)
-    lora, _, _ = trained(folder, next(k for k, v in POLICIES.items() if v == dtype), steps=4)
+    lora, _, _ = trained(folder, policy, steps=4)
+    state = {n: p.detach().clone() for n, p in lora.named_parameters()}
+    with torch.no_grad():
+        wanted = lora.eval().logits(batch()[0])
     with silence():
-        lora.eval().save_(tmp_path / "merged", {}, merge=True)
+        merged, max_error, vanished = lora.merge_()
+        merged.save_(tmp_path / "merged", {}, dtype)
     before = load_file(folder / "model.safetensors")
     after = load_file(tmp_path / "merged" / "model.safetensors")
     assert after.keys() == before.keys()
-    state = {n: p.detach() for n, p in lora.named_parameters()}
     worst, moved, stuck = 0.0, 0, 0
     for name, old in before.items():
         assert after[name].dtype == dtype
@@ -173,32 +172,26 @@ def test_a_merge_is_the_sum_rounded_once(kind, dtype, tmp_path):
         worst = max(worst, (after[name].float() - exact).abs().max().item())
         moved += int((update != 0).sum())
         stuck += int(((update != 0) & (after[name] == old)).sum())
-    loss = lora.last_merge
-    assert (loss.dtype, loss.max_error, loss.vanished) == (dtype, worst, stuck / moved)
-    assert (loss.max_error == 0) == (dtype == torch.float32)
-    assert "of the updates vanished" in str(loss)
+    assert (max_error, vanished) == (worst, stuck / moved)
     with quiet(), torch.no_grad():
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         assert theirs.dtype == dtype
         # Rounding of weights of size 0.2 to 8 or 11 bits, or fp32's, seen in logits of size 5.
         atol = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
-        wanted = lora.logits(batch()[0])
         torch.testing.assert_close(theirs(batch()[0]).logits.float(), wanted, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 def test_updates_that_vanish_in_a_merge_are_counted(tmp_path, stored):
     folder = save_lm(tmp_path / "m", "Llama", stored)
-    lora = add_lora(open_causal_lm(folder), r=1, alpha=1.0, targets=["up_proj"])
-    weights = {n: torch.full_like(p, 1e-3) for n, p in lora.named_parameters() if p.requires_grad}
-    dtype = None if stored == torch.bfloat16 else torch.bfloat16
-    lora.save_(tmp_path / "bf16", weights, merge=True, dtype=dtype)
-    # updates of 1e-6 beside weights of 0.2; a base that is rounded too is no update's fault
-    assert lora.last_merge.vanished > 0.9
-    lora.save_(tmp_path / "fp32", weights, merge=True, dtype=torch.float32)
-    assert (lora.last_merge.vanished, lora.last_merge.max_error) == (0.0, 0.0)
-    assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
-    assert open_causal_lm(tmp_path / "fp32").stored_dtype == torch.float32
+    for dtype, lost in ((torch.bfloat16, True), (torch.float32, False)):
+        lora = add_lora(open_causal_lm(folder), r=1, alpha=1.0, targets=["up_proj"])
+        for parameter in lora.parameters():
+            if parameter.requires_grad:
+                parameter.data.fill_(1e-3)
+        _, max_error, vanished = lora.merge_(dtype)
+        # updates of 1e-6 beside weights of 0.2; a base that is rounded too is no update's fault
+        assert (vanished > 0.9, max_error > 0) == (lost, lost)
 
 
 def test_the_weights_given_are_the_weights_saved(tmp_path):
@@ -210,21 +203,11 @@ def test_the_weights_given_are_the_weights_saved(tmp_path):
     assert all(bool((t == 0.5).all()) for t in saved.values())
     with pytest.raises(CheckpointError, match="not an empty folder"):
         lora.save_(tmp_path / "a", weights)
-    with pytest.raises(CheckpointError, match=r"'none', which is not a parameter"):
-        lora.save_(tmp_path / "b", {"none": torch.zeros(1)})
     name = next(iter(weights))
     weights[name] = torch.full_like(weights[name], torch.nan)
-    for merge in (False, True):
-        with pytest.raises(CheckpointError, match="holds NaN"):
-            lora.save_(tmp_path / "b", weights, merge=merge)
+    with pytest.raises(CheckpointError, match="holds NaN"):
+        lora.save_(tmp_path / "b", weights)
     assert not (tmp_path / "b").exists()
-
-
-def test_packing_and_blocks_see_through_the_adapters(tmp_path):
-    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")))
-    lora.check_packing()
-    assert [type(b).__name__ for b in lora.blocks()] == ["LlamaDecoderLayer"] * 2
-    assert lora.max_length == 40
 
 
 @pytest.fixture(scope="module")
@@ -238,15 +221,14 @@ def adapter(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"peft_type": "IA3"}, ConfigError, "only plain LoRA"),
-        ({"use_dora": True}, ConfigError, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, ConfigError, "modules_to_save"),
-        ({"bias": "all"}, ConfigError, "has bias"),
-        ({"base_model_name_or_path": None}, ConfigError, "has no base"),
+        ({"use_rslora": True}, ConfigError, "one alpha / r"),
+        ({"alpha_pattern": {"q_proj": 2}}, ConfigError, "one alpha / r"),
+        ({"base_model_name_or_path": None}, ConfigError, "on a named base"),
+        ({"r": None}, CheckpointError, "missing or damaged"),
         ({"base_model_name_or_path": "./gone"}, ConfigError, "is not a folder here"),
-        ({"r": 3}, CheckpointError, "does not fit the base"),
-        ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit the base"),
-        ({"target_modules": ["none"]}, ConfigError, "no layer has the target"),
+        ({"r": 3}, CheckpointError, "does not fit plain LoRA"),
+        ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit plain LoRA"),
+        ({"target_modules": ["none"]}, ConfigError, "no linear layer has the target"),
     ],
 )
 def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
@@ -260,7 +242,4 @@ def test_an_adapter_without_safetensors(adapter, tmp_path):
     folder = shutil.copytree(adapter, tmp_path / "a")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
-        open_adapted_lm(folder)
-    (folder / "adapter_model.safetensors").write_bytes(b"\x00" * 40)
-    with pytest.raises(CheckpointError, match="damaged"):
         open_adapted_lm(folder)

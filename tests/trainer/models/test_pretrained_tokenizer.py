@@ -7,7 +7,6 @@ import json
 import pytest
 import transformers
 from tests.trainer.models.pretrained_folders import (
-    edit_json,
     save_classifier,
     save_lm,
     save_tokenizer,
@@ -15,10 +14,9 @@ from tests.trainer.models.pretrained_folders import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
-from halfstep.trainer.models.pretrained.classifier import open_classifier
-from halfstep.trainer.models.pretrained.hub import quiet
-from halfstep.trainer.models.pretrained.lm import open_causal_lm
-from halfstep.trainer.models.pretrained.tokenizer import open_tokenizer, require_vocabulary
+from halfstep.trainer.models.classifier import open_classifier
+from halfstep.trainer.models.pretrained import quiet
+from halfstep.trainer.models.pretrained_tokenizer import open_tokenizer, require_vocabulary
 
 PAD, UNK, CLS, SEP, THE, CAT, SAT, ON, MAT = range(9)
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -49,44 +47,24 @@ def test_ids_have_special_tokens_and_are_cut_between_them(folder):
     assert tokenizer.decode([CLS, THE], skip_special=False) == "[CLS] the"
 
 
-@pytest.mark.parametrize(
-    ("asked", "model", "own", "limit"),
-    [
-        (None, 20, 30, 20),
-        (10, 20, 30, 10),
-        (25, None, 30, 25),
-        (None, None, 30, 30),
-        (50, 40, 30, 30),
-    ],
-)
-def test_the_limit_is_the_least(tmp_path, asked, model, own, limit):
-    folder = save_tokenizer(tmp_path / "t", model_max_length=own)
-    tokenizer = open_tokenizer(folder, max_length=asked, model_limit=model)
-    assert tokenizer.max_length == limit
-    assert len(tokenizer.encode_batch(["the " * 99])[0]) == limit
-
-
-def test_no_limit_at_all(tmp_path):
-    folder = save_tokenizer(tmp_path / "t")  # transformers writes 1e30 for none
+def test_the_limit_is_the_least(tmp_path):
+    folder = save_tokenizer(tmp_path / "t", model_max_length=30)
+    for asked, model, limit in [(None, 20, 20), (10, 20, 10), (None, None, 30), (50, 40, 30)]:
+        tokenizer = open_tokenizer(folder, max_length=asked, model_limit=model)
+        assert tokenizer.max_length == limit
+        assert len(tokenizer.encode_batch(["the " * 99])[0]) == limit
+    without = save_tokenizer(tmp_path / "w")  # transformers writes 1e30 for none
     with pytest.raises(ConfigError, match="give max_length"):
-        open_tokenizer(folder)
-    assert open_tokenizer(folder, model_limit=7).max_length == 7
+        open_tokenizer(without)
 
 
-@pytest.mark.parametrize("max_length", [-1, 0, 2])
-def test_a_limit_without_room_for_text(folder, max_length):
-    with pytest.raises(ConfigError, match="2 special tokens"):
-        open_tokenizer(folder, max_length=max_length)
-
-
-@pytest.mark.parametrize(
-    ("pad", "eos", "pad_id", "eos_id"),
-    [("[PAD]", None, 0, None), ("[PAD]", "<e>", 0, 1), (None, "<e>", 0, 0), (None, None, 0, None)],
-)
-def test_padding_falls_back_to_the_end_of_text(tmp_path, pad, eos, pad_id, eos_id):
-    folder = save_tokenizer(tmp_path / "t", pad=pad, eos=eos)
-    tokenizer = open_tokenizer(folder, max_length=9)
-    assert (tokenizer.pad_id, tokenizer.eos_id) == (pad_id, eos_id)
+def test_padding_falls_back_to_the_end_of_text(tmp_path):
+    for pad, eos, pad_id, eos_id in [
+        ("[PAD]", "<e>", 0, 1), (None, "<e>", 0, 0), (None, None, 0, None)
+    ]:  # fmt: skip
+        folder = save_tokenizer(tmp_path / f"{pad}{eos_id}", pad=pad, eos=eos)
+        tokenizer = open_tokenizer(folder, max_length=9)
+        assert (tokenizer.pad_id, tokenizer.eos_id) == (pad_id, eos_id)
 
 
 def test_the_fingerprint_follows_what_decides_ids(folder, tmp_path):
@@ -104,34 +82,24 @@ def test_the_fingerprint_follows_what_decides_ids(folder, tmp_path):
 
 def test_the_vocabulary_must_fit_the_embedding(folder, tmp_path):
     tokenizer = open_tokenizer(folder)
-    assert tokenizer.vocab_size == 9
     small = open_classifier(save_classifier(tmp_path / "s", vocab_size=8), ("a", "b"))
     with pytest.raises(ConfigError, match=r"ids up to 8, but the model's embedding has 8 rows"):
         require_vocabulary(small, tokenizer)
     require_vocabulary(
         open_classifier(save_classifier(tmp_path / "f", vocab_size=9), ("a", "b")), tokenizer
     )
-    lm = open_causal_lm(save_lm(tmp_path / "l", vocab_size=8))
-    with pytest.raises(ConfigError, match="of different models"):
-        require_vocabulary(lm, tokenizer)
 
 
 def test_a_chat_template(tmp_path):
     folder = save_tokenizer(tmp_path / "t", chat_template=CHAT, model_max_length=30)
-    tokenizer = open_tokenizer(folder)
+    assert open_tokenizer(folder).chat([{"role": "the", "content": "cat"}]) == "the cat "
     assert open_tokenizer(save_tokenizer(tmp_path / "n"), max_length=30).chat([]) is None
-    assert tokenizer.chat([{"role": "the", "content": "cat"}]) == "the cat "
-    bad = "{{ raise_exception('no system role') }}"
-    refusing = open_tokenizer(save_tokenizer(tmp_path / "b", chat_template=bad), max_length=30)
-    with pytest.raises(DataError, match=r"refuses the conversation \(no system role\)"):
-        refusing.chat([{"role": "system", "content": "be brief"}])
-
-
-def test_a_template_cannot_reach_python(tmp_path):
-    bad = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    folder = save_tokenizer(tmp_path / "t", chat_template=bad, model_max_length=30)
-    with pytest.raises(DataError, match="refuses the conversation"):
-        open_tokenizer(folder).chat([{"role": "user", "content": "x"}])
+    for number, bad in enumerate(
+        ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    ):
+        refusing = save_tokenizer(tmp_path / f"b{number}", chat_template=bad, model_max_length=30)
+        with pytest.raises(DataError, match="refuses the conversation"):
+            open_tokenizer(refusing).chat([{"role": "system", "content": "be brief"}])
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
@@ -153,17 +121,6 @@ def test_a_damaged_tokenizer(folder, text):
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
         open_tokenizer(folder)
-
-
-def test_code_of_a_tokenizer_does_not_run_unasked(folder, tmp_path):
-    mark = tmp_path / "mark"
-    (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nclass OwnTokenizer: pass\n")
-    edit_json(
-        folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]}
-    )
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: auto_map"):
-        open_tokenizer(folder)
-    assert not mark.exists()
 
 
 def test_saved_beside_a_model_it_is_what_transformers_reads(folder, tmp_path, capfd):

@@ -6,12 +6,13 @@ fields' types, and the spellings of policy, layout and ``on_nonfinite`` to their
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import tomli_w
 
@@ -20,8 +21,8 @@ from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
-from halfstep.trainer.config.read import FAMILY, build, did_you_mean, insert, sections, shown
-from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
+from halfstep.trainer.config.read import build, did_you_mean, insert, shown
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
 
@@ -65,8 +66,7 @@ def load_config(
     Args:
         spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
         overrides: Pairs of dotted key and value, later ones win; strings are converted to the
-            field's type. A ``run.max_steps`` shorter than the file's warm-up shortens that too; the
-            file's own shortens the default warm-up.
+            field's type.
         strict: Whether an unknown key is refused. In the file that a run has written itself it is
             one of another version of halfstep, which meant its default there or is gone: left out.
 
@@ -77,31 +77,16 @@ def load_config(
     try:
         for key, value in overrides:
             insert(table, key, value)
-        given = {key for key, _ in overrides}
-        # If both are given and contradict each other, the warm-up stays and is refused later.
-        if "schedule.warmup_steps" not in given:
-            _shorten_warmup(table, shorter_than_file="run.max_steps" in given)
         return config_from_table(table, strict=strict)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _shorten_warmup(table: dict[str, Any], *, shorter_than_file: bool) -> None:
-    """Shorten the default warm-up to the run, and a file's where an option shortens the run."""
-    schedule = table.setdefault("schedule", {})
-    try:
-        if "warmup_steps" in schedule and not shorter_than_file:
-            return
-        steps = int(table["run"]["max_steps"])
-        warmup = int(schedule.get("warmup_steps", ScheduleConfig().warmup_steps))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return  # refused, with the key, when the configuration is built
-    if 1 <= steps < warmup:
-        schedule["warmup_steps"] = steps
-
-
 def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseConfig:
-    """Build a configuration from a nested mapping, as :func:`config_to_table` returns it."""
+    """Build a configuration from a nested mapping, as :func:`config_to_table` returns it.
+
+    A warm-up that is longer than the run ends with it.
+    """
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
     if not isinstance(task, str) or task not in TASKS:
@@ -114,9 +99,11 @@ def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseC
     precision = parse_later(config.precision)
     if run.simulate:
         precision = simulated(precision)
+    warmup = min(config.schedule.warmup_steps, run.max_steps or math.inf)
     return replace(
         config,
         precision=precision,
+        schedule=replace(config.schedule, warmup_steps=int(warmup)),
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
@@ -148,14 +135,11 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
 
 def _plain(part: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
-    hints = get_type_hints(type(part))
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, PrecisionPolicy | Auto | Layout | OnNonFinite | OnSpike):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
-        if type(value) in sections(hints[field.name])[1:]:  # the union's first class is the default
-            table[field.name] = {FAMILY: value.FAMILY, **table[field.name]}
     return table
 
 

@@ -6,7 +6,6 @@ import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
@@ -19,9 +18,6 @@ _KINDS = {
     "str": "a string",
 }
 """A type to what a user may write for it."""
-FAMILY = "family"
-"""The key that selects a dataclass of a union by its class attribute ``FAMILY``; the first one is
-the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +37,6 @@ Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
 Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
 
 
-def require_ranges(section: str, config: object) -> None:
-    """Refuse a section with a value outside its field's :class:`Range`.
-
-    Raises:
-        ConfigError: Naming the key, the value and what is allowed.
-    """
-    kind: Any = type(config)
-    for name, found in _ranges(kind).items():
-        value = getattr(config, name)
-        if not found.holds(value):
-            what = f"{section}.{name}={value}"
-            raise ConfigError(f"{what}; allowed: {found.allowed}")
-
-
-@cache
-def _ranges(cls: Any) -> Mapping[str, Range]:
-    hints = get_type_hints(cls, include_extras=True)
-    return {
-        name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated
-    }
-
-
 def insert(table: dict[str, Any], key: str, value: Any) -> None:
     """Set ``section.key`` in a nested table.
 
@@ -77,15 +51,11 @@ def insert(table: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _key(name: str) -> str:
-    return f"key {name}"
-
-
 def build(
     cls: type[Any],
     table: Any,
     path: str = "",
-    named: Callable[[str], str] = _key,
+    named: Callable[[str], str] = "key {}".format,
     *,
     strict: bool = True,
 ) -> Any:
@@ -104,7 +74,7 @@ def build(
     if not isinstance(table, Mapping):
         where = named(path.rstrip("."))
         raise ConfigError(f"{where}: {shown(table)} given, a section is expected")
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -113,43 +83,23 @@ def build(
         if key not in names:
             hint, allowed = did_you_mean(key, names), ", ".join(names)
             raise ConfigError(f"unknown key {path}{key:.80}{hint}; allowed: {allowed}")
-        if kinds := sections(hints[key]):
-            part, kind = _of_family(kinds, value, f"{path}{key}.{FAMILY}", named)
-            values[key] = build(kind, part, f"{path}{key}.", named, strict=strict)
+        if is_dataclass(hints[key]):
+            values[key] = build(hints[key], value, f"{path}{key}.", named, strict=strict)
         else:
-            values[key] = _convert(value, hints[key], named(path + key))
+            values[key] = found = _convert(value, hints[key], named(path + key))
+            ranges = getattr(hints[key], "__metadata__", ())
+            if ranges and not ranges[0].holds(found):
+                raise ConfigError(f"{path}{key}={found}; allowed: {ranges[0].allowed}")
     for f in fields(cls):
         if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
             raise ConfigError(f"{named(path + f.name)} is missing")
     return cls(**values)
 
 
-def sections(hint: Any) -> tuple[type[Any], ...]:
-    """Return the dataclass, or the union's dataclasses, of a field's type; () for plain values."""
-    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    return kinds if all(map(is_dataclass, kinds)) else ()
-
-
-def _of_family(
-    kinds: tuple[type[Any], ...], table: Any, where: str, named: Callable[[str], str]
-) -> tuple[Any, type[Any]]:
-    """Return a section without its ``family`` key, and the dataclass which that key selects."""
-    known = {getattr(kind, "FAMILY", ""): kind for kind in kinds}
-    if "" in known or not isinstance(table, Mapping) or FAMILY not in table:
-        return table, kinds[0]
-    rest = dict(table)
-    name = rest.pop(FAMILY)
-    if not isinstance(name, str) or name not in known:
-        hint = did_you_mean(str(name), known)
-        what = f"{named(where)}: {shown(name)}{hint}"
-        raise ConfigError(f"{what}; allowed: {', '.join(known)}")
-    return rest, known[name]
-
-
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Convert a TOML value or a command-line string to a field's type, or raise ConfigError."""
     origin, parts = get_origin(hint), get_args(hint)
-    if origin is UnionType:  # X | None
+    if origin in (UnionType, Annotated):  # X | None, or X in a range
         return _convert(value, parts[0], where)
     if origin is Literal:
         if value in parts:
@@ -192,10 +142,7 @@ def _scalar(value: Any, hint: Any) -> Any:
 
 def shown(value: Any) -> str:
     """Represent any value in an error message, in at most 80 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an int of thousands of digits, deeply nested brackets
-        text = f"a {type(value).__name__} that is too large to print"
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
 
 

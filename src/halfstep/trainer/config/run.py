@@ -16,7 +16,6 @@ from halfstep.trainer.config.read import (
     Positive,
     Range,
     Share,
-    require_ranges,
 )
 
 OptimizerName = Literal[
@@ -49,9 +48,6 @@ class OptimizerConfig:
         1.0, "Gradients are clipped to this global 2-norm; 0 switches clipping off."
     )
 
-    def __post_init__(self) -> None:
-        require_ranges("optimizer", self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleConfig:
@@ -67,9 +63,6 @@ class ScheduleConfig:
     min_ratio: Fraction = option(
         0.1, "Learning rate at the end of the decay, as a fraction of the peak."
     )
-
-    def __post_init__(self) -> None:
-        require_ranges("schedule", self)
 
 
 if TYPE_CHECKING:
@@ -165,23 +158,11 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        require_ranges("run", self)
-        _require_path(self.output_dir)
         if self.batch_size % self.grad_accum:
             raise ConfigError(
                 f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="
                 f"{self.grad_accum} equal micro-batches"
             )
-
-
-def _require_path(text: str) -> None:
-    """Raise ConfigError for a run folder name that is too long for any file system."""
-    longest = max(text.split("/"), key=len)
-    if len(longest.encode("utf-8", "surrogateescape")) > 255:
-        raise ConfigError(
-            f"run.output_dir: {longest[:30]}... has {len(longest)} characters; allowed: names of "
-            "at most 255 bytes"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +186,10 @@ class BaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def __post_init__(self) -> None:
-        if self.schedule.warmup_steps > self.run.max_steps >= 1:
-            raise ConfigError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} is longer than the run of "
-                f"run.max_steps={self.run.max_steps}; lower --schedule.warmup_steps"
-            )
-
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
         """Name the shipped configuration that a command starts from, given its option values."""
         raise NotImplementedError
-
-    @property
-    def runs_foreign_code(self) -> bool:
-        """Whether the user allows Python code that comes with the model to run."""
-        return False
 
     def filled(self, saved: Self) -> Self:
         """Fill in, when resuming, what only the first start could know, from the saved config."""

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
-from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share, require_ranges
+from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
-from halfstep.trainer.models.shapes import Shape
+from halfstep.trainer.models.shapes import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,21 @@ class TrainConfig(BaseConfig):
     COMMAND: ClassVar[str] = "train"
     SHORT: ClassVar[Mapping[str, str]] = {"data": "data.train", "val-data": "data.validation"}
 
-    model: Shape
+    model: GPTConfig
     data: DataConfig = field(default_factory=DataConfig)
     run: TextRunConfig = field(default_factory=TextRunConfig)
 
     def __post_init__(self) -> None:
-        BaseConfig.__post_init__(self)
         if self.block_size > self.model.block_size:
             raise ConfigError(
                 f"run.block_size={self.run.block_size} is over model.block_size="
                 f"{self.model.block_size}; shorten the sequences or raise --model.block_size"
             )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one training sequence."""
+        return self.run.block_size or self.model.block_size
 
     @classmethod
     def shipped(cls, given: Mapping[str, Any]) -> str:
@@ -58,11 +62,6 @@ class TrainConfig(BaseConfig):
         size = self.model.vocab_size or saved.model.vocab_size
         return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=size))
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of one training sequence, after defaulting to the model's block size."""
-        return self.run.block_size or self.model.block_size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneRunConfig(RunConfig):
@@ -71,7 +70,7 @@ class FinetuneRunConfig(RunConfig):
     max_steps: Count = option(
         0, "Optimizer steps, skipped ones included; 0: as many as epochs take."
     )
-    epochs: float = option(
+    epochs: Positive = option(
         3.0, "Number of times that each training example is seen; unused with max_steps."
     )
     warmup_ratio: Share = option(
@@ -94,11 +93,6 @@ class FinetuneRunConfig(RunConfig):
         "", "Measure that picks the best evaluation; empty: accuracy for a classifier, else loss."
     )
 
-    def __post_init__(self) -> None:
-        RunConfig.__post_init__(self)
-        if not self.max_steps and not 0 < self.epochs < math.inf:
-            raise ConfigError(f"run.epochs={self.epochs}; allowed: > 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainedConfig:
@@ -109,12 +103,6 @@ class PretrainedConfig:
     dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = option(
         -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
     )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
-    )
-
-    def __post_init__(self) -> None:
-        require_ranges("model", self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +113,6 @@ class FinetuneConfig(BaseConfig):
 
     model: PretrainedConfig = field(default_factory=PretrainedConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
-
-    @property
-    def runs_foreign_code(self) -> bool:
-        """Whether Python code that comes with the model may run."""
-        return self.model.trust_remote_code
 
     def filled(self, saved: Self) -> Self:
         """Take over the saved number of warm-up steps and the saved commit of the model."""
@@ -142,14 +125,10 @@ class FinetuneConfig(BaseConfig):
         )
 
     def resolved(self, steps_per_epoch: int) -> Self:
-        """Replace epochs and the warm-up ratio by numbers of steps.
-
-        Raises:
-            ConfigError: If the warm-up is longer than the run.
-        """
+        """Replace epochs and the warm-up ratio by numbers of steps."""
         run, schedule = self.run, self.schedule
         steps = run.max_steps or max(1, math.ceil(run.epochs * steps_per_epoch - 1e-9))
-        warmup = schedule.warmup_steps or int(run.warmup_ratio * steps)
+        warmup = min(schedule.warmup_steps or int(run.warmup_ratio * steps), steps)
         return dataclasses.replace(
             self,
             run=dataclasses.replace(
@@ -175,14 +154,6 @@ class ClassifierConfig(PretrainedConfig):
     label_smoothing: Share = option(
         0.0, "Share of each target's probability that is spread evenly over all classes."
     )
-    class_weights: Literal["none", "balanced"] = option(
-        "none", "balanced: every class counts alike in the loss, however many examples it has."
-    )
-
-    def __post_init__(self) -> None:
-        PretrainedConfig.__post_init__(self)
-        if not self.source.strip():
-            raise ConfigError("model.source is empty; give scratch:small, a folder or a hub name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

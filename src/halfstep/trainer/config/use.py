@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
@@ -20,9 +21,6 @@ class Use:
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
     precision: str = option(
         "", "Policy of the forward pass; default: the run's own, fp32 for --model."
-    )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
     )
 
     def __post_init__(self) -> None:
@@ -54,10 +52,6 @@ class Generating(Use):
     prompt: str = option("", "Text to go on from; '-' reads stdin.")
     max_new_tokens: int = option(200, "Write at most this many tokens.")
     temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
-    top_k: int | None = option(None, "Sample from this many of the likeliest tokens only.")
-    top_p: float | None = option(
-        None, "Sample from the likeliest tokens that together have this much probability."
-    )
     seed: int = option(0, "Random seed of the sampling.")
     raw: bool = option(
         False, "For a run of finetune lm: go on from the prompt as it is, without its template."
@@ -65,6 +59,18 @@ class Generating(Use):
     base: bool = option(
         False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
     )
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """How tokens are drawn, as arguments."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
+
+    def __post_init__(self) -> None:
+        Use.__post_init__(self)
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature must be finite and 0 or more, got {self.temperature}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +83,6 @@ class Evaluating(Use):
     )
     batch_size: int = option(8, "Rows in one forward pass.")
     max_batches: int = option(0, "Batches to measure on; 0: everything once.")
-    text_column: str = option(
-        "", "Name of the text column in a classifier's --data; default: as in training."
-    )
-    label_column: str = option(
-        "", "Name of the label column in a classifier's --data; default: as in training."
-    )
     json: bool = option(False, "Print one JSON object on stdout.")
 
 
@@ -95,10 +95,4 @@ class Exporting:
     output: str = field(metadata={"help": "The folder to write."})
     dtype: Literal["", "fp32", "bf16", "fp16"] = option(
         "", "Dtype of the weights; default: fp32, or the base model's own for merged adapters."
-    )
-    adapter: bool = option(
-        False, "For a LoRA run: write the adapter for peft instead of merging it into its base."
-    )
-    trust_remote_code: bool = option(
-        False, "Run Python code that comes with the model. Only for code that you have read."
     )

@@ -16,11 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.errors import DataError
 from halfstep.kernels.library import may_run, new
 from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
+from halfstep.precision.casting.cast import WITH_AUTOCAST
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
@@ -58,15 +60,15 @@ class Vocabulary:
     ranks (``halfstep.distributed.tensor_parallel``); all ranks then call the same methods in order.
     """
 
-    def local(self, weight_VD: torch.Tensor) -> torch.Tensor:
+    def local(self, weight_VD: Tensor) -> Tensor:
         """Return this rank's rows of the table as it is stored; differentiable."""
         return weight_VD
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def share(self, x: Tensor) -> Tensor:
         """Return hidden states to multiply with these rows; sums their gradients over ranks."""
         return x
 
-    def gather(self, logits_V: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits_V: Tensor) -> Tensor:
         """Gather this rank's logits to the whole vocabulary, ``(..., V)``; differentiable."""
         return logits_V
 
@@ -74,30 +76,22 @@ class Vocabulary:
         """Return the most rows that any rank holds of a vocabulary of ``vocab``."""
         return vocab
 
-    def largest(self, value: torch.Tensor) -> torch.Tensor:
+    def largest(self, value: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks."""
         return value
 
     def log_softmax(
-        self, logits_RV: torch.Tensor, target_R1: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_RV: Tensor, target_R1: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities, normalised over the whole vocabulary, and the targets' own.
 
-        Args:
-            logits_RV: ``(R, V)``, with this rank's columns of the vocabulary.
-            target_R1: ``(R, 1)`` int64, ids in the whole vocabulary.
-            dtype: Dtype to compute in.
-
-        Returns:
-            ``(R, V)`` for this rank's columns, and ``(R, 1)`` for the targets, in nats.
-
-        Raises:
-            RuntimeError: If a target is out of range (on CPU; on every rank).
+        Logits ``(R, V)`` have this rank's columns, targets ``(R, 1)`` are ids in the whole
+        vocabulary. A target out of range is a RuntimeError (on CPU; on every rank).
         """
         log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
         return log_p_RV, log_p_RV.gather(1, target_R1)
 
-    def put_(self, error_RV: torch.Tensor, target_R1: torch.Tensor, value_R1: torch.Tensor) -> None:
+    def put_(self, error_RV: Tensor, target_R1: Tensor, value_R1: Tensor) -> None:
         """Set ``error_RV[r, target_R1[r]] = value_R1[r]`` where this rank has that column."""
         error_RV.scatter_(1, target_R1, value_R1)
 
@@ -107,22 +101,22 @@ WHOLE = Vocabulary()
 
 
 def linear_cross_entropy_sum(
-    x_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    targets_N: torch.Tensor,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
     *,
     chunk_bytes: int = CHUNK_BYTES,
     vocabulary: Vocabulary = WHOLE,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sum ``-log softmax(x W^T)[target]`` over the counted tokens in fp32, and count them.
 
     The matmuls run in autocast's dtype where autocast is on, else in the wider dtype of ``x_ND``
     and ``weight_VD``; all else is fp32 (fp64 for fp64 operands). The host never waits.
 
     Args:
-        x_ND: Final hidden states, ``(N, D)``, floating.
-        weight_VD: Head weight (the embedding table if tied), ``(V, D)``, floating.
-        targets_N: ``(N,)`` int64, each in ``[0, V)``, or -100: such a token does not count.
+        x_ND: Final hidden states.
+        weight_VD: Head weight, which is the embedding table if tied.
+        targets_N: int64, each in ``[0, V)``, or -100: such a token does not count.
         chunk_bytes: Maximal bytes of one chunk's fp32 logits; peak memory is up to 2.5 times that.
         vocabulary: Which ranks hold the rows of ``weight_VD``; all of them must call this alike.
 
@@ -155,7 +149,7 @@ def linear_cross_entropy_sum(
         if device_type == "cpu":  # torch's "index out of bounds" does not show the target
             _require_targets_in_range(targets_N, vocab)
         raise
-    return cast(torch.Tensor, loss_sum), (targets_N != IGNORE_INDEX).sum()
+    return cast(Tensor, loss_sum), (targets_N != IGNORE_INDEX).sum()
 
 
 def rows_per_chunk(vocab: int, device_type: str, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -168,7 +162,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     """Computes the loss sum, and its gradients already in forward, while the logits exist."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, weight_VD: torch.Tensor, *how: Any) -> torch.Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, *how: Any) -> Tensor:
         """Compute the loss and both gradients chunk by chunk; autocast must be off."""
         loss_sum, *gradients = _sum_and_gradients(x_ND, weight_VD, *how)
         ctx.save_for_backward(x_ND, weight_VD)
@@ -177,7 +171,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return loss_sum
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
 
         The first backward gives the gradients away, so that no copy of them is made; a second one
@@ -200,73 +194,82 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
 
 def _sum_and_gradients(
-    x_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    targets_N: torch.Tensor,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
     rows: int,
     dtype: torch.dtype,
     need_x: bool,
     need_weight: bool,
     vocabulary: Vocabulary,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the loss sum and its gradients of hidden states and weight, in fp32 at least."""
     xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)  # once, not once per chunk
     counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
     xs_ND = xs_ND.masked_fill(~counted_N1, 0)  # of anything; and 0 times NaN were no 0 below
     on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
     if on_cpu and dtype == torch.bfloat16 and may_run():
-        rows = max(MIN_ROWS, min(rows, IN_PLACE_BYTES // (2 * len(weight))))
-        rows = -(-len(x_ND) // -(-len(x_ND) // rows))  # the same number in every chunk
         return _by_kernel(xs_ND, weight, targets_N, rows, need_x, need_weight)
     accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
     # Compute ignored rows as if their target were 0, and mask their results.
     safe_N1 = targets_N.unsqueeze(1).masked_fill(~counted_N1, 0)
-
     loss_sum = torch.zeros((), dtype=accumulate, device=x_ND.device)
     grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
     grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
-    scales = Fp16Scales(xs_ND, weight, vocabulary) if dtype == torch.float16 else NoScales()
+    if dtype == torch.float16:
+        x_max, w_max = _largest(xs_ND), vocabulary.largest(_largest(weight))
     for start in range(0, xs_ND.shape[0], rows):
         here = slice(start, start + rows)
         x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
         # From here to the cast below, one chunk of logits is in fp32.
-        log_p_RV, log_pt_R1 = vocabulary.log_softmax(
-            torch.mm(x_RD, weight.t()), target_R1, accumulate
-        )
+        logits_RV = torch.mm(x_RD, weight.t())
+        log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
         loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
         if not (need_x or need_weight):
             continue
         error_RV = log_p_RV.exp_()
         # p_t - 1 without cancellation for p_t near 1.
         vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
-        scales.choose(log_pt_R1)
-        error_RV = scales.error(error_RV).to(dtype)
+        s, r = None, None
+        if dtype == torch.float16:
+            s, r = _fp16_scales(log_pt_R1, x_max, w_max)
+            error_RV.mul_(s)
+            x_RD = (x_RD.float() * (r / s)).to(dtype)
+        error_RV = error_RV.to(dtype)
         if grad_x_ND is not None:
-            grad_RD = scales.unscale_x(torch.mm(error_RV, weight).to(accumulate))
+            grad_RD = torch.mm(error_RV, weight).to(accumulate)
+            grad_RD = grad_RD if s is None else grad_RD.div_(s)
             grad_x_ND[here] = grad_RD.masked_fill_(~counted_R1, 0)
         if grad_w_VD is not None:
-            x_RD = scales.input(x_RD)
-            if dtype == accumulate:
-                grad_w_VD.addmm_(error_RV.t(), x_RD)
-            else:
-                grad_w_VD += scales.unscale_weight(torch.mm(error_RV.t(), x_RD))
+            _add_product_(grad_w_VD, error_RV.t(), x_RD, r)
     return loss_sum, grad_x_ND, grad_w_VD
 
 
+def _add_product_(sum_VD: Tensor, error_VR: Tensor, x_RD: Tensor, r: Tensor | None) -> None:
+    """Add the matmul of two operands, divided by ``r`` if given, in the sum's dtype."""
+    if sum_VD.dtype == x_RD.dtype:
+        sum_VD.addmm_(error_VR, x_RD)
+    else:
+        part_VD = torch.mm(error_VR, x_RD)
+        sum_VD += part_VD if r is None else part_VD.float().div_(r)
+
+
 def _by_kernel(
-    x_ND: torch.Tensor,
-    weight_VD: torch.Tensor,
-    targets_N: torch.Tensor,
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
     rows: int,
     need_x: bool,
     need_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What :func:`_sum_and_gradients` computes, of bf16 operands on a CPU.
 
     One buffer holds a chunk's logits, then its errors. The weight's gradient is multiplied a block
     of the vocabulary at a time, so that beside the sum itself only a block of it exists.
     """
-    vocab, rows = len(weight_VD), min(rows, len(x_ND))
+    vocab = len(weight_VD)
+    rows = min(len(x_ND), max(MIN_ROWS, min(rows, IN_PLACE_BYTES // (2 * vocab))))
+    rows = -(-len(x_ND) // -(-len(x_ND) // rows))  # the same number in every chunk
     _require_targets_in_range(targets_N, vocab)
     logits = x_ND.new_empty(rows, vocab)
     loss_sum = new().zero_()
@@ -280,18 +283,16 @@ def _by_kernel(
         loss_sum += losses_of(error_RV, targets_N[start : start + rows], IGNORE_INDEX).sum()
         if grad_x_ND is not None:
             grad_x_ND[start : start + rows] = torch.mm(error_RV, weight_VD)
-        for low in range(0, vocab if grad_w_VD is not None else 0, len(block)):
-            assert grad_w_VD is not None
-            sum_VD, error_VR = (
-                grad_w_VD[low : low + len(block)],
-                error_RV.t()[low : low + len(block)],
-            )
-            part_VD = torch.mm(error_VR, x_RD, out=block[: len(sum_VD)])
-            sum_VD.add_(part_VD) if start else sum_VD.copy_(part_VD)
+        if grad_w_VD is not None:
+            for low in range(0, vocab, len(block)):
+                part = slice(low, low + len(block))
+                sum_VD = grad_w_VD[part]
+                part_VD = torch.mm(error_RV.t()[part], x_RD, out=block[: len(sum_VD)])
+                sum_VD.add_(part_VD) if start else sum_VD.copy_(part_VD)
     return loss_sum, grad_x_ND, grad_w_VD
 
 
-def _require_targets_in_range(targets_N: torch.Tensor, vocab: int) -> None:
+def _require_targets_in_range(targets_N: Tensor, vocab: int) -> None:
     """Raise DataError for a target out of range, and show it; the host waits for the targets."""
     if is_fake(targets_N):  # an estimate of memory knows shapes alone
         return
@@ -311,31 +312,12 @@ def _require_targets_in_range(targets_N: torch.Tensor, vocab: int) -> None:
 # Shapes: R tokens of one chunk, D model width, V vocabulary.
 
 
-class NoScales:
-    """The null object for :class:`Fp16Scales`: fp32 and bf16 have enough range without scales."""
-
-    def choose(self, log_pt_R1: torch.Tensor) -> None:
-        """Choose scales by the log-probabilities of a chunk's targets; does nothing here."""
-
-    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
-        """Scale E, softmax minus one-hot, the operand of both matmuls; may work in place."""
-        return error_RV
-
-    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Scale X, the operand of the weight gradient; keeps its dtype."""
-        return x_RD
-
-    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
-        """Unscale the matmul's gradient of X, given in fp32; may work in place."""
-        return grad_RD
-
-    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
-        """Unscale the matmul's gradient of the weight, given in the matmul's dtype."""
-        return grad_VD
+_SMALLEST = 2.0**-20
+"""Floor for miss and max|X|: avoids division by 0; anything smaller is fp32 rounding noise."""
 
 
-class Fp16Scales(NoScales):
-    """Powers of two that keep both gradient matmuls of a chunk inside the range of fp16.
+def _fp16_scales(log_pt_R1: Tensor, x_max: Tensor, w_max: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute powers of two that keep both gradient matmuls of a chunk inside the range of fp16.
 
     The caller's loss scale is not known in forward, so each chunk uses scales of its own and
     divides by them again in fp32, which is exact. With E = softmax - onehot, miss_n = 1 - p_nt::
@@ -351,49 +333,18 @@ class Fp16Scales(NoScales):
     the confidence of the model, so a chunk whose every p_nt is 0.9999 uses as many binades as one
     that guesses. Unscaled, E would lose all probabilities below 2^-25, and dW the rare tokens.
 
+    ``x_max`` is over all chunks, ``w_max`` over all ranks, so that all have the same scales.
+
     **Source:** derived here. 2^15 is half of the largest fp16 number (65504), which leaves a factor
     of two for the rounding of the bounds themselves. 2^12 instead of 2^15 for s gives X' three more
     binades, because sum_n miss_n may be R times max_n miss_n.
     """
-
-    _SMALLEST = 2.0**-20
-    """Floor for miss and max|X|: avoids division by 0; anything smaller is fp32 rounding noise."""
-
-    def __init__(self, x_ND: torch.Tensor, weight_VD: torch.Tensor, vocabulary: Vocabulary) -> None:
-        """Measure both operands once for all chunks; the maxima stay on their device.
-
-        Args:
-            x_ND: Hidden states, the same on all ranks that hold parts of the vocabulary.
-            weight_VD: This rank's rows of the table.
-            vocabulary: Takes maxima over ranks, so that the scales are the same on all of them.
-        """
-        self._x_max = _largest(x_ND).clamp_(min=self._SMALLEST)
-        self._w_factor = (2 * vocabulary.largest(_largest(weight_VD))).clamp_(min=1)
-
-    def choose(self, log_pt_R1: torch.Tensor) -> None:
-        """Choose s and r for one chunk from ``log_pt_R1 <= 0``, in nats, without a host sync."""
-        miss_R1 = torch.expm1(log_pt_R1).neg_().clamp_(min=self._SMALLEST)
-        self._s = _power_of_two_below(2.0**12 / (miss_R1.amax() * self._w_factor))
-        self._r = _power_of_two_below(2.0**15 / (miss_R1.sum() * self._x_max))
-
-    def error(self, error_RV: torch.Tensor) -> torch.Tensor:
-        """Compute E' = s E in place, still in fp32."""
-        return error_RV.mul_(self._s)
-
-    def input(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Compute X' = (r / s) X, rounded to fp16."""
-        return (x_RD.float() * (self._r / self._s)).to(x_RD.dtype)
-
-    def unscale_x(self, grad_RD: torch.Tensor) -> torch.Tensor:
-        """Compute dX = (E' W) / s in fp32, which is exact."""
-        return grad_RD.div_(self._s)
-
-    def unscale_weight(self, grad_VD: torch.Tensor) -> torch.Tensor:
-        """Compute dW = (E'^T X') / r in fp32, which is exact."""
-        return grad_VD.float().div_(self._r)
+    miss_R1 = torch.expm1(log_pt_R1).neg_().clamp_(min=_SMALLEST)
+    s = _power_of_two_below(2.0**12 / (miss_R1.amax() * (2 * w_max).clamp(min=1)))
+    return s, _power_of_two_below(2.0**15 / (miss_R1.sum() * x_max.clamp(min=_SMALLEST)))
 
 
-def _largest(t: torch.Tensor) -> torch.Tensor:
+def _largest(t: Tensor) -> Tensor:
     """Return the largest magnitude in ``t`` as an fp32 scalar on its device; 0 if it is empty."""
     if t.numel() == 0:
         return torch.zeros((), device=t.device)
@@ -401,7 +352,7 @@ def _largest(t: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
+def _power_of_two_below(t: Tensor) -> Tensor:
     """Round ``t > 0`` down to a power of two; exact, as t = m 2^k with m in [0.5, 1)."""
     return t / (2 * torch.frexp(t).mantissa)
 
@@ -414,41 +365,25 @@ def _power_of_two_below(t: torch.Tensor) -> torch.Tensor:
 # logits, loss), and these choose their dtype themselves.
 
 
-# Computed at import, as ``torch.compile`` in torch 2.11 cannot trace is_autocast_available. The
-# decorator for that, assume_constant_result, would import the compiler, as slow as importing torch.
-_WITH_AUTOCAST = frozenset(
-    k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
-)
-
-
-def autocast_is_on(device_type: str) -> bool:
-    """Whether autocast is on for ``device_type``; False where torch has no autocast ("meta")."""
-    # is_autocast_enabled raises on device types without autocast, so availability comes first.
-    return device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+def _autocast_is_on(device_type: str) -> bool:
+    # is_autocast_enabled raises on device types without autocast, such as "meta"
+    return device_type in WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context that switches autocast off for ``device_type``; free if it is off already.
-
-    Args:
-        device_type: ``tensor.device.type`` of the operands.
-    """
-    if autocast_is_on(device_type):
+    """Return a context that switches autocast off; free if it is off already."""
+    if _autocast_is_on(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
-def matmul_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which ``x @ weight.T`` must run to honour the caller's autocast.
 
     Under autocast that is autocast's dtype for the device of ``x`` (except for fp64, which autocast
     does not touch either); otherwise it is the smallest dtype that holds both operands exactly.
-
-    Args:
-        x: Any floating tensor; only its dtype and device are read.
-        weight: Likewise.
     """
     promoted = torch.promote_types(x.dtype, weight.dtype)
-    if promoted != torch.float64 and autocast_is_on(x.device.type):
+    if promoted != torch.float64 and _autocast_is_on(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return promoted

@@ -7,7 +7,6 @@ so that --help is quick.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
 
 from halfstep.errors import ConfigError
 from halfstep.option import option
@@ -20,8 +19,6 @@ class GPTConfig:
     Raises:
         ConfigError: If a field has the wrong type or range; the message names ``model.<field>``.
     """
-
-    FAMILY: ClassVar[str] = "gpt"
 
     n_layer: int = field(metadata={"help": "Number of transformer blocks."})
 
@@ -59,11 +56,9 @@ class GPTConfig:
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"model.{name} must be an integer from {least}, got {value!r}")
         if self.n_embd % self.n_head:
-            below = self.n_embd // self.n_head * self.n_head
-            near = " or ".join(str(width) for width in (below, below + self.n_head) if width)
             raise ConfigError(
                 f"model.n_embd must be divisible by model.n_head, got {self.n_embd} and "
-                f"{self.n_head}; take a width of {near}"
+                f"{self.n_head}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout!r}")
@@ -82,8 +77,3 @@ class GPTConfig:
         width = self.n_embd
         block = 12 * width * width + 13 * width
         return (self.vocab_size + self.block_size + 2) * width + self.n_layer * block
-
-
-Shape: TypeAlias = GPTConfig
-"""The union of all families' shapes. The first is the default where a file does not set
-``model.family``."""

@@ -280,8 +280,6 @@ def _flat(config: BaseConfig) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, part in config_to_table(config).items():
         if isinstance(part, dict):
-            if family := getattr(getattr(config, name), "FAMILY", ""):
-                values[f"{name}.family"] = family  # which a table names where it is not the first
             values |= {key if name == "run" else f"{name}.{key}": v for key, v in part.items()}
         elif name != "name":
             values[name] = part

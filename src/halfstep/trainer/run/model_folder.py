@@ -11,7 +11,6 @@ from torch import nn
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import sync
-from halfstep.trainer.models.pretrained.weights import new_folder
 
 
 def model_folder(run: Path) -> Path:
@@ -54,18 +53,6 @@ def frozen_fingerprint(model: nn.Module) -> str:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
             digest.update(sample.tobytes())
     return digest.hexdigest()
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder atomically: ``target`` appears only when it is complete.
-
-    Raises:
-        CheckpointError: If ``target`` is not empty, lies in ``source`` or cannot be written.
-    """
-    if target.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{target} lies in {source}, which is copied; choose another name")
-    with new_folder(target) as empty:
-        shutil.copytree(source, empty, dirs_exist_ok=True)
 
 
 def replace_folder(final: Path, write: Callable[[Path], object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,59 +13,47 @@ import numpy as np
 import torch
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
-from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
-from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.errors import ConfigError, NonFiniteError
+from halfstep.files import write_whole
+from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
+from halfstep.trainer.config.use import Evaluating, Exporting, Predicting
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled
-from halfstep.trainer.environment import choose_device
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.memory import require_host_room
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
-from halfstep.trainer.models.pretrained.scratch import (
+from halfstep.trainer.models.classifier import (
     SCRATCH,
+    PretrainedClassifier,
     make_classifier,
+    open_classifier,
     scratch_parameters,
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained.tokenizer import (
-    PretrainedTokenizer,
-    open_tokenizer,
-    require_vocabulary,
-)
-from halfstep.trainer.run.model_folder import (
-    copy_folder,
-    matrix_parameters,
-    model_folder,
-    replace_folder,
-)
+from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer, open_tokenizer
+from halfstep.trainer.run.model_folder import matrix_parameters, model_folder
 from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
+from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,
     report_table,
     report_values,
-    write_report,
 )
-from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Measured, Progress, Trained
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
 
-class ClassifyTask(EpochTask):
+class ClassifyTask(FinetuneTask):
     """A classifier and its examples: a :class:`~halfstep.trainer.tasks.task.Task`."""
 
     config: ClassifyConfig
-    keeps_best = True
+    model: PretrainedClassifier
 
     def __init__(
         self, config: ClassifyConfig, world: World, progress: Progress, *_: object
@@ -80,15 +67,10 @@ class ClassifyTask(EpochTask):
         data = read_labelled(config.data, run.seed)
         self.labels = data.names
         self.notes = list(data.notes)
-        weights = None
-        if choice.class_weights == "balanced":
-            weights = balanced(data.train.labels, len(data.names))
-        self.tokenizer: PretrainedTokenizer
-        self.model: PretrainedClassifier
         if choice.source.startswith(SCRATCH):
-            self._make(config, data, weights)
+            self._make(config, data)
         else:
-            config = self._load(config, weights, world)
+            config = self._load(config, world)
         self._train = self._encoded("training", data.train, progress)
         self._dev = self._encoded("validation", data.dev, progress)
         self.identity: Mapping[str, str] = {
@@ -97,15 +79,9 @@ class ClassifyTask(EpochTask):
         }
         world.require_same(self.identity)
         self.deal(config, self._train.lengths)
-        self._class_weights = None if weights is None else torch.tensor(weights)
         self._matrices = matrix_parameters(self.model)
 
-    def _make(
-        self,
-        config: ClassifyConfig,
-        data: LabelledData,
-        weights: list[float] | None,
-    ) -> None:
+    def _make(self, config: ClassifyConfig, data: LabelledData) -> None:
         """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
@@ -118,39 +94,28 @@ class ClassifyTask(EpochTask):
             vocab_size=self.tokenizer.vocab_size,
             max_length=choice.max_length,
             dropout=None if choice.dropout < 0 else choice.dropout,
-            class_weights=weights,
             label_smoothing=choice.label_smoothing,
             seed=config.run.seed,
         )
 
-    def _load(
-        self, config: ClassifyConfig, weights: list[float] | None, world: World
-    ) -> ClassifyConfig:
-        """Load a Hugging Face encoder and its tokenizer; return the resolved configuration."""
-        config, trust = pinned(config, world)
+    def _load(self, config: ClassifyConfig, world: World) -> ClassifyConfig:
+        """Load a Hugging Face encoder and its tokenizer; return the pinned configuration."""
+        config = pinned(config, world)
         choice = config.model
         self.model = open_classifier(
             choice.source,
             self.labels,
             dropout=None if choice.dropout < 0 else choice.dropout,
-            class_weights=weights,
             label_smoothing=choice.label_smoothing,
             seed=config.run.seed,
-            **trust,
+            revision=choice.revision,
         )
         if self.model.head_is_new:
             self.notes.append(
                 f"the layer that gives the classes is new: {choice.source} has none for these"
             )
-        limit = self.model.max_length
-        choice = within(choice, "model", limit, choice.source)
-        if choice is not config.model:
-            self.notes.append(f"texts are cut at the model's {limit} positions")
-        self.tokenizer = open_tokenizer(
-            choice.source, max_length=choice.max_length, model_limit=limit, **trust
-        )
-        require_vocabulary(self.model, self.tokenizer)
-        return dataclasses.replace(config, model=choice)
+        self.tokenizer = tokenizer_of(self.model, choice, choice.max_length)
+        return config
 
     def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
         before = self.tokenizer.truncated
@@ -177,18 +142,15 @@ class ClassifyTask(EpochTask):
         return padded(self._train, indices, self.tokenizer.pad_id)
 
     def targets(self, batch: Batch) -> float:
-        """Return the number of examples, or the sum of their class weights if the run has some."""
-        labels_B = batch[2]
-        if self._class_weights is None:
-            return len(labels_B)
-        return float(in_fp64(self._class_weights[labels_B]).sum())
+        """Return the number of examples."""
+        return len(batch[2])
 
     def flops(self, tokens: float) -> float:
         """Count two operations per matrix weight and token in the forward, four in the backward."""
         return 6.0 * self._matrices * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
-        """Measure loss (unsmoothed, unweighted) and confusion on every validation example once."""
+        """Measure loss (unsmoothed) and confusion on every validation example once."""
         run = self.config.run
         batches = example_batches(
             self._dev,
@@ -200,70 +162,36 @@ class ClassifyTask(EpochTask):
         )
         return classifier_scores(self.model, batches, self.labels, judge, run.best_by)
 
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer to ``folder/tokenizer``."""
-        self.tokenizer.save(folder / "tokenizer")
-
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write the report on the best state so far: report.txt, report.json."""
-        about = {
+        if not evaluation.confusion:  # the model's outputs were not finite
+            return
+        values = {
             "step": step,
             "loss": evaluation.loss,
             "precision": str(self.config.precision),
             "data": self.identity["data"],
+            **report_values(evaluation.confusion, self.labels),
         }
-        write_report(folder, evaluation.confusion, self.labels, about)
+        write_whole(folder / "report.txt", report_table(evaluation.confusion, self.labels))
+        text = json.dumps(values, indent=1, ensure_ascii=False)
+        write_whole(folder / "report.json", f"{text}\n")
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write the best state as a folder that ``halfstep predict`` and transformers load."""
-
-        def write(empty: Path) -> None:
-            self.model.save_(empty, exported().weights)
-            self.tokenizer.save(empty)
-
-        replace_folder(folder / "model", write)
-        return f"model in {folder / 'model'}, report in {folder / 'report.txt'}"
+        """Write the best state; its report is there already."""
+        return f"{super().finish(folder, exported)}, report in {folder / 'report.txt'}"
 
 
-def balanced(labels: list[int], classes: int) -> list[float]:
-    """Return class weights that make every class count alike: n / (classes * examples of class).
+class TrainedClassifier(Trained):
+    """A classifier from a run of ``finetune classify``, or from a model folder."""
 
-    **Source:** King and Zeng, "Logistic Regression in Rare Events Data", 2001; the same as
-    scikit-learn's ``class_weight="balanced"``.
-    """
-    counts: list[int] = np.bincount(labels, minlength=classes).tolist()
-    return [len(labels) / (classes * count) if count else 0.0 for count in counts]
+    model: PretrainedClassifier
+    tokenizer: PretrainedTokenizer
 
-
-# Using a classifier from a model folder.
-
-
-class LoadedClassifier(Loaded):
-    """A trained classifier, loaded from a folder to run under a precision policy."""
-
-    def __init__(
-        self,
-        folder: Path,
-        precision: str | PrecisionPolicy,
-        device: torch.device,
-        *,
-        max_length: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        """Load the model and its tokenizer.
-
-        ``max_length`` is the number of tokens at which texts are cut; None leaves only the limits
-        of the model and its tokenizer.
-
-        Raises:
-            ConfigError: If the folder holds no classifier.
-            CheckpointError: If its files are damaged.
-            PrecisionError: If the device does not honour the policy.
-        """
-        self.policy = parse_policy(precision, device)
-        require_support(self.policy, device)
-        self.device = device
-        self.model = open_classifier(folder, None, trust_remote_code=trust_remote_code)
+    def load(self) -> None:
+        """Load the best state; texts are cut as in training, or at the model's own limit."""
+        folder = model_folder(self.path) if self.config else self.path
+        self.model = open_classifier(folder, None)
         self.labels: tuple[str, ...] = self.model.names
         if self.model.head_is_new:
             raise ConfigError(
@@ -272,12 +200,9 @@ class LoadedClassifier(Loaded):
             )
         self.tokenizer = open_tokenizer(
             folder,
-            max_length=max_length,
+            max_length=self.config.model.max_length if self.config else None,
             model_limit=self.model.max_length,
-            trust_remote_code=trust_remote_code,
         )
-        cast_to_policy_(self.model, self.policy)
-        self.model.to(device).eval()
 
     @torch.no_grad()
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
@@ -295,39 +220,10 @@ class LoadedClassifier(Loaded):
                 with self.around():
                     logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
                 found[indices] = in_fp64(logits_BC).softmax(dim=-1).cpu().numpy()
-        if not np.isfinite(found).all():
-            first = int(np.flatnonzero(~np.isfinite(found).all(axis=1))[0])
-            raise NonFiniteError(
-                f"the model's outputs for the text {texts[first][:60]!r} are not finite in "
-                f"{self._beyond()}",
-                cause="forward",
-            )
+        self._require_finite(bool(np.isfinite(found).all()))
         return found
 
-    def evaluate(self, texts: LabelledTexts, batch_size: int, most: int = 0) -> Evaluation:
-        """Measure loss, accuracy, macro F1 and confusion on labelled texts.
-
-        The label numbers of ``texts`` index ``labels``; ``most`` limits the number of batches.
-
-        Raises:
-            NonFiniteError: If the loss is not finite.
-        """
-        examples = encode_examples(self.tokenizer.encode_batch, texts)
-        batches = example_batches(examples, batch_size, self.tokenizer.pad_id, most)
-        found = classifier_scores(self.model, batches, self.labels, self.judge)
-        if not math.isfinite(found.loss):
-            raise NonFiniteError(
-                f"the loss is {found.loss}: the model's outputs are not finite in {self._beyond()}",
-                cause="forward",
-            )
-        return found
-
-    def _beyond(self) -> str:
-        if self.policy.compute_dtype == torch.float32:
-            return f"{self.policy}: its weights are too large; go back to an earlier state"
-        return f"{self.policy}: weights or activations are beyond it; take --precision fp32"
-
-    def predict(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
+    def classify(self, texts: Iterable[str], batch_size: int) -> Iterator[tuple[str, str, float]]:
         """Yield (text, label, probability) for each text in order; reads texts as needed."""
         stream = iter(texts)
         while chunk := list(islice(stream, batch_size * _BATCHES_AT_ONCE)):
@@ -335,80 +231,58 @@ class LoadedClassifier(Loaded):
             best = table.argmax(axis=1)
             for text, number, row in zip(chunk, best, table, strict=True):
                 yield text, self.labels[number], float(row[number])
-
-
-class TrainedClassifier(Trained):
-    """A classifier from a run of ``finetune classify``, or from a model folder."""
+        self._note_cuts()
 
     def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Yield (text, label, probability) for each text, in order."""
-        predictor = self._open(use)
-
-        def found() -> Iterator[tuple[str, str, float]]:
-            yield from predictor.predict(texts, use.batch_size)
-            self.notes += _cut(predictor)
-
-        return found()
+        """Return (text, label, probability) for each text, in order."""
+        return self.open(use).classify(texts, use.batch_size)
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Report the scores on the run's validation texts, or on ``--data``."""
-        predictor = self._open(use)
-        texts, notes = self._texts(use, predictor.labels)
-        found = predictor.evaluate(texts, use.batch_size, use.max_batches)
-        precision = str(predictor.policy)
-        values = {"loss": found.loss, "examples": found.targets, "precision": precision}
-        head = f"loss {found.loss:.4f}, macro F1 {found.macro_f1:.4f} in {precision}\n"
+        self.open(use)
+        examples = encode_examples(self.tokenizer.encode_batch, self._texts(use))
+        batches = example_batches(examples, use.batch_size, self.tokenizer.pad_id, use.max_batches)
+        judge = Judge(self.model.loss_sum, self.around, self.device)
+        found = classifier_scores(self.model, batches, self.labels, judge)
+        self._require_finite(math.isfinite(found.loss))
+        self._note_cuts()
+        values = {"loss": found.loss, "examples": found.targets, "precision": str(self.policy)}
+        head = f"loss {found.loss:.4f}, macro F1 {found.macro_f1:.4f} in {self.policy}\n"
         return Measured(
-            head + report_table(found.confusion, predictor.labels),
-            values | report_values(found.confusion, predictor.labels),
-            notes + _cut(predictor),
+            head + report_table(found.confusion, self.labels),
+            values | report_values(found.confusion, self.labels),
         )
 
     def export(self, use: Exporting) -> str:
-        """Copy the best state, which the run has already written as a Hugging Face folder."""
-        if use.adapter:
-            raise ConfigError(f"--adapter: {self.path} is not a run of finetune lm; leave it out")
-        if use.dtype not in ("", "fp32"):
-            raise ConfigError(f"--dtype {use.dtype}: a classifier is written in fp32")
-        copy_folder(model_folder(self.path), Path(use.output))
-        return f"{use.output}: classifier in fp32"
+        """Refuse to: the run left the model in its folder."""
+        raise ConfigError(f"a classifier is a Hugging Face folder already: {self.path / 'model'}")
 
-    def _open(self, use: Use) -> LoadedClassifier:
-        return LoadedClassifier(
-            model_folder(self.path) if self.config else self.path,
-            use.precision or (self.config.precision if self.config else "fp32"),
-            choose_device(use.device),
-            max_length=self.config.model.max_length if self.config else None,
-            trust_remote_code=use.trust_remote_code,
-        )
-
-    def _texts(self, use: Evaluating, labels: tuple[str, ...]) -> tuple[LabelledTexts, list[str]]:
-        """Read ``--data`` or the run's validation texts, numbered by ``labels``; also notes."""
+    def _texts(self, use: Evaluating) -> LabelledTexts:
+        """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
         config = self.config
         if config is None:
             raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
-        given = {"text_column": use.text_column, "label_column": use.label_column}
-        changes = {key: value for key, value in given.items() if value}
-        data = dataclasses.replace(config.data, **changes)
+        data, role = config.data, "test" if use.data else "dev"
         if use.data or data.dev:
-            role = "test" if use.data else "dev"
-            return read_known(use.data or data.dev, data, labels, role), []
+            return read_known(use.data or data.dev, data, self.labels, role)
         whole = read_labelled(data, config.run.seed)
-        report = self.path / "report.json"
-        try:
-            before = json.loads(report.read_text(encoding="utf-8"))["data"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{report} is missing or damaged: {error!r}") from error
-        if whole.sha256 != before:
+        report = json.loads((self.path / "report.json").read_text(encoding="utf-8"))
+        if whole.sha256 != report["data"]:
             raise ConfigError(
                 f"{', '.join(data.train)} has changed since the run, so the validation texts drawn "
                 "from it would be others; put it back, or give --data"
             )
-        return whole.dev, list(whole.notes)
+        self.notes += whole.notes
+        return whole.dev
 
+    def _require_finite(self, finite: bool) -> None:
+        if not finite:
+            raise NonFiniteError(
+                f"the model's outputs are not finite in {self.policy}: take --precision fp32, or "
+                "an earlier state if it is that already",
+                cause="forward",
+            )
 
-def _cut(predictor: LoadedClassifier) -> list[str]:
-    """Return a note on the texts that were cut, or no note if none was."""
-    tokenizer = predictor.tokenizer
-    cut = tokenizer.truncated
-    return [f"{cut} texts were cut at {tokenizer.max_length} tokens"] * bool(cut)
+    def _note_cuts(self) -> None:
+        if cut := self.tokenizer.truncated:
+            self.notes.append(f"{cut} texts were cut at {self.tokenizer.max_length} tokens")

@@ -1,25 +1,31 @@
-"""What the tasks with epochs share: dealing out examples, and models from the hub."""
+"""What the tasks with epochs share: dealing out examples, and models of ``transformers``."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError
+from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.tasks import (
-    ClassifierConfig,
     ClassifyConfig,
     FinetuneConfig,
     LMConfig,
+    PretrainedConfig,
 )
 from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.data.config import InstructionsConfig
-from halfstep.trainer.models.pretrained.hub import pin
+from halfstep.trainer.models.pretrained import Pretrained, pin
+from halfstep.trainer.models.pretrained_tokenizer import (
+    PretrainedTokenizer,
+    open_tokenizer,
+    require_vocabulary,
+)
+from halfstep.trainer.run.model_folder import replace_folder
 from halfstep.trainer.tasks.task import Task
 
 
@@ -53,44 +59,53 @@ class EpochTask(Task):
         return int(self._lengths[self.indices(step)].sum())
 
 
-# A run uses one commit of a hub model throughout: all ranks, model and tokenizer, all resumes.
+class FinetuneTask(EpochTask):
+    """A task with a model and a tokenizer of ``transformers``."""
+
+    model: Pretrained
+    tokenizer: PretrainedTokenizer
+    keeps_best = True
+    leaves = "model"
+    """What the run leaves, in a word."""
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to ``folder/tokenizer``."""
+        self.tokenizer.save(folder / "tokenizer")
+
+    def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
+        """Write the best state to ``model/``, for ``transformers`` and the commands to load."""
+
+        def write(empty: Path) -> None:
+            self.model.save_(empty, exported().weights)
+            self.tokenizer.save(empty)
+
+        replace_folder(folder / "model", write)
+        return f"{self.leaves} in {folder / 'model'}"
 
 
 Config = TypeVar("Config", ClassifyConfig, LMConfig)
 
 
-def pinned(config: Config, world: World) -> tuple[Config, dict[str, Any]]:
+def pinned(config: Config, world: World) -> Config:
     """Pin the configuration to the model's current commit on the hub; all ranks call it.
 
-    Returns:
-        The configuration, and keyword arguments for opening model and tokenizer.
-
-    Raises:
-        ConfigError: If there is no such model.
+    A run uses one commit throughout: all ranks, model and tokenizer, all resumes.
     """
     choice = config.model
-    trust = choice.trust_remote_code
-    own = world.main_only(lambda: pin(choice.source, choice.revision, trust_remote_code=trust))
-    revision = world.share(own or "")
-    model: Any = dataclasses.replace(choice, revision=revision)
-    options = {"revision": revision, "trust_remote_code": trust}
-    return dataclasses.replace(config, model=model), options
+    own = world.main_only(lambda: pin(choice.source, choice.revision))
+    model: Any = dataclasses.replace(choice, revision=world.share(own or ""))
+    return dataclasses.replace(config, model=model)
 
 
-Part = TypeVar("Part", ClassifierConfig, InstructionsConfig)
-
-
-def within(part: Part, section: str, limit: int | None, source: str) -> Part:
-    """Limit a section's default ``max_length`` to the number of a model's positions.
-
-    Raises:
-        ConfigError: If the user set a ``max_length`` beyond it.
-    """
-    if limit is None or part.max_length <= limit:
-        return part
-    if part.max_length != type(part)().max_length:
-        raise ConfigError(
-            f"{section}.max_length={part.max_length} is over the {limit} positions of "
-            f"model.source={source}; lower --max-length"
-        )
-    return dataclasses.replace(part, max_length=limit)
+def tokenizer_of(
+    model: Pretrained, choice: PretrainedConfig, max_length: int
+) -> PretrainedTokenizer:
+    """Open the tokenizer that comes with a model, and check that it belongs to it."""
+    tokenizer = open_tokenizer(
+        choice.source,
+        max_length=max_length,
+        model_limit=model.max_length,
+        revision=choice.revision,
+    )
+    require_vocabulary(model, tokenizer)
+    return tokenizer

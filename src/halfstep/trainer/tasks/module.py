@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,27 +58,17 @@ class Parts:
     best_by: str = "loss"
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for data or functions of a kind that cannot be used."""
+        """Raise ConfigError for data that cannot be shuffled, shared and resumed."""
         for name in ("train_data", "val_data"):
             data = getattr(self, name)
-            sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-            if not sized and not (data is None and name == "val_data"):
+            if data is None and name == "val_data":
+                continue
+            if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
                 raise ConfigError(
-                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset with "
-                    "__len__ and __getitem__. Only such a one can be shuffled, shared between "
-                    "ranks and resumed at any step; put a stream's items into a list or a file"
+                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset of at least "
+                    "one item with __len__ and __getitem__, which can be shuffled, shared between "
+                    "ranks and resumed at any step; put a stream's items into a list"
                 )
-            if sized and not len(data):
-                raise ConfigError(f"Trainer({name}) is empty; give at least one item")
-        for name in ("loss", "evaluate", "targets", "collate", "schedule"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ConfigError(
-                    f"Trainer({name}) got {value!r:.60}; allowed: a function"
-                    + (", such as lambda model, batch: ..." if name in ("loss", "evaluate") else "")
-                )
-        if self.num_workers < 0:
-            raise ConfigError(f"Trainer(num_workers={self.num_workers}); allowed: integers >= 0")
 
 
 class ModuleTask(EpochTask):
@@ -88,7 +78,6 @@ class ModuleTask(EpochTask):
 
     def __init__(self, parts: Parts, config: ModuleConfig, layout: Layout, world: World) -> None:
         """Store the parts, and copy rank 0's weights of the module to all ranks."""
-        run = config.run
         self.model = parts.model
         self.evaluates = self.keeps_best = parts.val_data is not None
         self.notes: list[str] = []
@@ -104,11 +93,12 @@ class ModuleTask(EpochTask):
             "data": f"{len(parts.train_data)} items",
         }
         world.require_same(self.identity)
-        rank, ranks = layout.batch_rank(world.rank), layout.batch_ranks
-        self._items = _Items(
-            parts, lambda step: micro_batches(self.batch_size(step), rank, ranks, run.grad_accum),
-            lambda step: self.indices(step).tolist(), self.config,
-        )  # fmt: skip
+        self._share = layout.batch_rank(world.rank), layout.batch_ranks
+        self._train = _Seeded(parts.train_data)
+        self._made: Iterator[Any] = iter(())
+        """Batches that worker processes make ahead of time."""
+        self._order: Iterator[tuple[int, range]] = iter(())
+        """Step and rows of each of them."""
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training items."""
@@ -129,11 +119,6 @@ class ModuleTask(EpochTask):
             return super().optimizer(policy)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = given if isinstance(given, Optimizer) else given(trained)
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"Trainer(optimizer) made a {type(optimizer).__name__}; allowed: a function from "
-                "parameters to a torch.optim.Optimizer, an optimizer, or a name such as 'adamw'"
-            )
         own = {id(p) for p in trained}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
@@ -150,8 +135,36 @@ class ModuleTask(EpochTask):
         return peak * float(self._parts.schedule(applied))
 
     def batch(self, step: int, rows: range) -> Batch:
-        """Return the batch that ``collate`` makes from the rows' items."""
-        return self._items.batch(step, rows)
+        """Return what ``collate`` makes of the rows' items; depends on seed, step and rows only."""
+        if not self._parts.num_workers:
+            return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
+        # not the batch that the loader makes next: the first one, or one after a rollback
+        if next(self._order, None) != (step, rows):
+            self._order = self._plan(step, rows)
+            next(self._order)
+            keys = (self._keys(*place) for place in self._plan(step, rows))
+            self._made = iter(
+                DataLoader(
+                    self._train,
+                    batch_sampler=keys,
+                    num_workers=self._parts.num_workers,
+                    collate_fn=self._parts.collate,
+                )
+            )
+        return next(self._made)
+
+    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
+        seed = dropout_seed(self.config.run.seed + 1, step, rows.start)
+        indices = self.indices(step).tolist()
+        return [(seed, indices[row]) for row in rows]
+
+    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
+        """Yield this rank's micro-batches from these rows on, to the end of the run."""
+        run = self.config.run
+        for later in range(step, run.max_steps):
+            for part in micro_batches(self.batch_size(later), *self._share, run.grad_accum):
+                if later > step or part.start >= rows.start:
+                    yield later, part
 
     def shapes(self, rows: int) -> None:
         """Return None: the user's loss is never called with tensors that hold no numbers."""
@@ -160,7 +173,7 @@ class ModuleTask(EpochTask):
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the user's mean loss times its count, or the sum and count that the user gave."""
         found = self._parts.loss(self.model, batch)
-        if isinstance(found, tuple) and len(found) == 2:
+        if isinstance(found, tuple):
             if self._parts.targets is None:
                 raise ConfigError(
                     "Trainer(loss) gave a sum and a count: the count of all micro-batches must be "
@@ -168,11 +181,10 @@ class ModuleTask(EpochTask):
                     "to its count, too"
                 )
             return found
-        if not isinstance(found, Tensor) or found.dim():
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
+        if found.dim():
             raise ConfigError(
-                f"Trainer(loss) gave {what!r:.80}; allowed: a tensor of no dims, the mean over the "
-                "batch, or a pair of the sum and its count"
+                f"Trainer(loss) gave a tensor of shape {tuple(found.shape)}; allowed: a tensor of "
+                "no dims, the mean over the batch, or a pair of the sum and its count"
             )
         count = self.targets(batch)
         return found * count, torch.tensor(count, device=found.device)
@@ -188,45 +200,44 @@ class ModuleTask(EpochTask):
     @torch.no_grad()
     def evaluate(self, judge: Judge) -> Evaluation:
         """Average the measures over the validation data, every item once over all ranks."""
-        parts = self._parts
         sums: dict[str, list[float]] = {}
         for batch, counts in self._validation(judge):
             with judge.around():
-                if parts.evaluate is None:
-                    total, count = judge.loss_sum(to_device(batch, judge.device))
-                    found = {"loss": (float(total), float(count))}
-                else:
-                    rows = rows_of(batch)
-                    measured = parts.evaluate(self.model, to_device(batch, judge.device))
-                    found = {name: (float(v) * rows, float(rows)) for name, v in measured.items()}
-            for name, values in found.items():
+                measured = self._measured(batch, judge)
+            for name, (total, count) in measured.items():
                 held = sums.setdefault(name, [0.0, 0.0])
-                for i, value in enumerate(values):
-                    held[i] += value if counts else 0.0
+                if counts:
+                    held[0] += total
+                    held[1] += count
         names = sorted(sums)
         flat = judge.sum([value for name in names for value in sums[name]])
-        totals = dict(zip(names, zip(flat[::2], flat[1::2], strict=True), strict=True))
-        means = {name: total / count for name, (total, count) in totals.items()}
-        by = parts.best_by.removeprefix("-")
+        totals, every = dict(zip(names, flat[::2], strict=True)), flat[1::2]
+        means = {n: totals[n] / count for n, count in zip(names, every, strict=True)}
+        best_by = self._parts.best_by
+        by = best_by.removeprefix("-")
         for name in ("loss", by):
             if name not in means:
                 raise ConfigError(
-                    f"Trainer(evaluate) gave {', '.join(names)}; it must give {name!r} too"
+                    f"Trainer(evaluate) gave {', '.join(means)}; it must give {name!r} too"
                 )
-        lower = by == "loss" or parts.best_by != by
         others = {name: mean for name, mean in means.items() if name != "loss"}
+        shown = {"validation loss": means["loss"], **others}
         return Evaluation(
             loss=means["loss"],
-            targets=round(totals["loss"][1]),
-            score=-means[by] if lower else means[by],
-            text=", ".join(
-                [
-                    f"validation loss {means['loss']:.4f}",
-                    *(f"{n} {m:.4f}" for n, m in others.items()),
-                ]
-            ),
+            targets=round(every[names.index("loss")]),
+            score=-means[by] if by == "loss" or best_by != by else means[by],
+            text=", ".join(f"{name} {mean:.4f}" for name, mean in shown.items()),
             measures=others,
         )
+
+    def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[float, float]]:
+        """Return the sum and the count of each measure over a batch."""
+        here, evaluate = to_device(batch, judge.device), self._parts.evaluate
+        if evaluate is None:
+            total, count = judge.loss_sum(here)
+            return {"loss": (float(total), float(count))}
+        rows = rows_of(batch)
+        return {n: (float(v) * rows, float(rows)) for n, v in evaluate(self.model, here).items()}
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write ``model/model.safetensors``: the best state's fp32 weights, and the buffers."""
@@ -245,81 +256,23 @@ class ModuleTask(EpochTask):
         return f"weights in {folder / 'model' / 'model.safetensors'}{note}"
 
     def close(self) -> None:
-        """End the DataLoader's worker processes."""
-        self._items.close()
-
-    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
-        """Yield a rank's batches and whether they count; collectives need all ranks to run each."""
-        run, size = self.config.run, len(self._parts.val_data)
-        most = max(1, run.batch_size // run.grad_accum)
-        cuts = range(0, size, most)
-        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
-            width = min(most, size - start)
-            mine = share_of(width, judge.rank, judge.ranks)
-            rows = [start + row for row in mine] or [start]
-            yield self._items.validation(rows), bool(mine)
-
-
-class _Items:
-    """Makes batches of a dataset, in this process or ahead of time in worker processes."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        micro: Callable[[int], list[range]],
-        indices: Callable[[int], Sequence[int]],
-        config: ModuleConfig,
-    ) -> None:
-        """Store the data.
-
-        ``micro`` maps a step to the rows of each of this rank's micro-batches; ``indices`` maps a
-        step to the dataset index of each row.
-        """
-        self._parts, self._micro, self._indices, self._run = parts, micro, indices, config.run
-        self._train = _Seeded(parts.train_data)
-        self._made: Iterator[Any] = iter(())
-        self._order: Iterator[tuple[int, range]] = iter(())
-
-    def batch(self, step: int, rows: range) -> Batch:
-        """Return the batch of a step's rows; it depends only on seed, step and rows."""
-        if not self._parts.num_workers:
-            return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
-        # not the batch that the loader makes next: the first one, or one after a rollback
-        if next(self._order, None) != (step, rows):
-            self._order = self._plan(step, rows)
-            next(self._order)
-            keys = (self._keys(*place) for place in self._plan(step, rows))
-            self._made = iter(
-                DataLoader(
-                    self._train,
-                    batch_sampler=keys,
-                    num_workers=self._parts.num_workers,
-                    collate_fn=self._parts.collate,
-                )
-            )
-        return next(self._made)
-
-    def validation(self, rows: list[int]) -> Batch:
-        """Return validation items; their random augmentations are the same in each evaluation."""
-        seed = dropout_seed(self._run.seed, 0, rows[0])
-        items = _Seeded(self._parts.val_data).__getitems__([(seed, row) for row in rows])
-        return self._parts.collate(items)
-
-    def close(self) -> None:
         """Drop the DataLoader's iterator, which ends its worker processes."""
         self._made = self._order = iter(())
 
-    def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
-        seed = dropout_seed(self._run.seed + 1, step, rows.start)
-        indices = self._indices(step)
-        return [(seed, indices[row]) for row in rows]
+    def _validation(self, judge: Judge) -> Iterator[tuple[Batch, bool]]:
+        """Yield a rank's batches and whether they count; collectives need all ranks to run each.
 
-    def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
-        """Yield this rank's micro-batches from these rows on, to the end of the run."""
-        for later in range(step, self._run.max_steps):
-            for part in self._micro(later):
-                if later > step or part.start >= rows.start:
-                    yield later, part
+        Random augmentations of the items are the same in each evaluation.
+        """
+        run, data = self.config.run, _Seeded(self._parts.val_data)
+        size, most = len(self._parts.val_data), max(1, run.batch_size // run.grad_accum)
+        cuts = range(0, size, most)
+        for start in cuts[: run.eval_batches * run.grad_accum or len(cuts)]:
+            mine = share_of(min(most, size - start), judge.rank, judge.ranks)
+            rows = [start + row for row in mine] or [start]
+            seed = dropout_seed(run.seed, 0, rows[0])
+            items = data.__getitems__([(seed, row) for row in rows])
+            yield self._parts.collate(items), bool(mine)
 
 
 class _Seeded(Dataset[Any]):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.cells import cell_len
 from torch.nn import functional
 
-from halfstep.files import write_whole
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.models.pretrained.classifier import IGNORED_LABEL
+from halfstep.trainer.models.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, to_device
 
 
@@ -38,7 +33,7 @@ def example_batches(
 def classifier_scores(
     model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge, best_by: str = ""
 ) -> Evaluation:
-    """Measure loss (unsmoothed, unweighted) and confusion over the batches of all ranks.
+    """Measure loss (unsmoothed) and confusion over the batches of all ranks.
 
     Args:
         model: A ``PretrainedClassifier`` in evaluation mode.
@@ -82,115 +77,70 @@ def classifier_scores(
     )
 
 
-# Reports from a confusion matrix, as text and JSON.
+# Reports from a confusion matrix: the number of examples by true class (row) and predicted class
+# (column). A ratio 0 / 0 is 0, as in scikit-learn's classification_report with zero_division=0.
 
 
-Confusion = Sequence[Sequence[int]]
-"""Number of examples by true class (row) and predicted class (column)."""
+def class_scores(confusion: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    """Compute precision, recall, F1 and support (number of examples) of each class.
 
-
-@dataclass(frozen=True, slots=True)
-class ClassScore:
-    """How well one class is predicted; a ratio 0 / 0 counts as 0."""
-
-    label: str
-    precision: float
-    """Share of the examples predicted as this class that belong to it."""
-    recall: float
-    """Share of this class's examples that were predicted as it."""
-    f1: float
-    """Harmonic mean of precision and recall."""
-    support: int
-    """Number of examples of the class."""
-
-
-def class_scores(confusion: Confusion, labels: Sequence[str]) -> list[ClassScore]:
-    """Compute precision, recall and F1 of each class.
-
-    **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7; a ratio 0 / 0 is 0, as in
-    scikit-learn's ``classification_report`` with ``zero_division=0``.
+    **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7.
     """
     scores = []
-    for number, label in enumerate(labels):
-        hits = confusion[number][number]
-        support = sum(confusion[number])
-        found = sum(row[number] for row in confusion)
-        precision, recall = _ratio(hits, found), _ratio(hits, support)
-        f1 = _ratio(2 * hits, found + support)
-        scores.append(ClassScore(label, precision, recall, f1, support))
+    for number, row in enumerate(confusion):
+        hits, support = row[number], sum(row)
+        predicted = sum(other[number] for other in confusion)
+        scores.append(
+            {
+                "precision": _ratio(hits, predicted),
+                "recall": _ratio(hits, support),
+                "f1": _ratio(2 * hits, predicted + support),
+                "support": support,
+            }
+        )
     return scores
 
 
-def accuracy(confusion: Confusion) -> float:
+def accuracy(confusion: Sequence[Sequence[int]]) -> float:
     """Return the share of all examples whose class was predicted."""
     hits = sum(row[number] for number, row in enumerate(confusion))
     return _ratio(hits, sum(map(sum, confusion)))
 
 
-def macro_f1(confusion: Confusion) -> float:
+def macro_f1(confusion: Sequence[Sequence[int]]) -> float:
     """Return the unweighted mean of the F1 score of each class."""
-    scores = class_scores(confusion, [""] * len(confusion))
-    return sum(score.f1 for score in scores) / len(scores)
+    return sum(score["f1"] for score in class_scores(confusion)) / len(confusion)
 
 
-def report_table(confusion: Confusion, labels: Sequence[str]) -> str:
+def report_table(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> str:
     """Format the scores of all classes, and the confusion matrix, as text in columns."""
-    labels = list(map(_printable, labels))
-    scores = class_scores(confusion, labels)
-    total = sum(score.support for score in scores)
-    lines: list[tuple[str, ...]] = [("", "precision", "recall", "F1", "examples")]
-    for score in scores:
-        lines.append(
-            (score.label, *_cells(score.precision, score.recall, score.f1), str(score.support))
-        )
-    for name, weights in (
-        ("macro mean", [1.0] * len(scores)),
-        ("weighted mean", [float(score.support) for score in scores]),
-    ):
-        means = [
-            _ratio(
-                sum(w * getattr(s, key) for w, s in zip(weights, scores, strict=True)), sum(weights)
-            )
-            for key in ("precision", "recall", "f1")
-        ]
-        lines.append((name, *_cells(*means), str(total)))
-    counts = [("true \\ found", *labels)]
-    counts += [(label, *map(str, row)) for label, row in zip(labels, confusion, strict=True)]
+    scores = class_scores(confusion)
+    supports = [score["support"] for score in scores]
+    total = sum(supports)
+    lines = [["", "precision", "recall", "F1", "examples"]]
+    keys = ("precision", "recall", "f1")
+    for label, score in zip(labels, scores, strict=True):
+        lines.append([label, *(f"{score[key]:.4f}" for key in keys), str(score["support"])])
+    for name, weights in (("macro mean", [1.0] * len(scores)), ("weighted mean", supports)):
+        sums = (sum(w * s[key] for w, s in zip(weights, scores, strict=True)) for key in keys)
+        means = [f"{_ratio(value, sum(weights)):.4f}" for value in sums]
+        lines.append([name, *means, str(total)])
+    counts = [["true \\ found", *labels]]
+    counts += [[label, *map(str, row)] for label, row in zip(labels, confusion, strict=True)]
     head = f"accuracy {accuracy(confusion):.4f} on {total} examples"
     return "\n\n".join((head, _columns(lines), _columns(counts))) + "\n"
 
 
-def report_values(confusion: Confusion, labels: Sequence[str]) -> dict[str, Any]:
+def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, Any]:
     """Return what :func:`report_table` shows as plain values, for JSON."""
+    scores = zip(labels, class_scores(confusion), strict=True)
     return {
         "accuracy": accuracy(confusion),
         "macro_f1": macro_f1(confusion),
-        "classes": [asdict(score) for score in class_scores(confusion, labels)],
+        "classes": [{"label": label, **score} for label, score in scores],
         "labels": list(labels),
         "confusion": [list(row) for row in confusion],
     }
-
-
-def write_report(
-    folder: Path, confusion: Confusion, labels: Sequence[str], about: dict[str, Any]
-) -> None:
-    """Write report.txt and report.json.
-
-    Args:
-        folder: An existing folder; files of these names are replaced atomically.
-        confusion: The confusion matrix.
-        labels: Names of its classes.
-        about: Further values for report.json, such as step and loss; NaN and inf become null.
-    """
-    odd = {k: None for k, v in about.items() if isinstance(v, float) and not math.isfinite(v)}
-    values = {**about, **odd, **report_values(confusion, labels)}
-    write_whole(folder / "report.txt", report_table(confusion, labels))
-    text = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False)
-    write_whole(folder / "report.json", f"{text}\n")
-
-
-def _cells(*values: float) -> tuple[str, ...]:
-    return tuple(f"{value:.4f}" for value in values)
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:
@@ -202,13 +152,6 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
         numbers = [gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True)]
         texts.append("  ".join([line[0] + gaps[0], *numbers]).rstrip())
     return "\n".join(texts)
-
-
-def _printable(label: str) -> str:
-    """Escape tabs, line ends and other control characters, so that a label stays on one line."""
-    return "".join(
-        c if c.isprintable() or unicodedata.category(c) == "Zs" else repr(c)[1:-1] for c in label
-    )
 
 
 def _ratio(a: float, b: float) -> float:

@@ -1,14 +1,14 @@
-"""The ``Task`` protocol, by which the loop sees what a run trains: model, data and evaluation."""
+"""What a run trains, as the loop sees it (``Task``), and the model that it leaves (``Trained``)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from torch.optim import Optimizer
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import ParallelPlan, plan_of
 from halfstep.errors import ConfigError
-from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.autocast import Autocast, require_support
+from halfstep.precision.casting.cast import cast_to_policy_
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.optimizer import learning_rate, make_optimizer
 from halfstep.trainer.step import Batch
@@ -134,27 +137,56 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The evaluation of a trained model as text, as plain values, and with notes for the user."""
+    """The evaluation of a trained model, as text and as plain values."""
 
     text: str
     values: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
 
 
 class Trained:
     """The trained model of a run or a model folder; each task overrides the verbs that it supports.
 
-    Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that cannot
-    be honoured.
+    Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that is not
+    supported.
     """
+
+    model: Any
+    tokenizer: Any
+    policy: PrecisionPolicy
+    device: torch.device
 
     def __init__(self, path: Path, config: Any = None) -> None:
         """Load nothing yet; ``path`` is a run folder with its ``config``, or a model folder."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
+    def open(self, use: Use) -> Self:
+        """Load the model on its device and under its policy, in evaluation mode."""
+        self.device = choose_device(use.device)
+        if use.precision or self.config is None:
+            self.policy = parse_policy(use.precision or "fp32", self.device)
+        else:
+            self.policy = policy_on(self.config.precision, self.device)
+        require_support(self.policy, self.device)
+        self.load()
+        self.cast_()
+        self.model.to(self.device).eval()
+        return self
+
+    def load(self) -> None:
+        """Set ``model``, with its weights as they are stored, and ``tokenizer``."""
+        raise NotImplementedError
+
+    def cast_(self) -> None:
+        """Give the weights the policy's dtypes."""
+        cast_to_policy_(self.model, self.policy)
+
+    def around(self) -> AbstractContextManager[None]:
+        """Return the context manager of a forward pass in the policy's precision."""
+        return Autocast(self.policy, self.model, self.device)
+
     def predict(self, use: Predicting, texts: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Yield (text, label, probability) for each text, in order."""
+        """Return (text, label, probability) for each text, in order."""
         raise self._without("predict")
 
     def generate(self, use: Generating) -> str:
@@ -177,24 +209,6 @@ class Trained:
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 
-@dataclass
-class Loaded:
-    """A model in evaluation mode on its device, under a policy."""
-
-    model: Any
-    policy: PrecisionPolicy
-    device: torch.device
-
-    def around(self) -> AbstractContextManager[None]:
-        """Return the context manager of a forward pass in the policy's precision."""
-        return Autocast(self.policy, self.model, self.device)
-
-    @property
-    def judge(self) -> Judge:
-        """The functions by which :mod:`halfstep.trainer.evaluate` measures this model."""
-        return Judge(self.model.loss_sum, self.around, self.device)
-
-
 # What all ranks have in common, and how they share the rows of a batch.
 
 
@@ -202,13 +216,11 @@ def facts(config: BaseConfig) -> dict[str, str]:
     """Return what must be equal on all ranks: versions and every key except the data cache."""
     table = config_to_table(config)
     table.get("data", {}).pop("cache_dir", None)
-    sections = {name: part for name, part in table.items() if isinstance(part, dict)}
     facts = {"torch version": torch.__version__, "halfstep version": metadata.version("halfstep")}
-    facts |= {name: str(value) for name, value in table.items() if name not in sections}
     return facts | {
-        f"{name}.{key}": str(value)
-        for name, part in sections.items()
-        for key, value in part.items()
+        f"{name}.{key}".rstrip("."): str(value)
+        for name, part in table.items()
+        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
 
 

@@ -1,59 +1,39 @@
-"""The task of ``halfstep train``: a language model of one of the families, trained on text."""
+"""Trains a GPT on text, and uses trained ones."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from shlex import quote
-from typing import Any
 
 import torch
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.precision.policy.policy import DTYPES
+from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint.tensors import EXPORTED, exported
 from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import (
     IGNORED,
     batch,
     start_of_sequence,
     validation_batches,
 )
-from halfstep.trainer.data.corpus import PreparedData, prepare
-from halfstep.trainer.data.records import TABLE_SUFFIXES
-from halfstep.trainer.data.tokenizer import Tokenizer
-from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
+from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
+from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.memory import require_host_room
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.language_model import LanguageModel
-from halfstep.trainer.models.shapes import GPTConfig, Shape
+from halfstep.trainer.models.generation import generate
+from halfstep.trainer.models.gpt import GPT
+from halfstep.trainer.models.shapes import GPTConfig
+from halfstep.trainer.run.folder import CHECKPOINTS
 from halfstep.trainer.step import Batch
 from halfstep.trainer.tasks.by_name import part
-from halfstep.trainer.tasks.task import Progress, Task, share_of
-
-
-def _no_folders(*_: Any, **__: Any) -> Any:
-    raise ConfigError("this family of models has no Hugging Face folders; export is for gpt")
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """The functions that make and save the networks of one kind of shape."""
-
-    make: Callable[..., LanguageModel]
-    """Makes the network from a shape and ``seed``."""
-    save: Callable[..., None] = _no_folders
-    """Writes a Hugging Face folder, given the network, the path and ``dtype``."""
-
-
-def _save_gpt2(*args: Any, **options: Any) -> None:
-    part("trainer.models.gpt.hf:save_gpt2")(*args, **options)
-
-
-FAMILIES: Mapping[type[Shape], Family] = {GPTConfig: Family(GPT, _save_gpt2)}
+from halfstep.trainer.tasks.task import Measured, Progress, Task, Trained, share_of
 
 
 class TextTask(Task):
@@ -62,35 +42,34 @@ class TextTask(Task):
     keeps_best = False
 
     def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        progress: Progress,
-        layout: Layout,
+        self, config: TrainConfig, world: World, progress: Progress, layout: Layout
     ) -> None:
         """Prepare the data and build the model; for arguments see ``open_session``.
 
         Raises:
-            HalfstepError: For data, a model folder or a layout that cannot be used.
+            HalfstepError: For data or a layout that cannot be used.
         """
-        self._require_room(config, layout, config.model)  # before the data is prepared
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)
         )
-        data = self.data
+        data, run = self.data, config.run
         self.identity: Mapping[str, str] = {
             "training data": data.train.sha256,
             "validation data": data.validation.sha256,
             "tokenizer": data.tokenizer.fingerprint,
         }
         world.require_same(self.identity)
-        named = dataclasses.replace(config.model, vocab_size=data.tokenizer.vocab_size)
-        self._require_room(config, layout, named)
-        self.model = _make_model(config, data.tokenizer)
-        self.config: TrainConfig = dataclasses.replace(config, model=self.model.config)
-        self.model.require_shares(layout.tensor)
-        self.smallest_batch = config.run.batch_size
-        self.notes: list[str] = _table_notes(config.data.train)
+        shape = _with_vocabulary(config, data.tokenizer)
+        require_host_room(
+            shape.parameters,
+            run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
+            "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
+            "--grad-accum",
+        )
+        self.model = GPT(shape, seed=run.seed)
+        self.config = dataclasses.replace(config, model=shape)
+        self.smallest_batch = run.batch_size
+        self.notes: list[str] = []
         which = "training"
         try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
@@ -100,17 +79,6 @@ class TextTask(Task):
             given = config.data.validation if which == "validation" else ()
             files = ", ".join(given or config.data.train) or "the standard library"
             raise DataError(f"the {which} data ({files:.200}) is too short: {error}") from error
-
-    @staticmethod
-    def _require_room(config: TrainConfig, layout: Layout, shape: Shape) -> None:
-        """Refuse a model or a batch that this machine cannot hold."""
-        run = config.run
-        require_host_room(
-            shape.parameters,
-            run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
-            "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
-            "--grad-accum",
-        )
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
@@ -188,25 +156,90 @@ class TextTask(Task):
                 yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
 
 
-def _table_notes(paths: Iterable[str]) -> list[str]:
-    """Return a note for each file that looks like a table of labelled texts."""
-    tables = (path for path in paths if Path(path).suffix.lower() in TABLE_SUFFIXES)
-    return [
-        (
-            f"{path} is read as plain text, separators and header too; to learn its labels: "
-            f"halfstep finetune classify --train {quote(path)}"
+class TrainedText(Trained):
+    """A model from a run of ``train``, or from a Hugging Face GPT-2 folder with its tokenizer."""
+
+    model: GPT
+    tokenizer: Tokenizer
+
+    def load(self) -> None:
+        """Load the newest checkpoint of a run in fp32, or a GPT-2 folder."""
+        if self.config is None:
+            self.model = part("trainer.models.gpt2_folder:load_gpt2")(self.path)
+            self.tokenizer = load_tokenizer(self.path)
+            return
+        found = list_checkpoints(self.path / CHECKPOINTS)
+        if not found:
+            raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written yet")
+        weights = exported(load_checkpoint(found[-1], kinds=EXPORTED)).weights
+        self.tokenizer = load_tokenizer(self.path / "tokenizer")
+        self.model = GPT(_with_vocabulary(self.config, self.tokenizer))
+        expected = dict(self.model.named_parameters())
+        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in expected.items()}:
+            raise CheckpointError(f"{found[-1]}: its weights do not fit the run's configuration")
+        for name, parameter in expected.items():
+            parameter.data.copy_(weights[name])
+
+    def generate(self, use: Generating) -> str:
+        """Return the prompt and its continuation; without a prompt, start a new document."""
+        if use.raw or use.base:
+            raise ConfigError("--raw and --base are for runs of finetune lm; leave them out")
+        self.open(use)
+        tokenizer = self.tokenizer
+        end = tokenizer.end_of_text
+        ids = tokenizer.encode(use.prompt) or (tokenizer.encode("\n") if end is None else [end])
+        with torch.no_grad(), self.around():
+            ids = generate(self.model, ids, stop_token=end, **use.drawing)
+        return tokenizer.decode([i for i in ids if i != end])
+
+    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+        """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
+        self.open(use)
+        config = self.config
+        if config is None and not use.data:
+            raise ConfigError("evaluate --model needs --data, the text to measure on")
+        if use.data:
+            cache = config.data.cache_dir if config else ""
+            tokens = prepare_one(use.data, self.tokenizer, cache, progress)
+        else:
+            data = dataclasses.replace(config.data, tokenizer=str(self.path / "tokenizer"))
+            tokens = prepare(data, progress=progress).validation
+        batches = validation_batches(
+            tokens,
+            block_size=config.block_size if config else self.model.config.block_size,
+            batch_size=use.batch_size,
+            max_batches=use.max_batches or None,
         )
-        for path in tables
-    ]
+        judge = Judge(self.model.loss_sum, self.around, self.device)
+        found = evaluate(batches, judge, tokens_per_byte(tokens))
+        values = {
+            "loss": found.loss,
+            "perplexity": perplexity(found.loss),
+            "bits_per_byte": found.bits_per_byte,
+            "tokens": found.targets,
+            "precision": str(self.policy),
+        }
+        text = (
+            f"loss {found.loss:.4f} nats per token, perplexity {values['perplexity']:.2f}, "
+            f"{found.bits_per_byte:.4f} bits per byte, on {found.targets:,} tokens in {self.policy}"
+        )
+        return Measured(text, values)
+
+    def export(self, use: Exporting) -> str:
+        """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
+        self.load()
+        target, dtype = Path(use.output), use.dtype or "fp32"
+        part("trainer.models.gpt2_folder:save_gpt2")(self.model, target, dtype=DTYPES[dtype])
+        self.tokenizer.save(target)
+        return f"{target}: {self.model.num_parameters():,} parameters in {dtype}"
 
 
-def _make_model(config: TrainConfig, tokenizer: Tokenizer) -> LanguageModel:
-    """Make a model with the tokenizer's vocabulary."""
+def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
+    """Return the model's shape with the tokenizer's vocabulary."""
     size = tokenizer.vocab_size
     if config.model.vocab_size not in (0, size):
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}, but data.tokenizer="
-            f"{config.data.tokenizer} has {size} ids; leave model.vocab_size at 0 to follow it"
+            f"model.vocab_size={config.model.vocab_size}, but the tokenizer has {size} ids; leave "
+            "model.vocab_size at 0 to follow it"
         )
-    shape = dataclasses.replace(config.model, vocab_size=size)
-    return FAMILIES[type(shape)].make(shape, seed=config.run.seed)
+    return dataclasses.replace(config.model, vocab_size=size)

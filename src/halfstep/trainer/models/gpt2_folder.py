@@ -4,7 +4,7 @@
 
 Besides the names, two things differ: their ``Conv1D`` weights are ``(in, out)`` where ours are
 ``(out, in)``, and their fused attention projection orders its outputs (q|k|v, head, D) where ours
-orders (head, q|k|v, D) (see :class:`halfstep.trainer.models.gpt.gpt.CausalSelfAttention`).
+orders (head, q|k|v, D) (see :class:`~halfstep.trainer.models.gpt.CausalSelfAttention`).
 
 Shapes: C width, H heads, D width of a head (C = H D).
 """
@@ -20,10 +20,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.models.pretrained.folder import WEIGHTS, read_json_object, read_tensors
-from halfstep.trainer.models.pretrained.weights import new_folder
+from halfstep.errors import CheckpointError
+from halfstep.trainer.models.gpt import GPT
+from halfstep.trainer.models.pretrained import (
+    WEIGHTS,
+    new_folder,
+    read_tensors,
+    require_finite,
+)
 from halfstep.trainer.models.shapes import GPTConfig
 
 _KEYS: dict[str, tuple[str, Any]] = {
@@ -67,31 +71,18 @@ _MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")
 """Names of causal masks, which old files hold as buffers; they carry no information."""
 
 
-def load_gpt2(
-    folder: str | os.PathLike[str],
-    *,
-    dropout: float | None = None,
-    activation_checkpointing: bool = False,
-) -> GPT:
+def load_gpt2(folder: str | os.PathLike[str]) -> GPT:
     """Load the GPT-2 of a Hugging Face folder, in fp32 on the CPU, in training mode.
 
     16-bit weights are widened, which is exact.
 
-    Args:
-        folder: Holds ``config.json`` and ``model.safetensors``, or its shards.
-        dropout: Replaces the file's dropout; None keeps its ``attn_pdrop``.
-        activation_checkpointing: See :class:`GPTConfig`.
-
     Raises:
         CheckpointError: If a file is missing, damaged or a pickle; if :class:`GPT` cannot compute
-            this network (the message names the key); or if a tensor is missing, surplus, not
-            finite, or of another shape.
+            this network; or if a tensor is missing, surplus, not finite, or of another shape.
     """
     folder = Path(folder)
-    config = read_config(folder / "config.json", dropout, activation_checkpointing)
+    config = _read_config(folder / "config.json")
     found = {name.removeprefix("transformer."): t for name, t in read_tensors(folder).items()}
-    if f"h.{config.n_layer - 1}.ln_1.weight" not in found:  # before a billion layers are made
-        raise CheckpointError(f"{folder} has no weights of {config.n_layer} layers of GPT-2")
     with torch.device("meta"):
         model = GPT(config)
     state = {}
@@ -105,14 +96,12 @@ def load_gpt2(
             )
         state[name] = from_hf(name, tensor, config.n_head)
     head = found.pop("lm_head.weight", state["wte.weight"])
-    if not torch.equal(head.float(), state["wte.weight"]):
-        raise CheckpointError(
-            f"{folder}: lm_head.weight differs from wte.weight, but halfstep's GPT has one table "
-            "for both; an untied head cannot be loaded"
-        )
     surplus = [name for name in found if not _MASKS.fullmatch(name)]
-    if surplus:
-        raise CheckpointError(f"{folder}: tensor {surplus[0]!r} has no place in halfstep's GPT")
+    if surplus or not torch.equal(head.float(), state["wte.weight"]):
+        raise CheckpointError(
+            f"{folder}: tensor {(*surplus, 'lm_head.weight')[0]!r} has no place in halfstep's GPT, "
+            "whose head is its token table"
+        )
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -122,51 +111,36 @@ def save_gpt2(
 ) -> None:
     """Write a folder that ``GPT2LMHeadModel.from_pretrained`` and :func:`load_gpt2` read.
 
-    Args:
-        model: The model, with all its parameters in this process (not sharded).
-        folder: Must not exist, or be empty; appears complete or not at all.
-        dtype: Dtype of the written weights: float32, bfloat16 or float16.
+    The folder must not exist, or be empty; it appears complete or not at all.
 
     Raises:
-        CheckpointError: If the folder is not empty or cannot be written, or if a weight is not
-            finite, in the model or after rounding to ``dtype`` (the message names the tensor).
+        CheckpointError: If the folder cannot be written, or a weight is not finite in ``dtype``.
     """
-    folder = Path(folder)
     tensors = {}
     for name, parameter in model.named_parameters():
-        tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
         theirs = f"transformer.{hf_name(name)}"
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{folder}: tensor {theirs!r} holds NaN or inf as {dtype}; nothing was written"
-            )
+        tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
+        require_finite(tensor, Path(folder), theirs)
         tensors[theirs] = tensor.contiguous()
-
-    with new_folder(folder) as temporary:
+    with new_folder(Path(folder)) as temporary:
         write_gpt2_config(temporary / "config.json", model.config, dtype)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        # safetensors makes its file readable by the owner only; copy config.json's permissions.
-        (temporary / WEIGHTS).chmod((temporary / "config.json").stat().st_mode)
 
 
-def read_config(
-    file: Path, dropout: float | None = None, activation_checkpointing: bool = False
-) -> GPTConfig:
-    """Read the shape in ``config.json``; for arguments and errors see :func:`load_gpt2`."""
-    found = read_json_object(file, "a GPT-2 folder has config.json and model.safetensors")
-    for key, allowed in _ONLY.items():
-        if found.get(key, allowed[0]) not in allowed:
-            raise CheckpointError(
-                f"{file}: {key} is {found[key]!r}, but halfstep's GPT honours only {allowed[0]!r}; "
-                "train such a model with transformers and halfstep.precision"
-            )
-    shape = {ours: found.get(key, default) for key, (ours, default) in _KEYS.items()}
-    if dropout is not None:
-        shape["dropout"] = dropout
+def _read_config(file: Path) -> GPTConfig:
     try:
-        return GPTConfig(**shape, activation_checkpointing=activation_checkpointing)
-    except ConfigError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for key, allowed in _ONLY.items():
+            if found.get(key, allowed[0]) not in allowed:
+                raise CheckpointError(
+                    f"{file}: {key} is {found[key]!r}, but halfstep's GPT has only {allowed[0]!r}; "
+                    "train such a model with transformers and halfstep.Precision"
+                )
+        return GPTConfig(
+            **{ours: found.get(key, default) for key, (ours, default) in _KEYS.items()}
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as GPT-2's: {error}") from error
 
 
 def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
@@ -187,12 +161,7 @@ def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None
 
 
 def hf_name(name: str) -> str:
-    """Translate our name of a parameter to theirs, without the prefix ``transformer.``.
-
-    Example:
-        >>> hf_name("layers.3.attn.qkv.weight")
-        'h.3.attn.c_attn.weight'
-    """
+    """Translate our name of a parameter to theirs, without the prefix ``transformer.``."""
     if name.startswith("layers."):
         _, i, rest = name.split(".", 2)
         module, _, leaf = rest.rpartition(".")

@@ -6,18 +6,29 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import ConfigError, DataError
-from halfstep.kernels.library import may_run
-from halfstep.kernels.rows import gradient_dtype, norm
+from halfstep.errors import DataError
+from halfstep.kernels.attention import Settings, attend, attend_backward
+from halfstep.kernels.library import is_plain, may_run
+from halfstep.kernels.rows import (
+    add,
+    add_and_normalise,
+    gelu_of_rows,
+    gelu_of_rows_backward_,
+    gradient_dtype,
+    norm,
+    norm_gradients,
+    normalised,
+)
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Vocabulary,
@@ -25,14 +36,10 @@ from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
     matmul_dtype,
 )
-from halfstep.trainer.models.gpt.fused_block import Weights, fused_block, layers_of
-from halfstep.trainer.models.language_model import Cache, LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig
 
-__all__ = ["GPT", "GPTConfig"]
 
-
-class GPT(LanguageModel):
+class GPT(nn.Module):
     """The GPT-2 network; the same code in fp32, under autocast, and with all parameters in 16 bits.
 
     Weights are drawn on the CPU from ``seed`` alone, so they are the same on every device and the
@@ -42,20 +49,8 @@ class GPT(LanguageModel):
     **Source:** Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", §2.3.
     """
 
-    config: GPTConfig
-
     def __init__(self, config: GPTConfig, *, seed: int = 0) -> None:
-        """Build the model on torch's default device, or the one of a ``torch.device`` context.
-
-        Args:
-            config: Shape of the network.
-            seed: Random seed of the weights.
-
-        Raises:
-            ConfigError: If ``vocab_size`` has not been filled in yet.
-        """
-        if not config.vocab_size:
-            raise ConfigError("model.vocab_size is 0: fill in the tokenizer's vocabulary size")
+        """Build the model on torch's default device, or the one of a ``torch.device`` context."""
         super().__init__()
         self.config = config
         device = torch.get_default_device()
@@ -75,11 +70,8 @@ class GPT(LanguageModel):
         """Draw every parameter anew, in the order of ``named_parameters``.
 
         Weights are normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections
-        back into the residual stream; biases are 0 and norm gains 1. Values are drawn in fp32 on
-        the generator's device and rounded to the parameter's dtype.
-
-        Args:
-            generator: A CPU generator gives the same weights on every device.
+        back into the residual stream; biases are 0 and norm gains 1. Values are drawn in fp32, on
+        the generator's device, and rounded to the parameter's dtype.
 
         **Source:** 0.02 is GPT-2's ``initializer_range``; the scaling is Radford et al. 2019, §2.3,
         1/sqrt(N) for N residual layers, of which a block has two.
@@ -92,35 +84,28 @@ class GPT(LanguageModel):
                 parameter.zero_()
             else:
                 std = residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02
-                drawn = torch.randn(
-                    parameter.shape,
-                    generator=generator,
-                    dtype=torch.float32,
-                    device=generator.device,
-                )
-                parameter.copy_(drawn.mul_(std))
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
+                parameter.copy_(drawn.normal_(generator=generator).mul_(std))
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of the next token at every position.
-
-        Args:
-            tokens_BT: Token ids, ``(B, T)`` int64, ``T <= block_size``.
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Compute the logits of the next token at every position of ``tokens_BT``, int64.
 
         Returns:
             ``(B, T, V)`` fp32: the matmul runs in the compute dtype, then its result is widened.
 
         Raises:
-            DataError: If ``T`` exceeds ``block_size``, or (CPU) a token is out of range.
+            DataError: If ``T`` exceeds ``block_size``.
         """
         return self._head(self.hidden(tokens_BT))
 
-    def loss_sum(
-        self, batch: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum the losses as :meth:`LanguageModel.loss_sum`, without ever holding all logits.
+    def loss_sum(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of the next-token losses over a batch, and their number.
 
-        Raises:
-            DataError: As :meth:`forward`, or (CPU) a target is out of range.
+        Args:
+            batch: ``(tokens_BT, targets_BT)``, int64; a target of -100 is not counted.
+
+        Returns:
+            Loss sum in nats (fp32 scalar with gradient) and count (int64 scalar).
         """
         tokens_BT, targets_BT = batch
         x_NC = self.hidden(tokens_BT).flatten(0, 1)
@@ -128,47 +113,26 @@ class GPT(LanguageModel):
             x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
         )
 
-    def last_logits(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
-        """Compute the last position's logits as :meth:`LanguageModel.last_logits`.
+    def last_logits(self, tokens_BT: Tensor) -> Tensor:
+        """Compute the logits after the last position only, ``(B, V)`` fp32."""
+        return self._head(self.hidden(tokens_BT)[:, -1])
 
-        Raises:
-            DataError: As :meth:`forward`, counting the cached positions.
-        """
-        return self._head(self.hidden(tokens_BT, caches)[:, -1])
-
-    def new_caches(self) -> Sequence[Cache]:
-        """Make an empty cache for the keys and values of each block."""
-        return [KeyValueCache() for _ in self.layers]
-
-    def hidden(self, tokens_BT: torch.Tensor, caches: Sequence[Cache] = ()) -> torch.Tensor:
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
         """Compute the final, normalised hidden states ``(B, T, C)``, in the stream's dtype."""
-        past = caches[0].length if caches else 0
-        end = past + tokens_BT.shape[1]
-        if end > self.config.block_size:
+        length = tokens_BT.shape[1]
+        if length > self.config.block_size:
             raise DataError(
-                f"the sequence has {end} tokens, but the model has {self.config.block_size} "
+                f"the sequence has {length} tokens, but the model has {self.config.block_size} "
                 "positions: shorten the sequence or raise model.block_size"
             )
-        positions_T = torch.arange(past, end, device=tokens_BT.device)
-        x_BTC = self.dropout(self._embed(tokens_BT) + self.wpe(positions_T))
-        for i, block in enumerate(self.layers):
-            x_BTC = block(x_BTC, caches[i] if caches else None)
-        normed_BTC: torch.Tensor = self.final_norm(x_BTC)
+        positions_T = torch.arange(length, device=tokens_BT.device)
+        x_BTC = self.dropout(self.wte(tokens_BT) + self.wpe(positions_T))
+        for block in self.layers:
+            x_BTC = block(x_BTC)
+        normed_BTC: Tensor = self.final_norm(x_BTC)
         return normed_BTC
 
-    def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Embed the tokens; turn torch's bare IndexError (CPU) into one that shows the range."""
-        try:
-            embedded_BTC: torch.Tensor = self.wte(tokens_BT)
-        except IndexError as error:
-            low, high = (int(t) for t in torch.aminmax(tokens_BT))
-            raise DataError(
-                f"tokens run from {low} to {high}, but the model knows 0 to "
-                f"{self.config.vocab_size - 1}: check the tokenizer against model.vocab_size"
-            ) from error
-        return embedded_BTC
-
-    def _head(self, x_C: torch.Tensor) -> torch.Tensor:
+    def _head(self, x_C: Tensor) -> Tensor:
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
         vocabulary = self.wte.vocabulary
         x_C, weight_VC = vocabulary.share(x_C), vocabulary.local(self.wte.weight)
@@ -204,23 +168,17 @@ class GPT(LanguageModel):
         plan["final_norm"] = "replicate"
         return plan
 
-    def require_shares(self, ranks: int) -> None:
-        """Raise ConfigError if the heads cannot be shared equally by this number of ranks."""
-        if self.config.n_head % ranks:
-            raise ConfigError(
-                f"model.n_head={self.config.n_head} attention heads cannot be shared equally by "
-                f"tensor={ranks} ranks; choose a tensor size that divides them"
-            )
+    def num_parameters(self) -> int:
+        """Count the parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, block_size: int) -> int:
         """Count the operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
 
-        Args:
-            block_size: T, the sequence length in tokens.
-
         N counts all parameters except position embeddings; the tied table counts because the head
         multiplies by it. As is usual for model FLOPs utilisation, attention is counted in full, as
-        if it were not causal, and recomputation by activation checkpointing is not counted.
+        if it were not causal, and recomputation by activation checkpointing is not counted. T is
+        ``block_size``.
 
         **Source:** Chowdhery et al. 2022, "PaLM", appendix B: 6 N + 12 L H Q T with H Q = n_embd.
         """
@@ -235,8 +193,7 @@ class GPT(LanguageModel):
 # itself fp32: LayerNorm's statistics (here) and attention's softmax (inside SDPA, whose kernels all
 # keep it in fp32).
 #
-# Shapes: B batch, T positions, C width, H heads, D width of a head (C = H D), S positions of the
-# keys (T, or more with a cache).
+# Shapes: B batch, T positions, C width, H heads, D width of a head (C = H D).
 
 
 class LayerNorm(nn.LayerNorm):
@@ -245,12 +202,9 @@ class LayerNorm(nn.LayerNorm):
     CUDA's kernel keeps mean, 1/std and the sums of gain and bias gradients in fp32 for 16-bit
     inputs, so no widened copy is made. CPU's kernel does not: its sums of 16-bit gradients stop
     growing at 256 (bf16) or 2048 (fp16) per thread, so there the input is widened, or our own
-    kernel runs. Autocast is off because CUDA's would return fp32 for a 16-bit input and CPU's would
-    not. If the parameters are wider than the input (a policy that keeps norms in fp32), both are
-    widened: CUDA's kernel requires one dtype.
-
-    Before a matmul, ``feeds_matmul`` gives the dtype in which that one runs under autocast: what it
-    would round to in any case, without a copy.
+    kernel runs. Where the parameters are wider than the input, both are widened: CUDA's kernel
+    requires one dtype. Before a matmul, ``feeds_matmul`` gives the dtype in which that one runs
+    under autocast: what it would round to in any case, without a copy.
 
     **Source:** CPU measured with torch 2.13, ``test_layers.py`` pins it; CUDA from
     ``aten/src/ATen/native/cuda/layer_norm_kernel.cu`` (``T_ACC``), certified by a ``gpu`` test.
@@ -260,7 +214,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(width, eps=eps)
         self.feeds_matmul = feeds_matmul
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dim of ``input``, ``(..., C)``; the result has its shape.
 
         **Source:** Ba et al. 2016, "Layer Normalization", eq. 4.
@@ -297,12 +251,12 @@ class Embedding(nn.Embedding):
     """Says which ranks hold the rows. Present only where a head uses the table too: the model sets
     it, and tensor parallelism replaces it."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look up rows, ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exactly."""
         if torch.compiler.is_compiling():  # compiled, the widened copy is never written
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             return F.embedding(input, self.weight.to(wide)).to(self.weight.dtype)
-        rows: torch.Tensor = _Lookup.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Lookup.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return rows
 
 
@@ -310,42 +264,19 @@ class _Lookup(torch.autograd.Function):
     """Rows of a table; the table's gradient is a sum in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, table_VC: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, table_VC: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.rows, ctx.dtype = len(table_VC), gradient_dtype(table_VC)
         return F.embedding(tokens, table_VC)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         total_VC = torch.ops.aten.embedding_dense_backward(
             grad.to(wide), tokens, ctx.rows, -1, False
         )
         return None, total_VC.to(ctx.dtype)
-
-
-class KeyValueCache:
-    """Keys and values of the positions that a block has seen, so that generation reuses them."""
-
-    def __init__(self) -> None:
-        self._keys_BHSD: torch.Tensor | None = None
-        self._values_BHSD: torch.Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of positions held."""
-        return 0 if self._keys_BHSD is None else self._keys_BHSD.shape[2]
-
-    def extend(
-        self, k_BHTD: torch.Tensor, v_BHTD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new positions; return all keys and all values, ``(B, H, S, D)`` each."""
-        if self._keys_BHSD is not None and self._values_BHSD is not None:
-            k_BHTD = torch.cat((self._keys_BHSD, k_BHTD), dim=2)
-            v_BHTD = torch.cat((self._values_BHSD, v_BHTD), dim=2)
-        self._keys_BHSD, self._values_BHSD = k_BHTD, v_BHTD
-        return k_BHTD, v_BHTD
 
 
 class CausalSelfAttention(nn.Module):
@@ -363,31 +294,19 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd)
         self.dropout = config.dropout
 
-    def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor) -> Tensor:
         """Mix positions by attention; ``(B, T, C)`` in and out.
-
-        With a non-empty cache ``x_BTC`` holds exactly one new position.
 
         **Source:** Vaswani et al. 2017, eq. 1: softmax(q k^T / sqrt(D)) v.
         """
         # unflatten infers the number of heads: all of them, or this tensor-parallel rank's.
         qkv_BTH3D = self.qkv(x_BTC).unflatten(-1, (-1, 3, self.head_dim))
-        q_BHTD, k_BHSD, v_BHSD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
-        is_causal = True
-        if cache is not None:
-            # One new position may see the whole cache. SDPA's causal mask is aligned at the top
-            # left, so it would let that position see the first key only.
-            is_causal = cache.length == 0
-            assert is_causal or q_BHTD.shape[2] == 1, "a filled cache takes one position at a time"
-            k_BHSD, v_BHSD = cache.extend(k_BHSD, v_BHSD)
+        q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.transpose(1, 2).unbind(dim=3)
+        drop = self.dropout if self.training else 0.0
         y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD,
-            k_BHSD,
-            v_BHSD,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=is_causal,
+            q_BHTD, k_BHTD, v_BHTD, dropout_p=drop, is_causal=True
         )
-        y_BTC: torch.Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
+        y_BTC: Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
         return y_BTC
 
 
@@ -399,12 +318,12 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor) -> Tensor:
         """Transform each position by itself; ``(B, T, C)`` in and out.
 
         **Source:** Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", tanh form, as in GPT-2.
         """
-        y_BTC: torch.Tensor = self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
+        y_BTC: Tensor = self.down(F.gelu(self.up(x_BTC), approximate="tanh"))
         return y_BTC
 
 
@@ -421,33 +340,45 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.activation_checkpointing = config.activation_checkpointing
 
-    def forward(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor) -> Tensor:
         """Return the residual stream after this block; ``(B, T, C)`` in and out, same dtype."""
         # Checkpoint inside the block, so that hooks on the block (FSDP's) do not run again.
         if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-            y_BTC: torch.Tensor = checkpoint(self._compute, x_BTC, use_reentrant=False)
+            y_BTC: Tensor = checkpoint(self._compute, x_BTC, use_reentrant=False)
             return y_BTC
-        return self._compute(x_BTC, cache)
+        return self._compute(x_BTC)
 
-    def _compute(self, x_BTC: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
-        layers = self._fusable(x_BTC) if cache is None else None
-        if layers is not None:
-            return fused_block(x_BTC, layers, self.attn.head_dim, self.attn_norm.eps)
-        x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC), cache))
-        y_BTC: torch.Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+    def _compute(self, x_BTC: Tensor) -> Tensor:
+        weights = self._fusable(x_BTC)
+        if weights is not None:
+            sizes = self.attn.head_dim, self.attn_norm.eps
+            fused_BTC: Tensor = _FusedBlock.apply(x_BTC, *sizes, *weights)  # type: ignore[no-untyped-call]
+            return fused_BTC
+        x_BTC = x_BTC + self.dropout(self.attn(self.attn_norm(x_BTC)))
+        y_BTC: Tensor = x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
         return y_BTC
 
-    def _fusable(self, x_BTC: torch.Tensor) -> Weights | None:
-        """The layers for one pass by the compiled kernels; None where that does not apply."""
+    def _fusable(self, x_BTC: Tensor) -> _Weights | None:
+        """The parameters for one pass by the compiled kernels; None where that does not apply."""
         known = x_BTC.device.type == "cpu" and x_BTC.dtype in (torch.bfloat16, torch.float32)
-        layers = layers_of(self, _AS_BUILT) if known and may_run() else None
-        if layers is None or matmul_dtype(x_BTC, layers.qkv) != torch.bfloat16:
+        weights = _unchanged(self) if known and may_run() else None
+        if weights is None or matmul_dtype(x_BTC, weights.qkv) != torch.bfloat16:
             return None
         attn = self.attn
         drops = (self.training and self.dropout.p > 0) or (attn.training and attn.dropout > 0)
         if drops or attn.head_dim % 16 or attn.head_dim > 256:
             return None
-        return layers if self.attn_norm.eps == self.mlp_norm.eps else None
+        return weights if self.attn_norm.eps == self.mlp_norm.eps else None
+
+
+# A whole block on a CPU in bf16, forward and backward, in one autograd function.
+#
+# Between its six matmuls the compiled kernels work, one pass over memory each: a bias is added
+# where the result is read next, a residual sum and its LayerNorm are one pass, and the gradients of
+# biases come out of passes that are made anyhow. What is cheap is computed again in backward
+# instead of being kept: both LayerNorms' results and the GELU's.
+#
+# Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
 
 
 _AS_BUILT: Mapping[str, type[nn.Module]] = {
@@ -460,4 +391,134 @@ _AS_BUILT: Mapping[str, type[nn.Module]] = {
     "mlp.up": nn.Linear,
     "mlp.down": nn.Linear,
 }
-"""The modules that a block's one pass takes the place of."""
+"""The modules that a block's one pass takes the place of; the layers among them in the order of
+:class:`_Weights`."""
+
+
+class _Weights(NamedTuple):
+    """The parameters of a block: weights ``(out, in)``, and vectors."""
+
+    norm1: Tensor
+    shift1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor
+    proj: Tensor
+    proj_bias: Tensor
+    norm2: Tensor
+    shift2: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+    def ready(self) -> _Weights:
+        """Matrices (and the one bias that a matmul adds) in bf16, vectors in fp32."""
+        low = [p.ndim == 2 or p is self.qkv_bias for p in self]
+        return _Weights(
+            *(
+                p.to(torch.bfloat16 if is_low else torch.float32).contiguous()
+                for p, is_low in zip(self, low, strict=True)
+            )
+        )
+
+
+def _unchanged(block: nn.Module) -> _Weights | None:
+    """The parameters of a block's six layers; None where somebody changed one.
+
+    Changed are a module of another class (a subclass, too), one with hooks (tensor parallelism,
+    a user's, a watch's) or with a ``forward`` of its own, and parameters of a subclass of tensors.
+    """
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return None
+    found: list[Any] = []
+    for name, expected in _AS_BUILT.items():
+        m: Any = block.get_submodule(name)
+        hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        if type(m) is not expected or "forward" in m.__dict__ or any(hooks):
+            return None
+        if m._parameters:
+            found += (m._parameters.get("weight"), m._parameters.get("bias"))
+    return _Weights(*found) if all(map(is_plain, found)) else None
+
+
+class _FusedBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BTC: Tensor,
+        head_dim: int,
+        epsilon: float,
+        *parameters: Tensor,
+    ) -> Tensor:
+        w, batch = _Weights(*parameters).ready(), len(x_BTC)
+        x = x_BTC.reshape(-1, x_BTC.shape[-1]).contiguous()
+        h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, torch.bfloat16, True)
+        qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
+        q, k, v = _heads(qkv, batch, head_dim)
+        mixed, lse = attend(q, k, v, None, Settings(causal=True))
+        added = torch.mm(_flat(mixed), w.proj.t())
+        middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
+        u = torch.mm(h, w.up.t())
+        active = gelu_of_rows(u, w.up_bias)
+        added = torch.mm(active, w.down.t())
+        del active
+        # shaped before, as FSDP2 wants a result that is no view
+        y = add(middle.view(x_BTC.shape), added, w.down_bias)
+        ctx.save_for_backward(x, qkv, mixed, lse, middle, u, *parameters, *w)
+        ctx.shape, ctx.head_dim, ctx.epsilon = x_BTC.shape, head_dim, epsilon
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # only so under create_graph=True
+            raise NotImplementedError(
+                "a GPT block by the compiled kernels has no second derivative: set "
+                "HALFSTEP_KERNEL=torch in the environment for create_graph=True"
+            )
+        x, qkv, mixed, lse, middle, u, *rest = ctx.saved_tensors
+        p, w = _Weights(*rest[: len(rest) // 2]), _Weights(*rest[len(rest) // 2 :])
+        dy = grad_BTC.reshape(x.shape).contiguous()
+        wanted = _Weights(*ctx.needs_input_grad[3:])
+
+        dy_low = dy.to(torch.bfloat16)
+        down = torch.mm(dy_low.t(), gelu_of_rows(u, w.up_bias)) if wanted.down else None
+        down_bias = dy.sum(0, dtype=torch.float32)
+        du = torch.mm(dy_low, w.down)
+        up_bias = gelu_of_rows_backward_(du, u, w.up_bias)
+        h, mean, inverse = normalised(middle, w.norm2, w.shift2, ctx.epsilon, torch.bfloat16, True)
+        up, dh = torch.mm(du.t(), h) if wanted.up else None, torch.mm(du, w.up)
+        d_middle, (norm2, shift2, proj_bias) = norm_gradients(
+            middle, w.norm2, dh, mean, inverse, passed=dy
+        )
+        d_low = d_middle.to(torch.bfloat16)
+        proj = torch.mm(d_low.t(), _flat(mixed)) if wanted.proj else None
+        d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
+        d_qkv, batch = torch.empty_like(qkv), len(mixed)
+        q, k, v = _heads(qkv, batch, ctx.head_dim)
+        into = _heads(d_qkv, batch, ctx.head_dim)
+        attend_backward(into, d_mixed, q, k, v, None, mixed, lse, Settings(causal=True))
+        h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, torch.bfloat16, True)
+        qkv_weight, dh = torch.mm(d_qkv.t(), h) if wanted.qkv else None, torch.mm(d_qkv, w.qkv)
+        qkv_bias = d_qkv.sum(0, dtype=torch.float32)
+        dx, (norm1, shift1, _) = norm_gradients(x, w.norm1, dh, mean, inverse, passed=d_middle)
+        made = (
+            norm1, shift1, qkv_weight, qkv_bias, proj, proj_bias, norm2, shift2, up, up_bias, down,
+            down_bias,
+        )  # fmt: skip
+        grads = (
+            g.to(gradient_dtype(q)) if g is not None and want else None
+            for g, q, want in zip(made, p, wanted, strict=True)
+        )
+        return dx.view(ctx.shape), None, None, *grads
+
+
+def _heads(qkv: Tensor, batch: int, head_dim: int) -> tuple[Tensor, ...]:
+    """Query, key, value ``(B, H, T, D)`` inside ``(N, 3 C)``, whose columns are (H, q|k|v, D)."""
+    return (
+        qkv.view(batch, -1, qkv.shape[-1] // (3 * head_dim), 3, head_dim).transpose(1, 2).unbind(3)
+    )
+
+
+def _flat(mixed: Tensor) -> Tensor:
+    """``(B, H, T, D)`` whose heads lie side by side as ``(N, C)``."""
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
-from halfstep.trainer.models.pretrained.folder import first_line, read_json_object, refuse_code
-from halfstep.trainer.models.pretrained.hub import quiet, require_library, resolve_source
-from halfstep.trainer.models.pretrained.weights import Pretrained
+from halfstep.trainer.models.pretrained import (
+    Pretrained,
+    first_line,
+    quiet,
+    require_library,
+    resolve_source,
+)
 
 _NO_LIMIT = 10**9
 """Lengths from here on mean "no limit": ``transformers`` writes 1e30 for that."""
@@ -23,7 +27,6 @@ def open_tokenizer(
     *,
     max_length: int | None = None,
     model_limit: int | None = None,
-    trust_remote_code: bool = False,
     revision: str = "",
 ) -> PretrainedTokenizer:
     """Open the tokenizer of a model's folder or hub name.
@@ -31,43 +34,31 @@ def open_tokenizer(
     The smallest of ``max_length``, the model's and the tokenizer's limit applies to a text.
 
     Raises:
-        ConfigError: If the source cannot be used, its code is not trusted, ``max_length`` is too
-            small, or there is no limit at all.
-        CheckpointError: If the folder has no tokenizer, or a damaged one.
+        ConfigError: If the source cannot be used, or nothing limits the length of a text.
+        CheckpointError: If the folder has no tokenizer, a damaged one, or one that needs its code.
     """
-    folder = resolve_source(source, revision=revision, trust_remote_code=trust_remote_code)
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            refuse_code(folder / name, read_json_object(folder / name), trust_remote_code)
-    transformers = require_library("transformers")
-    with quiet():
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=trust_remote_code
+    folder = resolve_source(source, revision)
+    try:
+        with quiet():
+            tokenizer = require_library("transformers").AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # transformers and tokenizers raise many kinds
-            raise CheckpointError(
-                f"{folder} has no tokenizer that can be read ({first_line(error)}); it needs "
-                "tokenizer.json, or the vocabulary files that its model_type has"
-            ) from error
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be read: {first_line(error)}"
+        ) from error
     files = getattr(tokenizer, "vocab_files_names", {}).values()
     if not any((folder / name).exists() for name in files):  # then transformers made one up
         raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(files)}")
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
     every = (max_length, model_limit, int(min(tokenizer.model_max_length, _NO_LIMIT)))
-    limits = [n for n in every if n is not None and n < _NO_LIMIT]
-    if not limits:
+    limit = min(n for n in every if n is not None)
+    if limit >= _NO_LIMIT:
         raise ConfigError(
             f"{folder}: neither model nor tokenizer limits the length of a text; give max_length"
         )
-    specials = tokenizer.num_special_tokens_to_add()
-    if min(limits) <= specials:
-        raise ConfigError(
-            f"max_length is {min(limits)}, but a text has {specials} special tokens and needs "
-            "room for one more"
-        )
-    return PretrainedTokenizer(tokenizer, min(limits))
+    return PretrainedTokenizer(tokenizer, limit)
 
 
 class PretrainedTokenizer:
@@ -107,22 +98,23 @@ class PretrainedTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts with special tokens, cut to ``max_length``; ``truncated`` counts cuts."""
         found = self._ids(texts, add_special_tokens=True)
-        long = [i for i, ids in enumerate(found) if len(ids) > self.max_length]
-        if long:
-            self.truncated += len(long)
-            cut = self._ids(
-                [texts[i] for i in long],
-                add_special_tokens=True,
-                truncation=True,
-                max_length=self.max_length,
-            )
-            for i, ids in zip(long, cut, strict=True):
-                found[i] = ids
-        return found
+        cut = sum(len(ids) > self.max_length for ids in found)
+        if not cut:
+            return found
+        self.truncated += cut
+        limit = self.max_length
+        return self._ids(texts, add_special_tokens=True, truncation=True, max_length=limit)
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts without special tokens, to any length."""
         return self._ids(texts, add_special_tokens=False)
+
+    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        if not texts:
+            return []
+        with quiet():  # silences warnings about long texts, which encode_batch counts
+            out = self._tokenizer(list(texts), **options)
+        return [list(ids) for ids in out["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Turn ids into text, by default without special tokens."""
@@ -139,12 +131,11 @@ class PretrainedTokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         try:
-            with quiet():
-                text: str = self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
         except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
             raise DataError(
                 f"the tokenizer's chat template refuses the conversation ({first_line(error)}); "
@@ -154,22 +145,7 @@ class PretrainedTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the files that :func:`open_tokenizer` and ``AutoTokenizer`` read."""
-        with quiet():
-            self._tokenizer.save_pretrained(folder)
-
-    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        """Encode each text."""
-        if not texts:
-            return []
-        with quiet():  # silences warnings about long texts, which encode_batch counts
-            out = self._tokenizer(
-                list(texts),
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-                **options,
-            )
-        return [list(ids) for ids in out["input_ids"]]
+        self._tokenizer.save_pretrained(folder)
 
 
 def require_vocabulary(model: Pretrained, tokenizer: PretrainedTokenizer) -> None:

@@ -1,25 +1,131 @@
-"""Makes text classifiers from scratch: a randomly initialised BERT, a tokenizer from the texts.
+"""Text classifiers: any Hugging Face encoder, or a BERT with random weights and its own tokenizer.
 
-From then on they are treated like a pretrained encoder: the same class trains them, and the saved
-folder loads in ``transformers`` and can be trained further.
+A model from scratch is treated like a pretrained encoder from then on: the same class trains it,
+and the saved folder loads in ``transformers`` and can be trained further.
+
+Shapes: B texts, T tokens, C classes.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn import functional
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, class_weights_tensor
-from halfstep.trainer.models.pretrained.hub import quiet, require_library
-from halfstep.trainer.models.pretrained.tokenizer import PretrainedTokenizer
-from halfstep.trainer.models.pretrained.weights import set_dropout
+from halfstep.trainer.models.pretrained import (
+    Pretrained,
+    open_folder,
+    quiet,
+    require_library,
+    set_dropout,
+)
+from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer
+
+IGNORED_LABEL = -1
+"""Label of a row that only fills a batch and does not count."""
+ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count")."""
+
+
+class PretrainedClassifier(Pretrained):
+    """A ``transformers`` classifier with loss sums.
+
+    Attributes:
+        names: Names of the classes.
+        head_is_new: Whether the classification head was drawn rather than loaded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        names: Sequence[str],
+        label_smoothing: float = 0.0,
+        head_is_new: bool = False,
+    ) -> None:
+        super().__init__(model)
+        self.names = tuple(names)
+        self.label_smoothing = label_smoothing
+        self.head_is_new = head_is_new
+
+    def forward(self, batch: ClassifierBatch) -> Tensor:
+        """Return the logits of a batch, ``(B, C)``, as :meth:`logits` does."""
+        return self.logits(batch)
+
+    def logits(self, batch: ClassifierBatch) -> Tensor:
+        """Compute logits ``(B, C)`` in fp32; the batch's labels are ignored."""
+        ids_BT, mask_BT = batch[:2]
+        out: Tensor = self.model(input_ids=ids_BT, attention_mask=mask_BT.long()).logits
+        return out.float()
+
+    def loss_sum(self, batch: ClassifierBatch) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy and the number of labels that count, fp32 scalars.
+
+        Targets are smoothed in training only.
+
+        **Source:** Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016, section 7.
+        """
+        logits_BC, labels_B = self.logits(batch), batch[2]
+        loss = functional.cross_entropy(
+            logits_BC,
+            labels_B,
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+        )
+        return loss, (labels_B != IGNORED_LABEL).sum().to(loss.dtype)
+
+
+def open_classifier(
+    source: str | os.PathLike[str],
+    names: Sequence[str] | None,
+    *,
+    dropout: float | None = None,
+    label_smoothing: float = 0.0,
+    revision: str = "",
+    seed: int = 0,
+) -> PretrainedClassifier:
+    """Load a pretrained encoder with a head for these classes, in fp32 on the CPU, in train mode.
+
+    The head is the folder's own if its ``id2label`` equals ``names`` in order (None: whatever the
+    folder says); otherwise it is drawn from ``seed``. ``dropout`` is all the model's dropout
+    probabilities; None keeps its own.
+
+    Raises:
+        ConfigError: If the source or the architecture cannot be used.
+        CheckpointError: If the folder is damaged or lacks weights of the encoder.
+    """
+    folder = open_folder(source, revision)
+    own = [name for _, name in sorted(folder.config.id2label.items())]
+    names = own if names is None else list(names)
+    _name_classes(folder.config, names)
+    model, drawn = folder.build(
+        "AutoModelForSequenceClassification",
+        torch.float32,
+        dropout=dropout,
+        head="kept" if names == own else "new",
+        seed=seed,
+    )
+    is_new = any(".pooler." not in name for name in drawn)
+    return PretrainedClassifier(model, names, label_smoothing, is_new)
+
+
+def _name_classes(config: Any, names: Sequence[str]) -> None:
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+    config.problem_type = "single_label_classification"
+
+
+# From scratch.
+
 
 SCRATCH = "scratch:"
 """Prefix of the names of models that are made from scratch, not loaded."""
@@ -73,21 +179,13 @@ def make_classifier(
     vocab_size: int,
     max_length: int,
     dropout: float | None = None,
-    class_weights: Sequence[float] | None = None,
     label_smoothing: float = 0.0,
     seed: int = 0,
 ) -> PretrainedClassifier:
     """Make a BERT classifier in fp32 on the CPU, in training mode, with weights from ``seed``.
 
-    Args:
-        size: Shape of the model.
-        names: Names of the classes, in the order of their labels.
-        vocab_size: Vocabulary size of the tokenizer.
-        max_length: Number of positions: the longest text in tokens, special tokens included.
-        dropout: All dropout probabilities; None: 0.1, the default of ``BertConfig``.
-        class_weights: A weight for each class in the loss; None: 1.
-        label_smoothing: Share in [0, 1) of each target that is spread over all classes.
-        seed: Seed of the weights; the caller's generators are not touched.
+    ``max_length`` is the number of positions. ``dropout`` None means 0.1, the default of
+    ``BertConfig``. The other arguments are those of :func:`open_classifier`.
     """
     transformers = require_library("transformers")
     config = transformers.BertConfig(
@@ -98,18 +196,15 @@ def make_classifier(
         intermediate_size=4 * size.width,
         max_position_embeddings=max_length,
         pad_token_id=0,
-        id2label=dict(enumerate(names)),
-        label2id={name: number for number, name in enumerate(names)},
-        problem_type="single_label_classification",
         attn_implementation="sdpa",
     )
+    _name_classes(config, names)
     if dropout is not None:
         set_dropout(config, dropout)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.BertForSequenceClassification(config)
-    weights_C = class_weights_tensor(class_weights, names)
-    return PretrainedClassifier(model, tuple(names), weights_C, label_smoothing)
+    return PretrainedClassifier(model, names, label_smoothing)
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> PretrainedTokenizer:
@@ -119,11 +214,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     are too many, the most frequent ones (ties: lower code points first). Then pairs are merged
     (BPE) within words, which are separated by spaces, so that a Chinese phrase is one word. Text is
     always data: ``[CLS]`` inside a text never becomes the special id.
-
-    Args:
-        texts: The training texts only: validation texts must not influence the tokenizer.
-        vocab_size: Maximal number of ids, at least 5; there are fewer if the texts give no more.
-        max_length: Maximal number of ids of a text, special ones included.
 
     Raises:
         DataError: If no text holds a character.

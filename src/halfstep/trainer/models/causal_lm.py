@@ -1,0 +1,402 @@
+"""Fine-tunes Hugging Face's causal language models, in full or by LoRA: GPT-2, Llama, Qwen, ...
+
+Only the positions with a target go through the head. Rows may hold several documents, kept apart by
+position ids that restart at 0: without a mask and a cache, ``transformers`` masks attention between
+such documents (**Source:** ``find_packed_sequence_indices`` of ``transformers.masking_utils``), but
+not in every architecture, which is why :meth:`PretrainedLM.check_packing` tests it.
+
+Adapters are small, fp32 and beside the frozen linear layers. The base stays in its stored dtype,
+bit for bit. **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
+section 4.1: ``W + (alpha / r) B A``.
+
+Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
+from halfstep.trainer.models.generation import require_finite_logits
+from halfstep.trainer.models.pretrained import (
+    ADAPTER,
+    Pretrained,
+    first_line,
+    new_folder,
+    open_folder,
+    quiet,
+    read_safetensors,
+    require_finite,
+    require_library,
+)
+
+LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
+
+ALL_LINEAR = "all-linear"
+ADAPTER_NAME = "default"
+"""Name of the adapter inside ``peft``."""
+
+
+def open_causal_lm(
+    source: str | os.PathLike[str],
+    *,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    revision: str = "",
+) -> PretrainedLM:
+    """Load a pretrained causal LM in its stored dtype on the CPU, in training mode.
+
+    ``dropout`` is all the model's dropout probabilities; None keeps its own. With
+    ``gradient_checkpointing``, each layer's activations are recomputed in backward.
+    """
+    folder = open_folder(source, revision)
+    config = folder.config
+    masked = folder.knows("AutoModelForMaskedLM") and not getattr(config, "is_decoder", False)
+    if masked or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{folder.folder}: {config.model_type!r} is an encoder, which sees the tokens that it "
+            "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
+        )
+    dtype = folder.stored_dtype
+    model, _ = folder.build("AutoModelForCausalLM", dtype, dropout=dropout)
+    if gradient_checkpointing:
+        with quiet():
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    return PretrainedLM(model, dtype)
+
+
+class PretrainedLM(Pretrained):
+    """A ``transformers`` causal LM with loss sums; ``stored_dtype`` is that of its folder."""
+
+    def __init__(self, model: Any, stored_dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self.stored_dtype = stored_dtype
+        # Determined on the bare model, before adapters or sharding wrap it.
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.plain_head = _head_is_plain(model)
+
+    def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss and count of a batch, as :meth:`loss_sum` does."""
+        return self.loss_sum(batch)
+
+    def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of all targets and their number, without computing other logits.
+
+        The loss sum is in nats, an fp32 scalar with gradient. Positions restart at 0 where a row's
+        next document begins.
+        """
+        ids_BT, targets_BT, positions_BT = batch
+        counted_BT = targets_BT != IGNORE_INDEX
+        targets_N = targets_BT[counted_BT]
+        head = self.core.get_output_embeddings()
+        # Hook the head instead of calling it: what comes before it (a projection) and after it
+        # (softcapping, a factor) differs between architectures, and must run too.
+        fused = self.plain_head and type(head) is nn.Linear and head.bias is None
+        rows: list[Tensor] = []
+
+        def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            x_NC = args[0][counted_BT]
+            rows.append(x_NC)
+            return ((x_NC[:0] if fused else x_NC).unsqueeze(0),)
+
+        hook = head.register_forward_pre_hook(take)
+        try:
+            logits_1NV = self._run(ids_BT, positions_BT)
+        finally:
+            hook.remove()
+        if fused:
+            return linear_cross_entropy_sum(rows[0], head.weight, targets_N)
+        loss = functional.cross_entropy(logits_1NV[0].float(), targets_N, reduction="sum")
+        return loss, counted_BT.sum()
+
+    def logits(self, ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Compute logits ``(B, T, V)`` in fp32; positions are 0 to T - 1 unless given."""
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return self._run(ids_BT, positions_BT).float()
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
+        """Compute the model's logits, in its own dtype; no positions: one document a row."""
+        # a cache would not keep documents apart; without it, shapes alone get a mask for that
+        inputs: dict[str, Any] = {"use_cache": positions_BT is None}
+        if self.takes_positions and positions_BT is not None:
+            inputs["position_ids"] = positions_BT
+        logits: Tensor = self.core(input_ids=ids_BT, **inputs).logits
+        return logits
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Raise ConfigError if documents in one row see each other; call before sharding.
+
+        Two rows differ in their first document only: the logits of their second document must be
+        equal, and equal to those of the document alone.
+        """
+        weight = self.core.get_input_embeddings().weight
+        ids = torch.arange(9, device=weight.device) % weight.shape[0]
+        first, other, second = ids[:3], ids[3:6], ids[6:]
+        positions_1T = torch.arange(3, device=weight.device).repeat(2)[None]
+        training = self.training
+        self.eval()
+        one, two = (
+            self.logits(torch.cat([before, second])[None], positions_1T)[0, 3:]
+            for before in (first, other)
+        )
+        alone = self.logits(second[None])[0]
+        self.train(training)
+        # Both rows have the same shape, so sums have the same order, and masked positions add exact
+        # zeros; the small tolerance is for experts, which may sum in another order. A document
+        # alone has another shape, and so other rounding errors.
+        size = float(alone.abs().max())
+        eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
+        leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
+        if leak > 4 * torch.finfo(torch.float32).eps * size or change > 16 * eps * size:
+            raise ConfigError(
+                f"{self.model_class.__name__} lets documents that are packed into one row see "
+                "each other; pad instead of packing"
+            )
+
+
+def _autocast_eps(device_type: str) -> float:
+    """Return the spacing at 1 of autocast's dtype; 0 if autocast is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return 0.0
+    return torch.finfo(torch.get_autocast_dtype(device_type)).eps
+
+
+def _head_is_plain(model: Any) -> bool:
+    """Whether the logits are the head's unchanged output, found without computing anything.
+
+    One token goes through the model with all tensors on the device "meta".
+    """
+    head, outputs = model.get_output_embeddings(), []
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} has no output embeddings to take a loss from")
+    state = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    hook = head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        with quiet(), torch.no_grad(), torch.device("meta"):
+            inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
+            # Given a mask, transformers need not read values, which meta tensors do not have.
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            inputs["use_cache"] = False
+            out = torch.func.functional_call(model, state, (), inputs)
+    except Exception:  # the architecture reads values; False is always right, only slower
+        return False
+    finally:
+        hook.remove()
+    return len(outputs) == 1 and out.logits is outputs[0]
+
+
+# LoRA, through ``peft``.
+
+
+def add_lora(
+    lm: PretrainedLM,
+    r: int = 8,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: Sequence[str] = (),
+    seed: int = 0,
+) -> LoraLM:
+    """Put adapters beside a model's linear layers; the given model is changed in place.
+
+    ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
+    () the default of ``peft`` for the architecture. The caller's generators are not touched.
+    """
+    peft = require_library("peft")
+    layers = [
+        name
+        for name, module in lm.core.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear
+    ]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None,
+    )
+    try:
+        for target in set(targets) - {ALL_LINEAR}:
+            if not any(f".{name}".endswith(f".{target}") for name in layers):
+                raise ValueError(f"no linear layer has the target {target!r}")
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = peft.get_peft_model(lm.core, config)
+    except ValueError as error:  # or peft has no default for the architecture
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        raise ConfigError(
+            f"LoRA cannot be put there: {first_line(error)}. Name targets; layers: {names}; or "
+            f"{ALL_LINEAR!r}"
+        ) from error
+    table = lm.core.get_input_embeddings()
+    if any(layer.get_base_layer().weight is table.weight for layer in _adapted(model)):
+        raise ConfigError(
+            "the head shares its table with the embedding, so an adapter of it could not be "
+            "merged; name other LoRA targets"
+        )
+    return LoraLM(lm, model)
+
+
+def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
+    """Load a saved adapter and the base model that it names, ready to be trained further.
+
+    ``revision`` is that of the base model. Of the adapter's settings only those of plain LoRA are
+    passed on: ``peft`` would import a module that others name.
+    """
+    peft = require_library("peft")
+    file = folder / ADAPTER
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        source, targets = found["base_model_name_or_path"], found["target_modules"]
+        r, alpha = int(found["r"]), float(found["lora_alpha"])
+        dropout = float(found["lora_dropout"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
+    if not source or found.get("alpha_pattern") or found.get("use_rslora"):
+        raise ConfigError(
+            f"{file}: only an adapter with one alpha / r on a named base can be opened; merge this "
+            "one into its base with peft (merge_and_unload)"
+        )
+    targets = [targets] if isinstance(targets, str) else targets
+    lora = add_lora(open_causal_lm(source, revision=revision), r, alpha, dropout, targets)
+    weights = folder / "adapter_model.safetensors"
+    tensors = read_safetensors(weights)
+    wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
+    if {k: t.shape for k, t in wanted.items()} != {k: t.shape for k, t in tensors.items()}:
+        raise CheckpointError(
+            f"{weights} does not fit plain LoRA on the base {source}: tensors are missing, surplus "
+            "or of another shape"
+        )
+    with quiet():
+        peft.set_peft_model_state_dict(lora.model, tensors)
+    return lora
+
+
+class LoraLM(PretrainedLM):
+    """A causal LM with fp32 adapters that are trained, on a base frozen in its stored dtype."""
+
+    def __init__(self, lm: PretrainedLM, peft_model: Any) -> None:
+        nn.Module.__init__(self)  # then copy what was determined on the bare model
+        known = {name: value for name, value in vars(lm).items() if name not in vars(self)}
+        vars(self).update(known)
+        self.model = peft_model
+        self.train()
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module, whose linear layers have been replaced by adapted ones."""
+        return self.model.base_model.model
+
+    def save_(
+        self, folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """Write the adapter for ``peft``, in fp32 by default; see :meth:`Pretrained.save_`."""
+        state = {}
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                own = weights.get(f"model.{name}", parameter).detach()
+                state[name] = own.to("cpu", dtype or torch.float32)
+                require_finite(state[name], folder, name)
+        with quiet(), new_folder(folder) as temporary:
+            self.model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
+
+    @torch.no_grad()
+    def merge_(self, dtype: torch.dtype | None = None) -> tuple[PretrainedLM, float, float]:
+        """Add the adapters to the base, in fp32; this module must not be used any more.
+
+        Returns:
+            The model without adapters, in fp32; and of rounding it to ``dtype`` (None: the base's),
+            the largest error, and the share of the nonzero updates that vanish.
+        """
+        target = dtype or self.stored_dtype
+        self.model.float()
+        max_error, updates, vanished = 0.0, 0, 0
+        for layer in _adapted(self.model):
+            old, update = layer.get_base_layer().weight, layer.get_delta_weight(ADAPTER_NAME)
+            exact, meant = old + update, update != 0
+            written = exact.to(target).float()
+            updates += int(meant.sum())
+            vanished += int((meant & (written == old.to(target).float())).sum())
+            max_error = max(max_error, float((written - exact).abs().max()))
+        merged = PretrainedLM(self.model.merge_and_unload(), target)
+        return merged, max_error, vanished / max(updates, 1)
+
+
+def _adapted(model: nn.Module) -> list[Any]:
+    """Return the layers that have an adapter."""
+    modules: list[Any] = list(model.modules())
+    return [m for m in modules if hasattr(m, "lora_A") and ADAPTER_NAME in m.lora_A]
+
+
+# Generation, through ``transformers``' own generate and cache.
+
+
+@torch.no_grad()
+def generate_ids(
+    lm: PretrainedLM,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    ends: Sequence[Sequence[int]] = (),
+) -> list[int]:
+    """Generate ids after a prompt, up to the model's last position or one of ``ends``.
+
+    The same seed gives the same ids. The model is left in evaluation mode, and without the
+    settings of its folder's ``generation_config.json``, which are ignored.
+    """
+    limit = lm.max_length or len(prompt) + max_new_tokens + 1
+    if not 0 < len(prompt) < limit:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens and the model {limit} positions; give at least "
+            "one token, and leave a position to write at"
+        )
+    if not max_new_tokens:
+        return []
+    settings = require_library("transformers").GenerationConfig
+    drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    config = settings(
+        max_new_tokens=min(max_new_tokens, limit - len(prompt)),
+        pad_token_id=0,  # unused for one row, but transformers requires it
+        **(drawing if temperature else {}),
+    )
+
+    def ended(ids_BT: Tensor, *_: Any, **__: Any) -> Tensor:
+        end = _end(ids_BT[0, len(prompt) :].tolist(), ends)
+        return torch.tensor([end > 0], device=ids_BT.device)
+
+    core = lm.eval().core
+    core.generation_config = settings()  # generate takes what config leaves open from there
+    ids_1T = torch.tensor([list(prompt)], device=core.get_input_embeddings().weight.device)
+    with quiet(), torch.random.fork_rng(devices=[ids_1T.device] if ids_1T.is_cuda else []):
+        torch.manual_seed(seed)
+        out_1T = core.generate(
+            input_ids=ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            generation_config=config,
+            logits_processor=[lambda _, logits: require_finite_logits(logits)],
+            stopping_criteria=[ended],
+        )
+    written: list[int] = out_1T[0, len(prompt) :].tolist()
+    return written[: len(written) - _end(written, ends)]
+
+
+def _end(written: list[int], ends: Sequence[Sequence[int]]) -> int:
+    """Return the length of the first of ``ends`` that the ids end with; 0 if with none."""
+    return next((len(end) for end in ends if end and written[-len(end) :] == list(end)), 0)

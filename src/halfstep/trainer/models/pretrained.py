@@ -1,0 +1,364 @@
+"""Opens Hugging Face model folders, builds their models by ``transformers``, and writes them.
+
+No code of a folder runs and no pickle is opened. Weights are read from safetensors here, and
+``transformers`` gets the tensors, never the folder, in which it would also look for pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.files import sync, sync_folder
+from halfstep.precision.scaling.gradients import is_finite
+
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_config.json"
+_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""What is downloaded: no pickles and no code."""
+
+
+def resolve_source(source: str | os.PathLike[str], revision: str = "") -> Path:
+    """Return the local folder of a model that is given as a folder or as a hub name.
+
+    If the hub does not answer, or ``HF_HUB_OFFLINE`` is set, an earlier download is used.
+    ``revision`` is the branch, tag or commit of a hub name.
+    """
+    text = os.fspath(source)
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        if revision:
+            raise ConfigError(f"revision {revision!r} is for hub names, and {text} is a folder")
+        return folder
+    hub = require_library("huggingface_hub")
+    try:
+        with quiet():
+            found = hub.snapshot_download(text, revision=revision or None, allow_patterns=_FILES)
+    except Exception as error:  # no name, unknown or gated names, any kind of network failure
+        raise ConfigError(
+            f"model {text!r} is not a folder here, and the hub answers: {first_line(error)}. "
+            f"Where there is a network, run `hf download {text} --local-dir DIR`, and give DIR"
+        ) from error
+    return Path(found)
+
+
+def pin(source: str | os.PathLike[str], revision: str = "") -> str:
+    """Return the current commit of a hub name's revision, to be passed as ``revision`` later on.
+
+    A branch may move between two calls, so a model and its tokenizer, each resolved by the branch's
+    name, could come from two commits. Returns "" for a folder.
+    """
+    folder = resolve_source(source, revision)
+    # The cache's layout: snapshots/COMMIT.
+    return "" if Path(source).expanduser().is_dir() else folder.name
+
+
+def require_library(module: str) -> Any:
+    """Import an optional library, or raise ConfigError that says what to install."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"fine-tuning and pretrained models need {module}, which is missing: "
+            "pip install 'halfstep[hf]'"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence ``transformers``' load reports, progress bars and warnings within the block."""
+    logging = require_library("transformers").utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's message on one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+@dataclass(frozen=True)
+class PretrainedFolder:
+    """A model folder, with its config and its weights in memory."""
+
+    name: str
+    """The hub name, or the folder's full path."""
+    folder: Path
+    config: Any
+    """The ``transformers`` config object."""
+    tensors: dict[str, Tensor]
+    """All weights by name."""
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that holds all stored floating tensors exactly."""
+        kinds = {tensor.dtype for tensor in self.tensors.values() if tensor.is_floating_point()}
+        return reduce(torch.promote_types, kinds) if kinds else torch.float32
+
+    def knows(self, auto_class: str) -> bool:
+        """Whether an Auto class of ``transformers`` knows the architecture."""
+        auto = getattr(require_library("transformers"), auto_class)
+        return type(self.config) in auto._model_mapping
+
+    def build(
+        self,
+        auto_class: str,
+        dtype: torch.dtype,
+        *,
+        dropout: float | None = None,
+        head: Literal["needed", "kept", "new"] = "needed",
+        seed: int = 0,
+    ) -> tuple[Any, list[str]]:
+        """Build a model with the folder's tensors, in evaluation mode on the CPU.
+
+        The caller's generators are not touched. ``head`` says whether the folder must have a head,
+        may have one, or a new one is drawn from ``seed``. Returns the model and the names of the
+        parameters that were drawn.
+
+        Raises:
+            CheckpointError: If a tensor is missing or of another shape.
+            ConfigError: If the architecture has no such model, or it cannot be built.
+        """
+        if not self.knows(auto_class):
+            kind = self.config.model_type
+            raise ConfigError(f"{self.folder}: model_type {kind!r} has no {auto_class}")
+        if dropout is not None:
+            set_dropout(self.config, dropout)
+        try:
+            with quiet(), torch.random.fork_rng(devices=[]):
+                model, info = self._loaded(auto_class, dtype, head == "new", seed)
+        except Exception as error:  # transformers raises many kinds
+            raise ConfigError(
+                f"{self.folder}: {auto_class} cannot be built: {first_line(error)}"
+            ) from error
+        drawn, base = sorted(info["missing_keys"]), f"{model.base_model_prefix}."
+        # A checkpoint of masked language modelling has no pooler, which is a part of the head.
+        lost = [n for n in drawn if head == "needed" or (n.startswith(base) and "pooler." not in n)]
+        lost += [f"{name} (another shape)" for name, *_ in sorted(info["mismatched_keys"])]
+        if lost or info["error_msgs"]:
+            raise CheckpointError(
+                f"{self.folder} lacks {len(lost)} weights of the model, such as "
+                f"{', '.join(lost[:5])}: config.json and weights are of different models"
+            )
+        model.name_or_path = model.config.name_or_path = self.name
+        return model, drawn
+
+    def _loaded(self, auto_class: str, dtype: torch.dtype, new_head: bool, seed: int) -> Any:
+        """Let ``transformers`` rename, split and tie the tensors, and draw what is missing."""
+        transformers = require_library("transformers")
+        found = getattr(transformers, auto_class)._model_mapping[type(self.config)]
+        model_class = found[0] if isinstance(found, tuple) else found
+        tensors = self.tensors
+        if new_head:
+            with torch.device("meta"):
+                bare = model_class(self.config)
+            base = f"{bare.base_model_prefix}."
+            of_head = {name for name in bare.state_dict() if not name.startswith(base)}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in of_head}
+        torch.manual_seed(seed)
+        model, info = model_class.from_pretrained(
+            None,
+            config=self.config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # the caller reports them by name
+            output_loading_info=True,
+        )
+        if model.can_generate() and (self.folder / "generation_config.json").exists():
+            settings = transformers.GenerationConfig.from_pretrained(self.folder)
+            model.generation_config = settings
+        return model, info
+
+
+def open_folder(source: str | os.PathLike[str], revision: str = "") -> PretrainedFolder:
+    """Open the folder of a model, given as for :func:`resolve_source`.
+
+    Raises:
+        ConfigError: If the source cannot be had, or holds an adapter or quantized weights.
+        CheckpointError: If a file is missing or damaged, or the model needs code of its own.
+    """
+    folder = resolve_source(source, revision)
+    if (folder / ADAPTER).exists():
+        raise ConfigError(f"{folder} holds an adapter, not a model: merge it into its base first")
+    transformers = require_library("transformers")
+    try:
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # transformers raises many kinds for a bad config
+        raise CheckpointError(
+            f"{folder}: transformers {transformers.__version__} cannot read its config.json: "
+            f"{first_line(error)} (halfstep runs no code that comes with a model)"
+        ) from error
+    # A name of a kernel in it would be fetched from the hub and run as the model is built.
+    config._attn_implementation = config._experts_implementation = None
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{folder}: quantized weights cannot be trained; take the model's unquantized folder"
+        )
+    name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)
+    return PretrainedFolder(name, folder, config, read_tensors(folder))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read all tensors of a folder by name, from ``model.safetensors`` or its shards."""
+    whole = folder / WEIGHTS
+    files = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            f"{folder} has no weights in {WEIGHTS}. A pickle (pytorch_model.bin), which can run "
+            "code when it is opened, is not read: convert it where you trust it by "
+            "AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of one file, or raise CheckpointError."""
+    try:
+        # clone, as load_file returns views of the memory-mapped file, which may be replaced
+        return {name: view.clone() for name, view in load_file(file).items()}
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is missing, damaged or not a safetensors file ({error}); copy it again"
+        ) from error
+
+
+def set_dropout(config: Any, dropout: float) -> None:
+    """Set every dropout probability of a ``transformers`` config, attention's too."""
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or "pdrop" in key) and type(value) in (int, float):
+            setattr(config, key, dropout)
+
+
+class Pretrained(nn.Module):
+    """A ``transformers`` model with a task's loss; parameters are named ``model.<their name>``.
+
+    Attributes:
+        model: The ``transformers`` module, perhaps wrapped.
+        model_class: Its class, before anything wraps it.
+        max_length: Maximal tokens of a row, special ones included; None: no fixed limit.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.model_class = type(model)
+        self.max_length = _position_limit(model)
+        self.train()
+
+    @property
+    def core(self) -> Any:
+        """The ``transformers`` module without what wraps it."""
+        return self.model
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers in order, to be sharded one by one: the longest module list."""
+        lists = [m for m in self.core.modules() if isinstance(m, nn.ModuleList)]
+        return list(max(lists, key=len, default=[]))
+
+    def save_(
+        self, folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        """Write a folder that ``from_pretrained`` and the function that opened this model read.
+
+        Args:
+            folder: Must not exist, or be empty; appears complete or not at all.
+            weights: Tensors by parameter name; missing ones are taken from this module.
+            dtype: Dtype of the written weights; None keeps those of ``weights``.
+        """
+        given = {id(p): weights.get(f"model.{n}", p) for n, p in self.model.named_parameters()}
+        cast: dict[int, Tensor] = {}  # tied weights are one object
+        out: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in cast:
+                own = given.get(id(tensor), tensor).detach().cpu()
+                own = own.to(dtype or own.dtype) if own.is_floating_point() else own
+                require_finite(own, folder, name)
+                cast[id(tensor)] = own.contiguous()
+            out[name] = cast[id(tensor)]
+        kinds = {tensor.dtype for tensor in out.values() if tensor.is_floating_point()}
+        with quiet(), torch.device("meta"):
+            # without wrappers and hooks; its dtype is what config.json will name
+            bare = self.model_class(self.core.config)
+            bare.to(kinds.pop() if len(kinds) == 1 else torch.float32)
+        with new_folder(folder) as temporary, quiet():
+            bare.save_pretrained(temporary, state_dict=out)
+            if self.core.can_generate():
+                # not by save_pretrained, which reads settings that contradict each other, but does
+                # not write them
+                settings = self.core.generation_config.to_json_string()
+                (temporary / "generation_config.json").write_text(settings, encoding="utf-8")
+
+
+def require_finite(tensor: Tensor, folder: Path, name: str) -> None:
+    """Raise CheckpointError if a tensor that is to be written holds NaN or inf."""
+    if tensor.is_floating_point() and not is_finite(tensor):
+        raise CheckpointError(
+            f"{folder}: tensor {name!r} holds NaN or inf as {tensor.dtype}; nothing was written"
+        )
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
+
+    Raises:
+        CheckpointError: If ``folder`` exists and is not empty, or cannot be written.
+    """
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.glob("*.safetensors"):  # which safetensors makes for the owner only
+            file.chmod(temporary.stat().st_mode & 0o666)
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _position_limit(model: Any) -> int | None:
+    """Return the number of positions for a text's tokens, special ones included; None: no limit.
+
+    RoBERTa and its relatives number positions from ``padding_idx + 1``, so they have fewer.
+    """
+    for name, module in model.named_modules():
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
+            return int(module.num_embeddings - module.padding_idx - 1)
+    return getattr(model.config, "max_position_embeddings", None)

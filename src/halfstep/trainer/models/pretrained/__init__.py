@@ -1,1 +1,0 @@
-"""Pretrained models from Hugging Face folders, opened without trusting them."""

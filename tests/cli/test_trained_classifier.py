@@ -1,0 +1,311 @@
+"""``halfstep predict`` and ``evaluate`` of a classifier: against a softmax and counts by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.cli.ranks import assert_refused
+from tests.trainer.classifiers import (
+    classify_config,
+    opened,
+    rows,
+    whole_run,
+    write_bert,
+    write_csv,
+    write_files,
+)
+
+NAMES = ("joy", "sad", "怒")
+TEXTS = [text for text, _ in rows(50, seed=4)]
+UNICODE = ['骂 "气", 火', "smile 😀 tab\there", "e\u0301 <b> \\n & \u2028 end", "  glad  "]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run from scratch, and one of a pretrained encoder whose texts are cut at 12 tokens."""
+    folder = tmp_path_factory.mktemp("runs")
+    files = write_files(folder / "data")
+    bert = str(write_bert(folder / "encoder"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
+        for name, source, length in (("scratch", "scratch:tiny", 128), ("bert", bert, 12)):
+            config = classify_config(
+                files, model__source=source, model__max_length=length,
+                optimizer__learning_rate=3e-3,
+            )  # fmt: skip
+            whole_run(config, folder / name)
+    return {"scratch": folder / "scratch", "bert": folder / "bert"}
+
+
+@pytest.fixture
+def predict(halfstep, monkeypatch):
+    def call(*words, stdin=b""):
+        stream = io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii")  # whatever the locale
+        monkeypatch.setattr(sys, "stdin", stream)
+        return halfstep("predict", "--device", "cpu", *words)
+
+    return call
+
+
+def objects(text):
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+# --- predictions ---
+
+
+@pytest.mark.parametrize(("kind", "batch_size"), [("scratch", 1), ("bert", 7)])
+def test_probabilities_are_a_softmax(runs, kind, batch_size):
+    transformers = pytest.importorskip("transformers")
+    folder = runs[kind] / "model"
+    table = opened(folder).probabilities(TEXTS, batch_size)
+    assert table.shape == (50, 3)
+    assert table.dtype == np.float64
+    assert np.abs(table.sum(axis=1) - 1).max() < 1e-12  # three fp64 quotients
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():  # one by one, without padding
+        logits = [model(**tokenizer([t], return_tensors="pt")).logits[0] for t in TEXTS[:12]]
+    expected = torch.stack(logits).double().softmax(dim=-1).numpy()
+    # fp32 logits below 10, padded or not: some ulp of 1e-6 each
+    np.testing.assert_allclose(table[:12], expected, rtol=2e-5, atol=1e-7)
+
+
+def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
+    predictor = opened(runs["bert"] / "model")
+    table = predictor.probabilities(TEXTS, 3)
+    many = TEXTS * 5  # more than are sorted together
+    found = list(predictor.classify(iter(many), 3))
+    assert [text for text, _, _ in found] == many
+    for i, (_, label, probability) in enumerate(found):
+        row = table[i % 50]
+        assert label == NAMES[row.argmax()]
+        # other neighbours, other padding
+        assert probability == pytest.approx(row.max(), rel=1e-5)
+    assert len({label for _, label, _ in found}) > 1
+    assert list(predictor.classify([], 3)) == []
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield "glad sun"
+
+    assert next(predictor.classify(endless(), 2))[0] == "glad sun"
+    assert len(read) <= 64
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-split", "fp16-master"])
+def test_every_precision_predicts_nearly_the_same(runs, policy):
+    folder = runs["bert"] / "model"
+    exact = opened(folder).probabilities(TEXTS, 16)
+    found = opened(folder, policy).probabilities(TEXTS, 16)
+    assert not np.array_equal(found, exact)
+    # logits below 10 that went through a few roundings of 2^-9 each
+    assert np.abs(found - exact).max() < 0.15
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
+def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, kind):
+    file, out = tmp_path / f"in.{kind}", tmp_path / "out.jsonl"
+    if kind == "csv":
+        write_csv(file, [(t, "x") for t in UNICODE])
+    else:
+        lines = UNICODE if kind == "txt" else [json.dumps({"text": t}) for t in UNICODE]
+        file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    expected = list(opened(runs["scratch"] / "model").classify(UNICODE, 64))
+    for source in (["--run", runs["scratch"]], ["--model", runs["scratch"] / "model"]):
+        done = predict(*source, "--input", file, "--output", out)
+        assert done == (0, f"Labels of 4 texts written: {out}\n", "")
+        written = out.read_text("utf-8")
+        assert "骂" in written
+        found = objects(written)
+        assert [list(each) for each in found] == [["text", "label", "probability"]] * 4
+        assert [tuple(each.values()) for each in found] == expected
+        assert {p.name for p in tmp_path.iterdir()} == {file.name, "out.jsonl"}
+    given = "".join(f"{json.dumps({'text': t}, ensure_ascii=False)}\n\n" for t in UNICODE)
+    run = ["--run", runs["scratch"], "--input", "-"]
+    assert predict(*run, stdin=given.encode()) == (0, written, "")
+    assert objects(predict(*run, stdin="气 火\r\n".encode())[1])[0]["text"] == "气 火"
+
+
+def test_the_runs_own_precision_is_the_default(runs, tmp_path, halfstep):
+    path = shutil.copytree(runs["scratch"], tmp_path / "r")
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace('precision = "fp32"', 'precision = "bf16-mixed"'))
+    for words, policy in (([], "bf16-mixed"), (["--precision", "bf16-pure"], "bf16-pure")):
+        _, out, _ = halfstep("evaluate", "--run", path, "--json", *words)
+        assert json.loads(out)["precision"] == policy
+
+
+def test_texts_are_cut_as_in_training_and_counted(runs, tmp_path, predict):
+    pairs = rows(41, seed=2)
+    code, out, err = predict("--run", runs["bert"], "--input", write_csv(tmp_path / "d.csv", pairs))
+    assert code == 0
+    assert re.fullmatch(r"note: \d+ texts were cut at 12 tokens\n", err)
+    right = sum(
+        each["label"] == label for each, (_, label) in zip(objects(out), pairs, strict=True)
+    )
+    # the last evaluation is the best or is not; the model is of the best
+    assert right / 41 == json.loads((runs["bert"] / "report.json").read_text())["accuracy"]
+
+
+def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"text": t}) for t in TEXTS]
+    lines[40] = '{"text": ""}'
+    file.write_text("\n".join(lines) + "\n", "utf-8")
+    words = ("--run", runs["scratch"], "--input", file, "--output", out, "--batch-size", 1)
+    assert_refused(predict(*words), file, "41", "empty")
+    assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl"}
+    out.write_text("an earlier one")
+    assert predict(*words)[0] == 2
+    assert out.read_text() == "an earlier one"
+
+
+def test_an_output_that_is_no_file_is_written_to_as_it_is(runs, tmp_path, predict):
+    """A link, the name of standard output, and a pipe as of a shell's ``--output >(gzip > x)``."""
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    words = ["--run", str(runs["scratch"]), "--input", "-", "--output"]
+    assert predict(*words, link, stdin=b"glad\n")[0] == 0
+    assert link.is_symlink()
+    assert objects(target.read_text("utf-8"))[0]["text"] == "glad"
+    reading, writing = os.pipe()
+    for output in ("/dev/stdout", f"/dev/fd/{writing}"):
+        done = subprocess.run(
+            [sys.executable, "-m", "halfstep", "predict", *words, output], input=b"glad\n",
+            capture_output=True, pass_fds=[writing],
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        if output == "/dev/stdout":
+            assert objects(done.stdout.decode())[0]["text"] == "glad"
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        assert objects(pipe.read())[0]["text"] == "glad"
+
+
+def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.csv").write_text("body,n\nglad,1\n")
+    (tmp_path / "ok.txt").write_text("glad\n")
+    unfinished = shutil.copytree(runs["scratch"], tmp_path / "r")
+    shutil.rmtree(unfinished / "model")
+    bert = write_bert(tmp_path / "bert")
+    damaged = shutil.copytree(runs["scratch"] / "model", tmp_path / "m")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.toml").write_text(
+        "[model]\nn_layer = 1\nn_head = 2\nn_embd = 32\nblock_size = 32\n"
+    )
+    before = set(tmp_path.iterdir())
+    run, text = ["--run", runs["scratch"], "--input"], ["--input", "ok.txt"]
+    for words, *expected in (
+        ([*run, "missing.jsonl"], "missing.jsonl"),
+        ([*run, "in.csv"], "in.csv"),
+        ([*run, "ok.txt", "--batch-size", "0"], "--batch-size 0; allowed: integers >= 1"),
+        ([*run, "ok.txt", "--output", "no/such/out.jsonl"], "no/such/out.jsonl"),
+        ([*run, "ok.txt", "--precision", "fp31"], "unknown precision policy 'fp31'"),
+        ([*run, "ok.txt", "--precision", "tf32"], "tf32"),
+        (["--run", unfinished, *text], "has no model yet", "--resume --output-dir"),
+        (["--run", tmp_path, *text], "holds no run"),
+        (["--model", bert, *text], "has no trained classifier on top"),
+        (["--model", tmp_path / "nothing", *text], tmp_path / "nothing"),
+        (["--model", damaged, *text], damaged),
+        (["--run", "gpt", *text], "a run of train, for which there is no predict; there is gener"),
+    ):
+        assert_refused(predict(*words), *expected)
+    assert_refused(predict(*run, "-", stdin=b"glad\n\xff\xfe\n"), "standard input", "UTF-8")
+    assert set(tmp_path.iterdir()) == before
+    _, out, _ = predict(*run, "in.csv", "--text-column", "body")
+    assert objects(out)[0]["text"] == "glad"
+
+
+# --- evaluation ---
+
+
+@pytest.mark.parametrize(("kind", "batch_size"), [("scratch", 1), ("bert", 7)])
+def test_the_validation_texts_give_the_report_of_the_run(runs, halfstep, kind, batch_size):
+    code, out, _ = halfstep("evaluate", "--run", runs[kind], "--json", "--batch-size", batch_size)
+    assert code == 0
+    found = json.loads(out)
+    report = json.loads((runs[kind] / "report.json").read_text())
+    for key in ("confusion", "accuracy", "macro_f1", "precision"):
+        assert found[key] == report[key]
+    assert found["loss"] == pytest.approx(report["loss"], rel=1e-5)  # other batches pad otherwise
+
+
+def test_other_texts_are_counted_as_by_hand(runs, tmp_path, halfstep):
+    run, texts = runs["scratch"], rows(45, seed=11)
+    file = write_csv(tmp_path / "test.csv", texts)
+    predictor = opened(run / "model")
+    table = predictor.probabilities([text for text, _ in texts], 5)
+    confusion = [[0] * 3 for _ in range(3)]
+    loss = 0.0
+    for (_, label), row in zip(texts, table, strict=True):
+        true = predictor.labels.index(label)
+        confusion[true][int(row.argmax())] += 1
+        loss -= math.log(row[true]) / len(texts)
+    words = ["evaluate", "--run", run, "--data", file]
+    found = json.loads(halfstep(*words, "--json")[1])
+    assert found["confusion"] == confusion
+    assert found["examples"] == 45
+    assert found["labels"] == list(predictor.labels)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    some = halfstep(*words, "--json", "--batch-size", 5, "--max-batches", 2)
+    assert json.loads(some[1])["examples"] == 10
+    first, *table = halfstep(*words, "--precision", "bf16-mixed")[1].rstrip("\n").split("\n")
+    assert first.startswith("loss ")
+    assert first.endswith(" in bf16-mixed")
+    assert len(table) == len((run / "report.txt").read_text().rstrip("\n").split("\n"))
+    # texts that cannot be counted, a class that the model does not know
+    write_csv(file, [*texts[:9], (" ", "joy")])
+    assert_refused(halfstep(*words), "test.csv:11: the text is empty; remove it")
+    write_csv(file, [*texts[:9], ("glad sun", "boredom")])
+    assert_refused(halfstep(*words), "unknown label 'boredom'", "the classifier has no such class")
+
+
+def test_outputs_beyond_the_format_are_no_score(runs, tmp_path, predict, halfstep):
+    shutil.copytree(runs["scratch"], tmp_path / "r")
+    file = tmp_path / "r" / "model" / "model.safetensors"
+    weights = {name: torch.full_like(tensor, 1e38) for name, tensor in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    run = ["--run", tmp_path / "r", "--precision", "bf16-mixed"]
+    for code, out, err in (
+        halfstep("evaluate", *run), predict(*run, "--input", "-", stdin=b"glad\n"),
+    ):  # fmt: skip
+        assert (code, out) == (3, ""), err
+        assert "not finite in bf16-mixed: take --precision fp32" in err
+
+
+def test_validation_texts_must_be_those_of_the_run(tmp_path, halfstep):
+    files = write_files(tmp_path / "data")
+    for name, changes in (("given", {}), ("drawn", {"data__dev": None})):
+        config = classify_config(files, run__max_steps=2, run__eval_every=2, **changes)
+        whole_run(config, tmp_path / name)
+    given, drawn = (["evaluate", "--run", tmp_path / name] for name in ("given", "drawn"))
+    found = json.loads(halfstep(*drawn, "--json")[1])
+    report = json.loads((tmp_path / "drawn" / "report.json").read_text())
+    assert found["confusion"] == report["confusion"]
+    with files[0].open("a", encoding="utf-8") as file:
+        file.write("glad sun,joy\n")
+    assert_refused(halfstep(*drawn), "train.csv has changed since the run", "--data")
+    assert halfstep(*drawn, "--data", files[0])[0] == 0
+    before = halfstep(*given, "--json")
+    files[0].unlink()  # what it learned from is not needed
+    assert halfstep(*given, "--json")[:2] == before[:2]
+    text = files[1].read_text(encoding="utf-8")
+    files[1].write_text(text.replace(",joy", ",zjoy"), encoding="utf-8")
+    assert_refused(halfstep(*given), "dev.csv", "unknown label 'zjoy'")
