@@ -24,7 +24,7 @@ from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus import prepare
 
 text, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-corpus.BATCH_BYTES = 1 << 14
+corpus.BATCH_CHARACTERS = 1 << 14
 moments = last = 0
 
 def moment(*_):
@@ -44,8 +44,9 @@ def child(cache, job):
     pid = os.fork()
     if pid == 0:
         code = 1
+        os.environ["HALFSTEP_CACHE"] = str(folder / cache)
         try:
-            job(DataConfig(train=(text,), tokenizer="bpe:290", cache_dir=str(folder / cache)))
+            job(DataConfig(train=(text,), tokenizer="bpe:290"))
             code = 0
         finally:
             os._exit(code)
@@ -98,19 +99,19 @@ def forked(tmp_path_factory):
     return folder, json.loads(found.stdout)
 
 
-def facts(prepared):
-    return prepared.train.sha256, prepared.validation.sha256, prepared.tokenizer.fingerprint
+def facts(found):
+    return found.train.sha256, found.validation.sha256, found.tokenizer.fingerprint
 
 
-def configured(folder, cache, tokenizer="bpe:290"):
-    return DataConfig(
-        train=(str(folder / "a.txt"),), tokenizer=tokenizer, cache_dir=str(folder / cache)
-    )
+def prepared(folder, cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFSTEP_CACHE", str(folder / cache))
+        return prepare(DataConfig(train=(str(folder / "a.txt"),), tokenizer="bpe:290"))
 
 
 @pytest.fixture(scope="module")
 def expected(forked):
-    return prepare(configured(forked[0], "good"))
+    return prepared(forked[0], "good")
 
 
 def test_a_killed_preparation_never_leaves_a_wrong_file(forked, expected):
@@ -122,7 +123,7 @@ def test_a_killed_preparation_never_leaves_a_wrong_file(forked, expected):
         for found in (folder / f"c{number}").glob("tokens/[0-9a-f]*/tokens.bin"):
             digest = hashlib.sha256(found.read_bytes()).hexdigest()
             assert digest in (expected.train.sha256, expected.validation.sha256)
-        assert facts(prepare(configured(folder, f"c{number}"))) == facts(expected)
+        assert facts(prepared(folder, f"c{number}")) == facts(expected)
 
 
 def test_processes_side_by_side_all_end_well(forked, expected):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -37,14 +36,18 @@ LOOKALIKE = st.lists(
 @given(texts=st.lists(LOOKALIKE, max_size=4))
 def test_text_comes_back_and_a_batch_is_encoded_as_if_each_were_alone(tokenizer, texts):
     alone = [tokenizer.encode(text) for text in texts]
-    assert tokenizer.encode_batch(texts) == alone
-    arrays = tokenizer.encode_arrays(texts)
+    arrays = tokenizer.encode_batch(texts)
     assert [array.tolist() for array in arrays] == alone
     assert {array.dtype for array in arrays} <= {np.dtype(np.uint32)}
     for text, ids in zip(texts, alone, strict=True):
         assert tokenizer.decode(ids) == text
         assert all(0 <= index < tokenizer.vocab_size for index in ids)
         assert tokenizer.end_of_text not in ids
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text_are_decoded_as_python_does(data):
+    assert ByteTokenizer().decode(list(data)) == data.decode("utf-8", errors="replace")
 
 
 def test_the_byte_tokenizer_is_utf8():
@@ -54,23 +57,17 @@ def test_the_byte_tokenizer_is_utf8():
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (256, None)
 
 
-def test_half_a_surrogate_pair_is_refused():
-    with pytest.raises(DataError, match="half a surrogate pair"):
-        ByteTokenizer().encode("ab\ud800")
-
-
 def test_end_of_text_is_id_0_and_is_shown_when_decoded():
     assert TRAINED.end_of_text == 0
     assert TRAINED.decode([0]) == END_OF_TEXT
 
 
-def test_a_saved_or_pickled_tokenizer_comes_back_the_same(tmp_path):
+def test_a_saved_tokenizer_comes_back_the_same(tmp_path):
     for name, tokenizer in (("bytes", ByteTokenizer()), ("bpe", TRAINED)):
         tokenizer.save(tmp_path / name)
         for loaded in (
             load_tokenizer(tmp_path / name),
             load_tokenizer(tmp_path / name / "tokenizer.json"),
-            pickle.loads(pickle.dumps(tokenizer)),
         ):
             assert type(loaded) is type(tokenizer)
             assert loaded.fingerprint == tokenizer.fingerprint
@@ -138,11 +135,6 @@ def test_the_vocabulary_reaches_to_the_largest_id_over_gaps():
     assert tokenizer.vocab_size == 10
 
 
-def test_an_empty_vocabulary_is_refused():
-    with pytest.raises(DataError, match="empty vocabulary"):
-        Tokenizer(byte_level(models.BPE()), None)
-
-
 def test_a_vocabulary_of_words_has_ids_for_words():
     engine = Engine(models.WordLevel({"cat": 0, "[UNK]": 1}, unk_token="[UNK]"))
     engine.normalizer = normalizers.Lowercase()
@@ -201,14 +193,6 @@ def test_merges_are_those_of_the_definition():
     assert learned[2:] == reference_merges(words, 4)[2:]
 
 
-def test_the_size_is_exact_and_the_first_ids_are_end_of_text_and_bytes():
-    tokenizer = train_bpe([WORDS], 300)
-    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (300, 0)
-    vocabulary = tokenizer._engine.get_vocab()
-    assert len(set(vocabulary)) == 300
-    assert set(byte_letters()) <= set(vocabulary)
-
-
 def test_too_little_text_is_refused_with_the_size_that_works():
     why = r"data\.tokenizer asks for bpe:500, .* use --tokenizer bytes or bpe:(\d+)"
     with pytest.raises(ConfigError, match=why) as e:
@@ -243,14 +227,6 @@ def test_training_gives_the_same_tokenizer_in_every_process():
 # Loading.
 
 
-def gpt2_files(folder):
-    folder.mkdir()
-    vocab = {**LETTERS, "at": 256, "c" + "at": 257, END_OF_TEXT: 258}
-    (folder / "vocab.json").write_text(json.dumps(vocab))
-    (folder / "merges.txt").write_text("#version: 0.2\na t\nc at\n")
-    return folder
-
-
 def saved(folder, *special, config=None, **options):
     engine = plain_engine(**options)
     engine.add_special_tokens(list(special))
@@ -259,17 +235,6 @@ def saved(folder, *special, config=None, **options):
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
-
-
-def test_gpt2s_own_two_files_are_read_unless_there_is_a_tokenizer_json(tmp_path):
-    folder = gpt2_files(tmp_path / "gpt2")
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer.encode("cat hat") == [257, LETTERS["\u0120"], ord("h"), 256]
-    assert (tokenizer.end_of_text, tokenizer.vocab_size) == (258, 259)
-    text = f"a{END_OF_TEXT}b"
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode([257, 258]) == "cat" + END_OF_TEXT
-    assert load_tokenizer(saved(folder)).encode("cat") == list(b"cat")
 
 
 @pytest.mark.parametrize(
@@ -287,49 +252,31 @@ def test_the_config_beside_it_names_the_end_of_text(tmp_path, config, expected):
     assert load_tokenizer(folder).end_of_text == expected
 
 
-@pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<other>"])
-def test_well_known_names_serve_without_a_config(tmp_path, name):
-    folder = saved(tmp_path / "t", "<another>", name)
-    expected = 257 if name != "<other>" else None
-    assert load_tokenizer(folder).end_of_text == expected
-    assert load_tokenizer(folder / "tokenizer.json").end_of_text == expected
-
-
-def test_a_path_may_be_a_string_in_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    ByteTokenizer().save(tmp_path / "t")
-    assert isinstance(load_tokenizer("~/t"), ByteTokenizer)
-
-
 def test_a_hub_name_is_not_downloaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        DataError, match=r"tokenizer gpt2: there is none; .*halfstep downloads none"
-    ):
+    with pytest.raises(DataError, match=r"tokenizer gpt2: cannot be used .*downloads none"):
         load_tokenizer("gpt2")
-    with pytest.raises(DataError, match=r"there is none; give .* tokenizer\.json"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "why"),
+    ("name", "content"),
     [
-        *(
-            ("tokenizer.json", content, "t: not a usable tokenizer")
-            for content in (b"", b"{", b"[]", b'{"model": 3}', b"\xff\xfe")
-        ),
-        ("vocab.json", b"{", "t: not a usable tokenizer"),
-        ("tokenizer_config.json", b"{", "t: not a usable tokenizer"),
+        *(("tokenizer.json", content) for content in (b"", b"[]", b'{"model": 3}', b"\xff\xfe")),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, content, why):
-    folder = gpt2_files(tmp_path / "t")
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    folder = saved(tmp_path / "t")
     (folder / name).write_bytes(content)
-    with pytest.raises(DataError, match=f"tokenizer .*{why}"):
+    with pytest.raises(DataError, match=r"tokenizer .*t: cannot be used"):
         load_tokenizer(folder)
 
 
-def test_a_tokenizer_that_encodes_at_random_is_refused(tmp_path):
-    why = r"tokenizer .*t: the tokenizer has BPE dropout 0\.5.* set \"dropout\" to null"
-    with pytest.raises(DataError, match=why):
-        load_tokenizer(saved(tmp_path / "t", dropout=0.5))
+def test_a_tokenizer_that_encodes_at_random_does_so_no_longer(tmp_path):
+    merges = [("a", "b"), ("ab", "c")]
+    vocabulary = {**LETTERS, "ab": 256, "abc": 257}
+    engine = byte_level(models.BPE(vocab=vocabulary, merges=merges, dropout=0.5))
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert [tokenizer.encode("abc") for _ in range(50)] == [[257]] * 50

@@ -89,8 +89,8 @@ class ClassifyTask(EpochTask):
             self._make(config, data, weights)
         else:
             config = self._load(config, weights, world)
-        self._train = self._encoded("training", data.train, progress)
-        self._dev = self._encoded("validation", data.dev, progress)
+        self._train = self._encoded("training", data.train)
+        self._dev = self._encoded("validation", data.dev)
         self.identity: Mapping[str, str] = {
             "data": data.sha256,
             "tokenizer": self.tokenizer.fingerprint,
@@ -152,9 +152,9 @@ class ClassifyTask(EpochTask):
         require_vocabulary(self.model, self.tokenizer)
         return dataclasses.replace(config, model=choice)
 
-    def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
+    def _encoded(self, role: str, texts: LabelledTexts) -> Examples:
         before = self.tokenizer.truncated
-        examples = encode_examples(self.tokenizer.encode_batch, texts, progress)
+        examples = encode_examples(self.tokenizer.encode_batch, texts)
         cut = self.tokenizer.truncated - before
         if cut:
             self.notes.append(

@@ -199,9 +199,8 @@ class Loaded:
 
 
 def facts(config: BaseConfig) -> dict[str, str]:
-    """Return what must be equal on all ranks: versions and every key except the data cache."""
+    """Return what must be equal on all ranks: versions and every key."""
     table = config_to_table(config)
-    table.get("data", {}).pop("cache_dir", None)
     sections = {name: part for name, part in table.items() if isinstance(part, dict)}
     facts = {"torch version": torch.__version__, "halfstep version": metadata.version("halfstep")}
     facts |= {name: str(value) for name, value in table.items() if name not in sections}
