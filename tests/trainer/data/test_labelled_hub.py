@@ -53,12 +53,12 @@ def test_splits_are_the_usual_ones_or_by_name(tmp_path):
     assert read(given) == EXPECTED
     assert read(given, "dev") == [EXPECTED[3], EXPECTED[1]]
     assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
-    assert "write one of @test, @train, @validation" in refusal(f"{given}@x")
+    assert "cannot be loaded: 'x'; check the name, and the split" in refusal(f"{given}@x")
     data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
     assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])
     del parts["validation"]  # a test split is never taken unasked
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "e")
-    assert "write one of @test, @train" in refusal(f"datasets:{tmp_path}/e", "dev")
+    assert "cannot be loaded: 'validation'" in refusal(f"datasets:{tmp_path}/e", "dev")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -76,7 +76,7 @@ def test_parquet_files_are_read(tmp_path):
         ({"text": ["x", "y"], "label": [0.5, 1.0]}, "row 1: the label must be a string"),
         ({"text": ["x", "y"], "label": ["a", None]}, "row 2: the label must be a string"),
         ({"text": ["x", " "], "label": [1, 2]}, "row 2: the text must be a string, got an empty"),
-        ({"body": ["x"], "label": [1]}, "row 1: no column that usually holds the text"),
+        ({"body": ["x"], "label": [1]}, "row 1: no column could hold the text"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
@@ -97,7 +97,7 @@ def test_plain_columns_are_taken_and_rows_without_a_label_are_refused(tmp_path):
 def test_what_cannot_be_loaded_says_what_to_do(tmp_path):
     message = refusal("datasets:owner/name@train")
     assert message.startswith("owner/name@train: cannot be loaded")
-    assert "save_to_disk('FOLDER') elsewhere, copy the folder here and give datasets:FO" in message
+    assert "give datasets:FOLDER with what save_to_disk wrote elsewhere" in message
     dataset().save_to_disk(tmp_path / "e")
     next((tmp_path / "e").glob("*.arrow")).write_bytes(b"damaged")
     assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/e")

@@ -120,19 +120,16 @@ def _windows(tokens: TokenFile, starts: Sequence[int], block_size: int) -> tuple
 class Examples:
     """Encoded texts with their labels."""
 
-    ids: npt.NDArray[np.int32]
-    """All tokens, example after example."""
-    starts: Indices
-    """(n + 1,): example i is ``ids[starts[i] : starts[i + 1]]``."""
-    labels: Indices
-    """(n,): number of the class."""
+    ids: npt.NDArray[np.int32]  # all tokens, example after example
+    starts: Indices  # (n + 1,): example i is ids[starts[i] : starts[i + 1]]
+    labels: Indices  # (n,): number of the class
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def lengths(self) -> Indices:
-        """(n,): tokens of each example, at least 1."""
+        """(n,): tokens of each example."""
         return np.diff(self.starts)
 
 

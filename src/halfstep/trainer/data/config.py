@@ -104,14 +104,11 @@ class LabelledTexts:
 class LabelledData:
     """Everything a classifier is trained and evaluated on."""
 
-    names: tuple[str, ...]
-    """Names of the classes; a label is a place in here."""
+    names: tuple[str, ...]  # of the classes; a label is a place in here
     train: LabelledTexts
     dev: LabelledTexts
-    sha256: str
-    """64 hexadecimal digits over names, texts and labels, whatever files they came from."""
-    notes: tuple[str, ...]
-    """What a user should know of the data though nothing is wrong: one sentence each."""
+    sha256: str  # over names, texts and labels, whatever files they came from
+    notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
 Template: TypeAlias = Literal["", "plain", "alpaca", "tokenizer"]

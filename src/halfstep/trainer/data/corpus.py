@@ -71,8 +71,7 @@ class TextPiece(NamedTuple):
     """A part of one document, never empty."""
 
     text: str
-    begins: bool
-    """Whether a document starts here."""
+    begins: bool  # whether a document starts here
 
 
 def read_pieces(sources: Iterable[Source], size: int = PIECE_BYTES) -> Iterator[TextPiece]:
@@ -295,8 +294,7 @@ class Corpus:
     """The training or the validation part of a corpus."""
 
     sources: tuple[Source, ...]
-    identity: str
-    """Content hash of the corpus and which part of it this is; equal only for equal text."""
+    identity: str  # content hash, and which part of it this is; equal only for equal text
 
     @property
     def size(self) -> int:
@@ -320,7 +318,7 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedDat
     Calls with the same content find the same files by its hash, whatever the paths are; several
     processes may call this at once.
     """
-    train, validation = _parts(config, progress)
+    train, validation = _parts(config)
     root = cache_root()
     tokenizer = _tokenizer(config.tokenizer, train, root, progress)
     return PreparedData(
@@ -334,11 +332,11 @@ def prepare_one(
     paths: tuple[str, ...], tokenizer: Tokenizer, progress: Progress = no_progress
 ) -> TokenFile:
     """Finds or makes the token file of one whole corpus for a tokenizer that exists."""
-    corpus = _whole(find_sources(paths, "--data"), progress)
+    corpus = _whole(find_sources(paths, "--data"))
     return _token_file(corpus, tokenizer, cache_root(), progress)
 
 
-def _parts(config: DataConfig, progress: Progress) -> tuple[Corpus, Corpus]:
+def _parts(config: DataConfig) -> tuple[Corpus, Corpus]:
     train = find_sources(config.train, "data.train") if config.train else standard_library()
     validation = find_sources(config.validation, "data.validation")
     known = {source.path.resolve() for source in train}
@@ -348,9 +346,9 @@ def _parts(config: DataConfig, progress: Progress) -> tuple[Corpus, Corpus]:
                 f"{source.path}: is in both data.train and data.validation, so the validation loss "
                 f"would say nothing; take it out of one of them"
             )
-    corpus, fraction = _whole(train, progress), config.validation_fraction
+    corpus, fraction = _whole(train), config.validation_fraction
     if validation:
-        return corpus, _whole(validation, progress)
+        return corpus, _whole(validation)
     first, last = split_corpus(train, fraction)
     return (
         Corpus(first, f"{corpus.identity} without its last {fraction!r}"),
@@ -358,8 +356,8 @@ def _parts(config: DataConfig, progress: Progress) -> tuple[Corpus, Corpus]:
     )
 
 
-def _whole(sources: tuple[Source, ...], progress: Progress) -> Corpus:
-    return Corpus(sources, content_sha256(sources, progress))
+def _whole(sources: tuple[Source, ...]) -> Corpus:
+    return Corpus(sources, content_sha256(sources))
 
 
 def _tokenizer(spec: str, corpus: Corpus, root: Path, progress: Progress) -> Tokenizer:

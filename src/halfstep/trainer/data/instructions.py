@@ -67,8 +67,7 @@ class Part(NamedTuple):
 
     text: str
     learned: bool
-    ends: bool = False
-    """Whether the end-of-text id follows; it is learned if the text is."""
+    ends: bool = False  # whether the end-of-text id follows; it is learned if the text is
 
 
 class Document(NamedTuple):
@@ -76,21 +75,16 @@ class Document(NamedTuple):
 
     place: str
     parts: Sequence[Part]
-    words: Sequence[str]
-    """The texts of the record itself, which may hold no control token."""
-    bos: bool
-    """Whether it begins with the tokenizer's bos; chat templates write it themselves."""
+    words: Sequence[str]  # the texts of the record itself, which may hold no control token
+    bos: bool  # whether it begins with the tokenizer's bos; chat templates write it themselves
 
 
 class LMTokenizer(Protocol):
     """The interface of a tokenizer that fine-tuning needs."""
 
-    eos_id: int
-    """The id that ends an answer and a document."""
-    bos_id: int | None
-    """The id that starts a document, unless a chat template wrote it; None for none."""
-    special_tokens: Sequence[str]
-    """Strings that encoding turns into control tokens, and so are not allowed in data."""
+    eos_id: int  # ends an answer and a document
+    bos_id: int | None  # starts a document, unless a chat template wrote it
+    special_tokens: Sequence[str]  # strings that become control tokens, so not allowed in data
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Turns each text into ids by itself, adding none and cutting nothing."""
@@ -98,10 +92,7 @@ class LMTokenizer(Protocol):
     def render_chat(
         self, messages: list[dict[str, str]], add_generation_prompt: bool
     ) -> str | None:
-        """Writes messages in the tokenizer's own template; None if it has none.
-
-        ``add_generation_prompt`` ends with what precedes an answer.
-        """
+        """Writes messages in the tokenizer's own template; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +101,10 @@ class LMData:
 
     train_rows: Rows
     dev_rows: Rows
-    format: str
-    """``alpaca``, ``prompt-completion``, ``text`` or ``chat``."""
-    template: str
-    """``plain``, ``alpaca`` or ``tokenizer``; the prompt of generation needs the same."""
-    sha256: str
-    """64 hexadecimal digits over all rows, so over every choice that made them."""
-    notes: tuple[str, ...]
-    """What a user should know of the data though nothing is wrong: one sentence each."""
+    format: str  # a key of FIELDS
+    template: str  # plain, alpaca or tokenizer; the prompt of generation needs the same
+    sha256: str  # over all rows, so over every choice that made them
+    notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
 def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: int) -> LMData:

@@ -36,21 +36,14 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     texts, labels, places = _read(config.train, config, "train")
     names = config.labels or _sorted(set(labels))
-    why = "data.labels lacks it; add it there, or correct the text's label"
-    train = _numbered(texts, labels, places, names, why)
-    if absent := [name for number, name in enumerate(names) if number not in set(train.labels)]:
+    train = _numbered(texts, labels, places, names)
+    if len(set(train.labels)) < 2:
         raise DataError(
-            f"data.labels: no training text has the label {_shown(absent)}, so that class would "
-            f"never be learned; add texts or remove the name"
-        )
-    if len(names) < 2:
-        raise DataError(
-            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
+            f"data.train: every text has the label {labels[0]!r}; a classifier needs at least two "
             f"classes: add texts of another, or check the column (--label-column)"
         )
     if config.dev:
-        why = "no training text has it; add some, or correct the label"
-        dev = read_known(config.dev, config, names, "dev", why)
+        dev = read_known(config.dev, config, names, "dev")
     else:
         keep, out = stratified_split(train.labels, config.dev_fraction, seed)
         train, dev = _take(train, keep), _take(train, out)
@@ -64,17 +57,10 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
 
 
 def read_known(
-    inputs: tuple[str, ...],
-    config: LabelledConfig,
-    names: tuple[str, ...],
-    role: str,
-    why: str = "the classifier has no such class",
+    inputs: tuple[str, ...], config: LabelledConfig, names: tuple[str, ...], role: str
 ) -> LabelledTexts:
-    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already.
-
-    ``why`` is how the message about an unknown label goes on after the label.
-    """
-    return _numbered(*_read(inputs, config, role), names, why)
+    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already."""
+    return _numbered(*_read(inputs, config, role), names)
 
 
 def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
@@ -156,13 +142,12 @@ def _key(place: str, record: dict[str, Any], what: str, given: str) -> str:
     """Finds the column that was named, else the one with a usual name."""
     usual = [name for name in record if name.strip().casefold() in USUAL[what]]
     found = [name for name in record if name == given] if given else usual
-    if len(found) == 1:
-        return found[0]
-    why = f"no column {given!r}" if given else f"no column that usually holds the {what}"
-    if found:
-        why = f"several columns could hold the {what}"
-    listed = _shown(list(record))
-    raise DataError(f"{place}: {why} (columns here: {listed}); give its name by --{what}-column")
+    if len(found) != 1:
+        raise DataError(
+            f"{place}: {'several columns' if found else 'no column'} could hold the {what} "
+            f"(columns here: {_shown(list(record))}); give its name by --{what}-column"
+        )
+    return found[0]
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -177,7 +162,7 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
 
 
 def _numbered(
-    texts: list[str], labels: list[str], places: dict[str, str], names: tuple[str, ...], why: str
+    texts: list[str], labels: list[str], places: dict[str, str], names: tuple[str, ...]
 ) -> LabelledTexts:
     """Maps labels, which are names or, where no name is an integer, numbers of the classes."""
     numbers = {name: number for number, name in enumerate(names)}
@@ -185,7 +170,10 @@ def _numbered(
         numbers |= {str(number): number for number in range(len(names))}
     for label, place in places.items():
         if label not in numbers:
-            raise DataError(f"{place}: unknown label {label!r}: {why} (allowed: {_shown(names)})")
+            raise DataError(
+                f"{place}: unknown label {label!r} (allowed: {_shown(names)}); correct it, or add "
+                f"it to --labels or to the texts for training"
+            )
     return LabelledTexts(texts, [numbers[label] for label in labels])
 
 

@@ -26,24 +26,18 @@ LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 class Encoded(NamedTuple):
     """A document as tokens."""
 
-    ids: npt.NDArray[np.int32]
-    """Shape (tokens,)."""
-    learned: npt.NDArray[np.bool_]
-    """Shape (tokens,); False at the first."""
+    ids: npt.NDArray[np.int32]  # (tokens,)
+    learned: npt.NDArray[np.bool_]  # (tokens,), False at the first
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of one or several documents, in flat arrays."""
 
-    ids: npt.NDArray[np.int32]
-    """Shape (tokens,)."""
-    targets: npt.NDArray[np.int32]
-    """Shape (tokens,): the next token where that is to be learned, else ``IGNORED``."""
-    starts: Indices
-    """Shape (rows + 1,): where each row begins, and the end of the last."""
-    documents: Indices
-    """Shape (documents + 1,): where each document begins, and the end of the last."""
+    ids: npt.NDArray[np.int32]  # (tokens,)
+    targets: npt.NDArray[np.int32]  # (tokens,): the next token where it is learned, else IGNORED
+    starts: Indices  # (rows + 1,): where each row begins, and the end of the last
+    documents: Indices  # (documents + 1,): where each document begins, and the end of the last
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.token_file import Progress, no_progress
 
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -30,10 +29,8 @@ class Source:
 
     path: Path
     start: int
-    stop: int
-    """The bytes ``start`` to ``stop`` are meant."""
-    seen: tuple[int, int]
-    """Size, and time of the last change, to notice a file that changes while it is read."""
+    stop: int  # the bytes from start to stop are meant
+    seen: tuple[int, int]  # size, and time of the last change
 
     @property
     def size(self) -> int:
@@ -82,17 +79,13 @@ def inspect_file(path: Path) -> Source:
     return Source(path, 0, status.st_size, (status.st_size, status.st_mtime_ns))
 
 
-def content_sha256(sources: Iterable[Source], progress: Progress = no_progress) -> str:
+def content_sha256(sources: Iterable[Source]) -> str:
     """Hashes kind, size and content of the files in order, but not their paths."""
-    sources = tuple(sources)
-    total, done = sum(source.size for source in sources), 0
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{source.kind}:{source.size}:".encode())
         with open(source.path, "rb") as file:
             hashlib.file_digest(file, lambda: digest)
-        done += source.size
-        progress("hash", done, total)
     return digest.hexdigest()
 
 
@@ -127,20 +120,14 @@ Lines: TypeAlias = Iterable[tuple[int, str]]
 """Pairs (line number from 1, line with its line end)."""
 TABLE_SUFFIXES = (".csv", ".tsv")
 HUB_PREFIX = "datasets:"
-USUAL_SPLITS = {
-    "train": ("train",),
-    "dev": ("validation", "dev", "valid", "val"),
-    "test": ("test",),
-}
-"""Names of the split for each role, in order of preference, when the user gives none."""
 
 
 def open_records(given: str, role: str) -> Rows:
     """Opens a ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet`` file, or a named dataset.
 
-    A name is ``datasets:NAME[@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) selects its
-    default split. The first line of a table names the columns. Records are objects by column; of
-    JSON files they may be any value.
+    A name is ``datasets:NAME[@SPLIT]``; ``role`` (``train``, ``dev`` or ``test``) is its split
+    otherwise, where ``dev`` is ``validation``. The first line of a table names the columns. Records
+    are objects by column; of JSON files they may be any value.
     """
     if given.startswith(HUB_PREFIX):
         return read_dataset(given.removeprefix(HUB_PREFIX), role)
@@ -252,31 +239,27 @@ def read_dataset(given: str, role: str) -> Rows:
             f".json, .csv or .tsv file"
         ) from None
     name, _, split = (given, "", "") if os.path.exists(given) else given.partition("@")
+    split = split or {"dev": "validation"}.get(role, role)
     path = Path(name).expanduser()
     try:
-        if path.is_file():
-            found = datasets.load_dataset("parquet", data_files=str(path))
-        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            found = datasets.load_from_disk(str(path))
+        if (path / "dataset_dict.json").exists():
+            table = datasets.load_from_disk(str(path))[split]
+        elif (path / "state.json").exists():
+            table = datasets.load_from_disk(str(path))
+        elif path.is_file():
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train")
         else:
-            found = datasets.load_dataset(str(path) if path.is_dir() else name)
+            table = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
     except Exception as error:  # datasets raises many kinds for network and file errors
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"{given}: cannot be loaded: {why[:300]}; check the name. Without a network, run "
-            f"datasets.load_dataset(...).save_to_disk('FOLDER') elsewhere, copy the folder here "
-            f"and give {HUB_PREFIX}FOLDER"
+            f"{given}: cannot be loaded: {str(error)[:300] or type(error).__name__}; check the "
+            f"name, and the split: {HUB_PREFIX}NAME@SPLIT. Without a network give "
+            f"{HUB_PREFIX}FOLDER with what save_to_disk wrote elsewhere"
         ) from None
-    if isinstance(found, dict):
-        usual = (split,) if split else USUAL_SPLITS[role] if len(found) > 1 else tuple(found)
-        table = next((found[each] for each in usual if each in found), None)
-        if table is None:
-            raise DataError(f"{given}: write one of @{', @'.join(sorted(found))} after it")
-        found = table
-    names = {k: f.names for k, f in found.features.items() if isinstance(f, datasets.ClassLabel)}
+    names = {k: f.names for k, f in table.features.items() if isinstance(f, datasets.ClassLabel)}
     numbers = count(1)
     # Iterating row by row would take a hundred times as long.
-    for batch in found.with_format(None).iter(batch_size=1000):
+    for batch in table.with_format(None).iter(batch_size=1000):
         for column, known in names.items():
             # datasets marks rows without a label by None or -1
             batch[column] = [known[n] if n is not None and n >= 0 else None for n in batch[column]]

@@ -85,19 +85,11 @@ class TokenFile:
     """The tokens of a prepared file."""
 
     path: Path
-    dtype: TokenType
-    """How a token is stored, little-endian."""
-    count: int
-    """Number of tokens, at least 1."""
-    text_bytes: int
-    """UTF-8 bytes of the text they encode, separators of one newline included.
-
-    Bits per byte = nats per token / ln 2 * count / text_bytes.
-    """
-    vocab_size: int
-    """Every token is below it."""
-    sha256: str
-    """SHA-256 of the stored bytes of these tokens, 64 hexadecimal digits."""
+    dtype: TokenType  # little-endian
+    count: int  # tokens, at least 1
+    text_bytes: int  # of the text they encode in UTF-8, separators of one newline included
+    vocab_size: int  # every token is below it
+    sha256: str  # of the stored bytes
 
     def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Reads the ``length`` tokens from each start on; zeros where the tokens end before.
