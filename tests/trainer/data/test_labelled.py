@@ -119,6 +119,7 @@ def test_columns_can_be_named(write):
     [
         ("a.csv", "\n\n", "no texts in"),
         ("a.csv", "text,label\n", "no texts in"),
+        ("a.csv", "text,label,label\na,b,c\n", ":1: two columns are called 'label'"),
         ("a.csv", "text,label\na,b,c\n", ":2: 3 fields where the first line has 2"),
         ("a.csv", "text,label\na,b\n\nc\n", ":4: 1 fields where the first line has 2"),
         ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', ":3: the fields of the row that begins here"),
@@ -159,7 +160,7 @@ def test_what_cannot_be_used_is_refused_with_its_place(write, name, content, say
 
 def test_a_column_that_is_not_there_and_a_missing_file_are_refused(write, tmp_path):
     path = write("a.csv", "text,label\nx,a\n")
-    assert "no column could hold the text (columns here" in refusal(pairs, path, text_column="body")
+    assert "no column 'body' (columns here: 'text'" in refusal(pairs, path, text_column="body")
     assert "no such file" in refusal(pairs, tmp_path / "b.csv")
 
 

@@ -113,11 +113,6 @@ def test_the_last_token_of_a_document_has_no_target_and_padding_is_a_document():
     assert lm_batch(rows, [1, 0], PAD)[0][1].tolist() == [5, 6, 7, 8, 9]
 
 
-def test_no_rows_are_an_empty_batch():
-    rows = pack(documents([[(5, False), (6, True)]]), 5, packing=True)
-    assert [part.shape for part in lm_batch(rows, [], PAD)] == [(0, 0)] * 3
-
-
 def pairs(found):
     """The pairs of each document."""
     return [list(zip(ids.tolist(), learned.tolist(), strict=True)) for ids, learned in found]

@@ -125,12 +125,6 @@ def test_of_two_that_finish_at_once_the_first_stays(tmp_path):
     assert os.listdir(tmp_path) == ["name"]
 
 
-def test_a_disk_that_damages_everything_is_reported(tmp_path):
-    with pytest.raises(DataError, match=r"name: damaged as soon as .* check the disk"):
-        fetch(tmp_path, "name", load=lambda folder: None, build=builder("x"))
-    assert not list(tmp_path.glob(".tmp-*"))
-
-
 def test_a_full_disk_leaves_nothing(tmp_path):
     def build(folder):
         write_tokens(folder, [(np.zeros(50_000, np.uint32), 0)] * 10, vocab_size=256)

@@ -16,6 +16,7 @@ import io
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -252,7 +253,7 @@ def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[l
         yield batch
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of every cache name; increase it when the same input would give different files."""
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
@@ -273,33 +274,17 @@ def standard_library() -> tuple[Source, ...]:
         for name in (path.relative_to(folder) for path in folder.rglob("*.py"))
         if not SKIPPED_FOLDERS.intersection(name.parts[:-1])
     }
-    sources = [inspect_file(path) for _, path in sorted(ranked.items()) if _is_text(path)]
+    sources = []
+    for _, path in sorted(ranked.items()):
+        with suppress(UnicodeDecodeError):
+            if path.read_bytes().decode():
+                sources.append(inspect_file(path))
     if not sources:
         raise DataError(
             f"{folder}: this Python carries no standard library as .py files; name text of your "
             f"own with --data (data.train)"
         )
     return tuple(sources)
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        return bool(path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError:
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The training or the validation part of a corpus."""
-
-    sources: tuple[Source, ...]
-    identity: str  # content hash, and which part of it this is; equal only for equal text
-
-    @property
-    def size(self) -> int:
-        """Bytes of input."""
-        return sum(source.size for source in self.sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,11 +304,10 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedDat
     processes may call this at once.
     """
     train, validation = _parts(config)
-    root = cache_root()
-    tokenizer = _tokenizer(config.tokenizer, train, root, progress)
+    tokenizer = _tokenizer(config.tokenizer, train, progress)
     return PreparedData(
-        train=_token_file(train, tokenizer, root, progress),
-        validation=_token_file(validation, tokenizer, root, progress),
+        train=_token_file(train, tokenizer, progress),
+        validation=_token_file(validation, tokenizer, progress),
         tokenizer=tokenizer,
     )
 
@@ -332,11 +316,10 @@ def prepare_one(
     paths: tuple[str, ...], tokenizer: Tokenizer, progress: Progress = no_progress
 ) -> TokenFile:
     """Finds or makes the token file of one whole corpus for a tokenizer that exists."""
-    corpus = _whole(find_sources(paths, "--data"))
-    return _token_file(corpus, tokenizer, cache_root(), progress)
+    return _token_file(find_sources(paths, "--data"), tokenizer, progress)
 
 
-def _parts(config: DataConfig) -> tuple[Corpus, Corpus]:
+def _parts(config: DataConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
     train = find_sources(config.train, "data.train") if config.train else standard_library()
     validation = find_sources(config.validation, "data.validation")
     known = {source.path.resolve() for source in train}
@@ -346,37 +329,27 @@ def _parts(config: DataConfig) -> tuple[Corpus, Corpus]:
                 f"{source.path}: is in both data.train and data.validation, so the validation loss "
                 f"would say nothing; take it out of one of them"
             )
-    corpus, fraction = _whole(train), config.validation_fraction
-    if validation:
-        return corpus, _whole(validation)
-    first, last = split_corpus(train, fraction)
-    return (
-        Corpus(first, f"{corpus.identity} without its last {fraction!r}"),
-        Corpus(last, f"{corpus.identity} only its last {fraction!r}"),
-    )
+    return (train, validation) if validation else split_corpus(train, config.validation_fraction)
 
 
-def _whole(sources: tuple[Source, ...]) -> Corpus:
-    return Corpus(sources, content_sha256(sources))
-
-
-def _tokenizer(spec: str, corpus: Corpus, root: Path, progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, sources: tuple[Source, ...], progress: Progress) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     size = bpe_size(spec)
     if size is None:
         return load_tokenizer(spec)
-    ids, every = size, -(-corpus.size // SAMPLE_BYTES)
+    ids, total = size, sum(source.size for source in sources)
+    every = -(-total // SAMPLE_BYTES)
 
     def build(folder: Path) -> None:
-        progress("train tokenizer", 0, corpus.size // every)
-        texts = (piece.text for piece in islice(read_pieces(corpus.sources), 0, None, every))
+        progress("train tokenizer", 0, total // every)
+        texts = (piece.text for piece in islice(read_pieces(sources), 0, None, every))
         trained = train_bpe(texts, ids)
-        check_unchanged(corpus.sources)
+        check_unchanged(sources)
         trained.save(folder)
 
-    name = _name("bpe", ids, every * SAMPLE_BYTES, MIN_FREQUENCY, corpus.identity)
-    return fetch(root / "tokenizers", name, load=_cached_tokenizer, build=build)
+    name = _name("bpe", ids, every, MIN_FREQUENCY, content_sha256(sources))
+    return fetch(cache_root() / "tokenizers", name, load=_cached_tokenizer, build=build)
 
 
 def _cached_tokenizer(folder: Path) -> Tokenizer | None:
@@ -386,16 +359,16 @@ def _cached_tokenizer(folder: Path) -> Tokenizer | None:
         return None
 
 
-def _token_file(corpus: Corpus, tokenizer: Tokenizer, root: Path, progress: Progress) -> TokenFile:
+def _token_file(sources: tuple[Source, ...], tokenizer: Tokenizer, progress: Progress) -> TokenFile:
     def build(folder: Path) -> None:
-        stream = encode_pieces(read_pieces(corpus.sources), tokenizer, corpus.size, progress)
+        total = sum(source.size for source in sources)
+        stream = encode_pieces(read_pieces(sources), tokenizer, total, progress)
         if write_tokens(folder, stream, vocab_size=tokenizer.vocab_size) == 0:
-            path = corpus.sources[0].path
-            raise DataError(f"{path}: there is no text here, only empty documents; add some")
-        check_unchanged(corpus.sources)
+            raise DataError(f"{sources[0].path}: there is no text here, only empty documents")
+        check_unchanged(sources)
 
-    name = _name("tokens", tokenizer.fingerprint, corpus.identity)
-    return fetch(root / "tokens", name, load=load_tokens, build=build)
+    name = _name("tokens", tokenizer.fingerprint, content_sha256(sources))
+    return fetch(cache_root() / "tokens", name, load=load_tokens, build=build)
 
 
 def _name(*parts: object) -> str:

@@ -143,9 +143,11 @@ def _key(place: str, record: dict[str, Any], what: str, given: str) -> str:
     usual = [name for name in record if name.strip().casefold() in USUAL[what]]
     found = [name for name in record if name == given] if given else usual
     if len(found) != 1:
+        why = f"{'several columns' if found else 'no column'} could hold the {what}"
+        why = f"no column {given!r}" if given else why
+        listed = _shown(list(record))
         raise DataError(
-            f"{place}: {'several columns' if found else 'no column'} could hold the {what} "
-            f"(columns here: {_shown(list(record))}); give its name by --{what}-column"
+            f"{place}: {why} (columns here: {listed}); give its name by --{what}-column"
         )
     return found[0]
 

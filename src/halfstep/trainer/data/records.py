@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -79,13 +80,16 @@ def inspect_file(path: Path) -> Source:
     return Source(path, 0, status.st_size, (status.st_size, status.st_mtime_ns))
 
 
-def content_sha256(sources: Iterable[Source]) -> str:
-    """Hashes kind, size and content of the files in order, but not their paths."""
+@lru_cache(maxsize=2)
+def content_sha256(sources: tuple[Source, ...]) -> str:
+    """Hashes kind, size and content of the parts in order, but not their paths."""
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{source.kind}:{source.size}:".encode())
         with open(source.path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)
+            file.seek(source.start)
+            while chunk := file.read(min(1 << 20, source.stop - file.tell())):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -215,6 +219,8 @@ def _table(path: Path, separator: str) -> Rows:
             return
         if row and not names:
             names = row
+            if twice := [name for name in names if name and names.count(name) > 1]:
+                raise DataError(f"{place}: two columns are called {twice[0]!r}; rename one")
         elif row and len(row) != len(names):
             raise DataError(
                 f"{place}: {len(row)} fields where the first line has {len(names)}; put quotes "
