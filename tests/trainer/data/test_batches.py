@@ -23,7 +23,7 @@ from halfstep.trainer.data.token_file import TokenFile
 def token_file(path, ids, dtype="uint16"):
     path.write_bytes(np.array(ids).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     return TokenFile(
-        path=path, dtype=dtype, count=len(ids), text_bytes=1, vocab_size=2**32, sha256="",
+        path=path, dtype=dtype, count=len(ids), text_bytes=1, sha256="",
     )  # fmt: skip
 
 

@@ -53,7 +53,9 @@ def test_records_become_rows_and_notes(write):
     assert (len(data.train_rows), len(data.dev_rows)) == (36, 4)
     learned = answers(data.train_rows) + answers(data.dev_rows)
     assert sorted(learned) == sorted(f"{2 * n}</s>" for n in range(40))
-    assert data.train_rows.learned_tokens == sum(len(a) - 3 for a in answers(data.train_rows))
+    packed = read(write("q.jsonl", SUMS)).train_rows
+    assert sorted(documents(packed)) == sorted(documents(data.train_rows))
+    assert len(packed) < len(data.train_rows)
     text = documents(data.train_rows)[0]
     assert text.startswith("Below is an instruction that describes a task. Write")
     assert text.endswith("</s>")
@@ -116,15 +118,6 @@ def test_batches_of_text_change_nothing(write, monkeypatch):
     for size in (1, 2, 5):
         monkeypatch.setattr("halfstep.trainer.data.corpus.BATCH_CHARACTERS", size)
         assert read(path, [path], ChatLetters()).sha256 == whole.sha256
-
-
-def test_packing_learns_the_same_in_fewer_rows(write):
-    path = write("q.jsonl", SUMS)
-    alone, packed = read(path, packing=False), read(path)
-    assert len(packed.train_rows) < len(alone.train_rows)
-    assert packed.train_rows.learned_tokens == alone.train_rows.learned_tokens
-    assert sorted(documents(packed.train_rows)) == sorted(documents(alone.train_rows))
-    assert packed.train_rows.lengths.max() <= 400
 
 
 def test_the_seed_draws_what_is_held_out(write):
@@ -235,8 +228,6 @@ def test_what_is_cut_or_left_out_is_told(write):
         ("a.jsonl", "\n", "holds no record"),
         ("a.jsonl", json.dumps(SUMS[0]), "1 document is too few to hold some out"),
         ("a.jsonl", '{"text": "x"}\n{"text": "x"\n', r"a\.jsonl:2: not JSON: .* at column 13"),
-        ("a.json", '[{"text": "x"}] 5', r"a\.json:1: not JSON: Extra data"),
-        ("a.csv", "prompt,completion\nx\n", r"a\.csv:2: 1 fields where the first line has 2"),
         ("a.txt", b"ab\xff" * 9, r"a\.txt: not UTF-8: byte 0xff at byte offset 2"),
     ],
 )

@@ -118,12 +118,10 @@ def test_columns_can_be_named(write):
     ("name", "content", "says"),
     [
         ("a.csv", "\n\n", "no texts in"),
-        ("a.csv", "text,label\n", "no texts in"),
         ("a.csv", "text,label,label\na,b,c\n", ":1: two columns are called 'label'"),
         ("a.csv", "text,label\na,b,c\n", ":2: 3 fields where the first line has 2"),
         ("a.csv", "text,label\na,b\n\nc\n", ":4: 1 fields where the first line has 2"),
         ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', ":3: the fields of the row that begins here"),
-        ("a.tsv", 'text\tlabel\n"Hi," he said.\tb\n', ":2: the fields of the row"),
         ("a.csv", "text,label\rx,y\r", ":1: the fields of the row that begins here cannot"),
         ("a.csv", b"text,label\nx,y\n\xe9t\xe9,y\n", ":3: not UTF-8: byte 0xe9 at byte offset 0"),
         ("a.csv", "x,y\nz,w\n", ":2: no column could hold the text (columns here: 'x', 'y')"),
@@ -132,16 +130,13 @@ def test_columns_can_be_named(write):
         ("a.csv", "text,label\nx,a\n ,b\n\t,a\n,a\n", ":3: the text must be a string, got an emp"),
         ("a.csv", "text,label\nx,a\ny, \n", ":3: the label must be a string or an integer, got"),
         ("a.jsonl", '{"text": "x", "label": "a"}\n[1]\n', ":2: a JSON list, not an object"),
-        ("a.jsonl", '{"text": "x", "label": "a"}\n{"text"\n', ":2: not JSON"),
         ("a.jsonl", '{"text": "x", "label": ' + "9" * 5000 + "}\n", ":1: not usable JSON"),
         ("a.jsonl", '{"text": "x", "label": "a"}\n{"text": "y"}\n', ":2: no field 'label', which"),
         ("a.jsonl", '{"text": 3, "label": "a"}\n', ":1: the text must be a string, got int"),
         ("a.jsonl", '\n{"text": "x", "label": 1.0}\n', ":2: the label must be a string or an int"),
-        ("a.jsonl", '{"text": "x", "label": null}\n', "got NoneType"),
         ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: not usable JSON"),
         ("a.jsonl", '{"text": "x", "label": "\\uDC00"}\n', "surrogates not allowed"),
         ("a.json", '"x"', "must hold a JSON list"),
-        ("a.json", "[]", "no texts in"),
         ("a.json", '[["x", "a"], "y"]', ': item 2: write [["text", "label"], ...] or'),
         ("a.json", '[["x", "a"], ["y"]]', ": item 2: no field 'label', which the first"),
         ("a.json", '[["x", "a", 1]]', ': item 1: write [["text", "label"]'),
@@ -162,14 +157,6 @@ def test_a_column_that_is_not_there_and_a_missing_file_are_refused(write, tmp_pa
     path = write("a.csv", "text,label\nx,a\n")
     assert "no column 'body' (columns here: 'text'" in refusal(pairs, path, text_column="body")
     assert "no such file" in refusal(pairs, tmp_path / "b.csv")
-
-
-def test_a_field_beyond_the_limit_of_csv_is_refused_not_cut(write):
-    limit = csv.field_size_limit()
-    fits = write("a.csv", f'text,label\n"{"x" * limit}",a\n')
-    assert len(pairs(fits)[0][0]) == limit
-    path = write("b.csv", f'text,label\n"{"x" * (limit + 1)}",a\n')
-    assert "field larger than field limit" in refusal(pairs, path)
 
 
 def test_only_a_line_feed_ends_a_line(write):
@@ -208,8 +195,6 @@ def test_a_stream_is_lines_or_objects(content):
         ('{"text": "x"}\ny\n', "standard input:2: not JSON"),
         (("a.txt", "text\n\ny\n"), "a.txt:2: the text must be a string, got an empty one"),
         (("a.txt", b"x\n\xff\n"), "a.txt:2: not UTF-8"),
-        (("a.csv", "text,b\nx,1\n ,1\n"), "a.csv:3: the text must be a string"),
-        (("a.png", "x"), "not from .png"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_its_line(write, source, says):

@@ -93,13 +93,6 @@ def test_bins_are_those_of_best_fit_decreasing(lengths, capacity):
     assert best_fit_decreasing(lengths, capacity) == naive_best_fit(lengths, capacity)
 
 
-def test_a_case_by_hand():
-    # 6 leaves 4, filled by 4; 5 leaves 5, 3 then 2 fill it; 3 opens a third.
-    assert best_fit_decreasing([3, 5, 6, 4, 2, 3], 10) == [[2, 3], [1, 0, 4], [5]]
-    # Of two bins with as much room, the one that came to it last is filled.
-    assert best_fit_decreasing([6, 6, 4], 10) == [[0], [1, 2]]
-
-
 def test_the_last_token_of_a_document_has_no_target_and_padding_is_a_document():
     parts = [[(5, False), (6, True), (7, True)], [(8, False), (9, True)], [(4, False), (3, True)]]
     rows = pack(documents(parts), 5, packing=True)

@@ -316,12 +316,12 @@ def prepare_one(
     paths: tuple[str, ...], tokenizer: Tokenizer, progress: Progress = no_progress
 ) -> TokenFile:
     """Finds or makes the token file of one whole corpus for a tokenizer that exists."""
-    return _token_file(find_sources(paths, "--data"), tokenizer, progress)
+    return _token_file(find_sources(paths), tokenizer, progress)
 
 
 def _parts(config: DataConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    train = find_sources(config.train, "data.train") if config.train else standard_library()
-    validation = find_sources(config.validation, "data.validation")
+    train = find_sources(config.train) if config.train else standard_library()
+    validation = find_sources(config.validation)
     known = {source.path.resolve() for source in train}
     for source in validation:
         if source.path.resolve() in known:

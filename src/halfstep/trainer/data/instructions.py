@@ -114,8 +114,8 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
-    train_inputs = find_inputs(config.train, "data.train")
-    dev_inputs = find_inputs(config.dev, "data.dev")
+    train_inputs = find_inputs(config.train)
+    dev_inputs = find_inputs(config.dev)
     if not dev_inputs and len(train_inputs) == 1 and isinstance(train_inputs[0], Source):
         # no other documents to draw from
         train_inputs, dev_inputs = split_corpus((train_inputs[0],), config.dev_fraction)
@@ -217,14 +217,14 @@ def encode_documents(
     return found
 
 
-def find_inputs(paths: tuple[str, ...], field: str) -> tuple[Input, ...]:
+def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
     """Lists what paths, folders and names of datasets stand for, in the order given."""
     found: list[Input] = []
     for given in paths:
         if given.startswith(HUB_PREFIX):
             found.append(given)
             continue
-        for source in find_sources((given,), field):
+        for source in find_sources((given,)):
             records = source.path.suffix.lower() in READERS
             found.append(str(source.path) if records else source)
     return tuple(found)

@@ -44,11 +44,8 @@ class Source:
         return "jsonl" if self.path.suffix.lower() == ".jsonl" else "text"
 
 
-def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
-    """Lists the files that paths and folders stand for, in the order given.
-
-    ``field`` is what messages call the paths, such as ``data.train``.
-    """
+def find_sources(paths: tuple[str, ...]) -> tuple[Source, ...]:
+    """Lists the files that paths and folders stand for, in the order given."""
     found: list[Source] = []
     for given in paths:
         path = Path(given).expanduser()
@@ -56,7 +53,7 @@ def find_sources(paths: tuple[str, ...], field: str) -> tuple[Source, ...]:
         sources = [source for source in sources if source.size > 0]
         if not sources:
             raise DataError(
-                f"{path}: there is no text for {field} in it (of a folder, files that end in "
+                f"{path}: there is no text in it (of a folder, files that end in "
                 f"{', '.join(FOLDER_SUFFIXES)} are read, at any depth); name other files"
             )
         found += sources

@@ -88,7 +88,6 @@ class TokenFile:
     dtype: TokenType  # little-endian
     count: int  # tokens, at least 1
     text_bytes: int  # of the text they encode in UTF-8, separators of one newline included
-    vocab_size: int  # every token is below it
     sha256: str  # of the stored bytes
 
     def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
@@ -136,7 +135,6 @@ def write_tokens(folder: Path, stream: Iterable[tuple[Ids, int]], *, vocab_size:
         "dtype": dtype,
         "count": count,
         "text_bytes": text_bytes,
-        "vocab_size": vocab_size,
         "sha256": digest.hexdigest(),
     }
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
