@@ -279,5 +279,5 @@ def test_a_prompt_for_generation_has_the_ids_of_training(write, template):
         found.add(own)
     assert len(found) == len(rows) == 3  # of 4, one is held out
     assert prompt_ids("", tokenizer, "plain") == [BOS]
-    with pytest.raises(DataError, match=r"the prompt: a text holds '</s>'.* control token"):
+    with pytest.raises(DataError, match=r"a text holds '</s>'.* control token"):
         prompt_ids("a</s>", tokenizer, template)

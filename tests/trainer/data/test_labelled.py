@@ -31,8 +31,8 @@ PAIRS = [
 
 def pairs(*paths, **fields):
     inputs = tuple(map(str, paths))
-    texts, labels, _ = _read(inputs, LabelledConfig(train=inputs, **fields), "train")
-    return list(zip(texts, labels, strict=True))
+    found = _read(inputs, LabelledConfig(train=inputs, **fields), "train")
+    return [(text, label) for _, text, label in found]
 
 
 def refusal(read, *given, **fields):

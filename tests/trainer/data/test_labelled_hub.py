@@ -32,8 +32,8 @@ def dataset(numbers=NUMBERS, texts=TEXTS):
 
 
 def read(given, role="train"):
-    texts, labels, _ = _read((given,), LabelledConfig(train=(given,)), role)
-    return list(zip(texts, labels, strict=True))
+    found = _read((given,), LabelledConfig(train=(given,)), role)
+    return [(text, label) for _, text, label in found]
 
 
 def refusal(given, role="train"):

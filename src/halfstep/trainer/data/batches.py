@@ -43,6 +43,11 @@ def permutation(purpose: str, seed: int, number: int, count: int) -> Indices:
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
 
 
+def held_out(total: int, fraction: float) -> int:
+    """Rounds a share of ``total`` units so that, of at least two, neither part is empty."""
+    return max(1, min(round(total * fraction), total - 1))
+
+
 def batch(
     tokens: TokenFile, *, seed: int, step: int, sequences: range, block_size: int
 ) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import numpy as np
 
 from halfstep.errors import DataError
+from halfstep.trainer.data.batches import held_out
 from halfstep.trainer.data.config import DataConfig, bpe_size
 from halfstep.trainer.data.records import (
     Source,
@@ -177,11 +178,6 @@ def split_corpus(
             f"validation; add text or give data.validation"
         )
     return train, validation
-
-
-def held_out(total: int, fraction: float) -> int:
-    """Rounds a share of ``total`` units so that, of at least two, neither part is empty."""
-    return max(1, min(round(total * fraction), total - 1))
 
 
 def _text_cut(source: Source, place: int, *, may_be_start: bool) -> int:

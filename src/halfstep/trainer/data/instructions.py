@@ -13,18 +13,17 @@ answer in training is, id by id, what generation will give it. (Tokenised togeth
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import permutation
+from halfstep.trainer.data.batches import held_out, permutation
 from halfstep.trainer.data.config import InstructionsConfig
-from halfstep.trainer.data.corpus import held_out, in_batches, read_pieces, split_corpus
+from halfstep.trainer.data.corpus import in_batches, read_pieces, split_corpus
 from halfstep.trainer.data.packing import Encoded, Rows, fit, pack
 from halfstep.trainer.data.records import HUB_PREFIX, READERS, Source, find_sources, open_records
 
@@ -67,16 +66,11 @@ class Part(NamedTuple):
 
     text: str
     learned: bool
+    begins: bool = False  # whether the tokenizer's bos precedes; chat templates write it themselves
     ends: bool = False  # whether the end-of-text id follows; it is learned if the text is
 
 
-class Document(NamedTuple):
-    """A record written out, and its place in the input: ``file:line`` or ``dataset: row N``."""
-
-    place: str
-    parts: Sequence[Part]
-    words: Sequence[str]  # the texts of the record itself, which may hold no control token
-    bos: bool  # whether it begins with the tokenizer's bos; chat templates write it themselves
+Document: TypeAlias = list[Part]
 
 
 class LMTokenizer(Protocol):
@@ -156,8 +150,8 @@ def prompt_ids(prompt: str, tokenizer: LMTokenizer, template: str) -> list[int]:
     After them the model writes its answer, up to ``eos_id`` (or the chat template's own end-of-turn
     token). ``template`` is ``LMData.template`` of the training.
     """
-    parts = pair_parts(prompt, "", None, template, tokenizer.render_chat)
-    document = Document("the prompt", parts, [prompt], template != TOKENIZER)
+    _refuse_control([prompt], tokenizer)
+    document = pair_parts(prompt, "", None, template, tokenizer)
     ids: list[int] = encode_documents([document], tokenizer, mask_prompt=True)[0].ids.tolist()
     return ids
 
@@ -185,36 +179,37 @@ def encode_documents(
     documents: Iterable[Document], tokenizer: LMTokenizer, *, mask_prompt: bool
 ) -> list[Encoded]:
     """Encodes documents; with the mask only answers are learned."""
-    words = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-
-    def parts() -> Iterator[tuple[Document, int, Part]]:
-        for document in documents:
-            for control in filter(None, map(special.search, document.words)):
-                raise DataError(
-                    f"{document.place}: a text holds {control[0]!r}, which the tokenizer would "
-                    f"turn into a control token; remove it (documents are separated by files or "
-                    f"records)"
-                )
-            for number, part in enumerate(document.parts, 1):
-                yield document, number, part
-
+    parts = (
+        (part, number == len(document))
+        for document in documents
+        for number, part in enumerate(document, 1)
+    )
     found: list[Encoded] = []
     ids, learned = array("i"), bytearray()
-    for batch in in_batches(parts(), lambda item: len(item[2].text)):
-        encoded = tokenizer.encode_batch([part.text for _, _, part in batch])
-        for (document, number, part), tokens in zip(batch, encoded, strict=True):
-            if number == 1 and document.bos and tokenizer.bos_id is not None:
+    for batch in in_batches(parts, lambda item: len(item[0].text)):
+        encoded = tokenizer.encode_batch([part.text for part, _ in batch])
+        for (part, last), tokens in zip(batch, encoded, strict=True):
+            if part.begins and tokenizer.bos_id is not None:
                 tokens = [tokenizer.bos_id, *tokens]
             if part.ends:
                 tokens = [*tokens, tokenizer.eos_id]
             ids.extend(tokens)
             learned.extend(bytes([part.learned or not mask_prompt]) * len(tokens))
-            if number == len(document.parts):
+            if last:
                 found.append(Encoded(np.array(ids, np.int32), np.array(learned, np.bool_)))
                 found[-1].learned[:1] = False
                 ids, learned = array("i"), bytearray()
     return found
+
+
+def _refuse_control(texts: Iterable[str], tokenizer: LMTokenizer) -> None:
+    """Refuses what the tokenizer would turn into a control token, such as the end of a text."""
+    found = [word for text in texts for word in tokenizer.special_tokens if word and word in text]
+    if found:
+        raise DataError(
+            f"a text holds {max(found, key=len)!r}, which the tokenizer would turn into a control "
+            f"token; remove it (documents are separated by files or records)"
+        )
 
 
 def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
@@ -236,25 +231,30 @@ class _Writer:
     def __init__(self, template: str, tokenizer: LMTokenizer) -> None:
         self.format = self.origin = ""  # until the first record is read
         self.template = template
-        self._render = tokenizer.render_chat
+        self._tokenizer = tokenizer
 
     def documents(self, inputs: Iterable[Input], role: str) -> Iterator[Document]:
         """Yields documents; ``role``, ``train`` or ``dev``, is for the usual split of a dataset."""
         for given in inputs:
+            records: Iterable[tuple[str, Any]]
             if isinstance(given, Source):
-                place = f"{given.path}:1"
-                self._take_format(TEXT, place)
-                if pieces := [piece.text for piece in read_pieces([given])]:
-                    yield _text(place, pieces)
-                continue
-            for place, record in open_records(given, role):
+                text = tuple(piece.text for piece in read_pieces([given]))
+                records = [(f"{given.path}:1", text)]
+            else:
+                records = open_records(given, role)
+            for place, record in records:
                 try:
                     document = self._document(record, place)
                 except DataError as error:
                     raise DataError(f"{place}: {error}") from None
-                yield document
+                if document:
+                    yield document
 
     def _document(self, record: Any, place: str) -> Document:
+        """Writes a record out; a tuple holds the pieces of a text file."""
+        if isinstance(record, tuple):
+            self._take_format(TEXT, place)
+            return self._text(record)
         if not isinstance(record, dict):
             raise DataError(f"a JSON {type(record).__name__}, not an object; write {{...}}")
         record = {key: value for key, value in record.items() if value is not None}
@@ -266,18 +266,23 @@ class _Writer:
         self._take_format(format, place)
         if format == CHAT:
             messages = _messages(record["messages"])
-            words = [message["content"] for message in messages]
-            return Document(place, chat_parts(messages, self._render), words, bos=False)
+            _refuse_control([message["content"] for message in messages], self._tokenizer)
+            return chat_parts(messages, self._tokenizer)
         values = [record[field] for field in FIELDS[format]]
         context = record.get("input", "") if format == ALPACA else ""
         for field, value in zip((*FIELDS[format], "input"), (*values, context), strict=True):
             if not isinstance(value, str) or not (value.strip() or field == "input"):
                 raise DataError(f'"{field}" must be a text that is not empty, got {value!r:.50}')
         if format == TEXT:
-            return _text(place, values)
+            return self._text(values)
+        _refuse_control([*values, context], self._tokenizer)
         prompt, answer = values
-        parts = pair_parts(prompt, context, answer, self.template, self._render)
-        return Document(place, parts, [prompt, context, answer], self.template != TOKENIZER)
+        return pair_parts(prompt, context, answer, self.template, self._tokenizer)
+
+    def _text(self, pieces: Sequence[str]) -> Document:
+        _refuse_control(pieces, self._tokenizer)
+        last = len(pieces) - 1
+        return [Part(piece, True, n == 0, n == last) for n, piece in enumerate(pieces)]
 
     def _take_format(self, format: str, place: str) -> None:
         if not self.format:
@@ -295,14 +300,7 @@ class _Writer:
             )
 
 
-def _text(place: str, pieces: Sequence[str]) -> Document:
-    parts = [Part(piece, True) for piece in pieces]
-    return Document(place, [*parts[:-1], parts[-1]._replace(ends=True)], pieces, bos=True)
-
-
 Messages: TypeAlias = list[dict[str, str]]
-RenderChat: TypeAlias = Callable[[Messages, bool], str | None]
-"""(messages, add_generation_prompt) to text, or None where the tokenizer has no chat template."""
 
 
 def _messages(value: Any) -> Messages:
@@ -324,22 +322,23 @@ def _messages(value: Any) -> Messages:
 
 
 def pair_parts(
-    prompt: str, context: str, answer: str | None, template: str, render: RenderChat
+    prompt: str, context: str, answer: str | None, template: str, tokenizer: LMTokenizer
 ) -> list[Part]:
     """Writes out a prompt and its answer; without an answer, the parts that precede one."""
     question = f"{prompt}\n\n{context}" if context else prompt
     if template == TOKENIZER:
         messages = [{"role": "user", "content": question}]
         if answer is None:
-            return [Part(_render(messages, True, render), False)]
-        return chat_parts([*messages, {"role": "assistant", "content": answer}], render)
+            return [Part(_render(messages, True, tokenizer), False)]
+        return chat_parts([*messages, {"role": "assistant", "content": answer}], tokenizer)
     if template == ALPACA:
         words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
         question = words.format(prompt=prompt, context=context)
-    return [Part(question, False), *([] if answer is None else [Part(answer, True, ends=True)])]
+    asked = Part(question, False, begins=True)
+    return [asked] if answer is None else [asked, Part(answer, True, ends=True)]
 
 
-def chat_parts(messages: Messages, render: RenderChat) -> list[Part]:
+def chat_parts(messages: Messages, tokenizer: LMTokenizer) -> list[Part]:
     """Finds the answers in what the tokenizer's chat template writes.
 
     For each answer: ``before`` is the text of the turns before it with the generation prompt,
@@ -352,8 +351,8 @@ def chat_parts(messages: Messages, render: RenderChat) -> list[Part]:
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(messages[:number], True, render)
-        after = _render(messages[: number + 1], False, render)
+        before = _render(messages[:number], True, tokenizer)
+        after = _render(messages[: number + 1], False, tokenizer)
         # Blanks after the end-of-turn token belong to what follows.
         answer, content = after.removeprefix(before).rstrip(), message["content"].strip()
         if not (before.startswith(done) and after.startswith(before) and content in answer):
@@ -372,8 +371,8 @@ def chat_parts(messages: Messages, render: RenderChat) -> list[Part]:
     return parts
 
 
-def _render(messages: Messages, prompt: bool, render: RenderChat) -> str:
-    text = render(messages, prompt)
+def _render(messages: Messages, prompt: bool, tokenizer: LMTokenizer) -> str:
+    text = tokenizer.render_chat(messages, prompt)
     if text is None:
         raise DataError(
             "the tokenizer has no chat template; take the model's chat version, or write "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import Indices, permutation
+from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.corpus import held_out
 from halfstep.trainer.data.records import Lines, Rows, open_records, parse_objects, read_lines
 
 USUAL = {
@@ -34,13 +32,13 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
-    texts, labels, places = _read(config.train, config, "train")
-    names = config.labels or _sorted(set(labels))
-    train = _numbered(texts, labels, places, names)
+    found = _read(config.train, config, "train")
+    names = config.labels or _sorted({label for _, _, label in found})
+    train = _numbered(found, names)
     if len(set(train.labels)) < 2:
         raise DataError(
-            f"data.train: every text has the label {labels[0]!r}; a classifier needs at least two "
-            f"classes: add texts of another, or check the column (--label-column)"
+            f"data.train: every text has the label {found[0][2]!r}; a classifier needs at least "
+            f"two classes: add texts of another, or check the column (--label-column)"
         )
     if config.dev:
         dev = read_known(config.dev, config, names, "dev")
@@ -60,7 +58,7 @@ def read_known(
     inputs: tuple[str, ...], config: LabelledConfig, names: tuple[str, ...], role: str
 ) -> LabelledTexts:
     """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already."""
-    return _numbered(*_read(inputs, config, role), names)
+    return _numbered(_read(inputs, config, role), names)
 
 
 def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
@@ -85,21 +83,17 @@ def _plain(lines: Lines, name: str) -> Rows:
         yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
 
 
-def _read(
-    inputs: tuple[str, ...], config: LabelledConfig, role: str
-) -> tuple[list[str], list[str], dict[str, str]]:
-    """Reads all inputs: texts, names of their labels, and where each label first occurs."""
+def _read(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> list[tuple[str, str, str]]:
+    """Reads (place, text, name of the label) of all inputs."""
     columns = {"text": config.text_column, "label": config.label_column}
-    texts, labels, places = list[str](), list[str](), dict[str, str]()
-    for given in inputs:
-        for place, (text, value) in _values(open_records(given, role), columns):
-            label = sys.intern(_label(value, place))  # one object for all texts of a class
-            places.setdefault(label, place)
-            texts.append(_text(text, place))
-            labels.append(label)
-    if not texts:
+    found = [
+        (place, _text(text, place), _label(value, place))
+        for given in inputs
+        for place, (text, value) in _values(open_records(given, role), columns)
+    ]
+    if not found:
         raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
-    return texts, labels, places
+    return found
 
 
 def _text(text: object, place: str) -> str:
@@ -163,20 +157,18 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _numbered(
-    texts: list[str], labels: list[str], places: dict[str, str], names: tuple[str, ...]
-) -> LabelledTexts:
+def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> LabelledTexts:
     """Maps labels, which are names or, where no name is an integer, numbers of the classes."""
     numbers = {name: number for number, name in enumerate(names)}
     if not any(map(_INTEGER.fullmatch, names)):
         numbers |= {str(number): number for number in range(len(names))}
-    for label, place in places.items():
+    for place, _, label in found:
         if label not in numbers:
             raise DataError(
                 f"{place}: unknown label {label!r} (allowed: {_shown(names)}); correct it, or add "
                 f"it to --labels or to the texts for training"
             )
-    return LabelledTexts(texts, [numbers[label] for label in labels])
+    return LabelledTexts([text for _, text, _ in found], [numbers[label] for _, _, label in found])
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:

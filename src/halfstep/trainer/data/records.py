@@ -202,29 +202,27 @@ def _table(path: Path, separator: str) -> Rows:
     """
     # Without strict, a quote that is never closed would swallow the rest of the file.
     reader = csv.reader((line for _, line in read_lines(path)), delimiter=separator, strict=True)
-    names: list[str] = []
-    while True:
-        place = f"{path}:{reader.line_num + 1}"
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise DataError(
-                f"{place}: the fields of the row that begins here cannot be told apart: {error}; "
-                f'close every quote, write quotes within a quoted field twice (""), or use .jsonl'
-            ) from None
-        if row is None:
-            return
-        if row and not names:
-            names = row
-            if twice := [name for name in names if name and names.count(name) > 1]:
-                raise DataError(f"{place}: two columns are called {twice[0]!r}; rename one")
-        elif row and len(row) != len(names):
-            raise DataError(
-                f"{place}: {len(row)} fields where the first line has {len(names)}; put quotes "
-                f"around a field that holds the separator or a line end"
-            )
-        elif row:
-            yield place, dict(zip(names, row, strict=True))
+    begin, names = 1, list[str]()
+    try:
+        for row in reader:
+            place, begin = f"{path}:{begin}", reader.line_num + 1
+            if row and not names:
+                names = row
+                if twice := [name for name in names if name and names.count(name) > 1]:
+                    raise DataError(f"{place}: two columns are called {twice[0]!r}; rename one")
+            elif row and len(row) != len(names):
+                raise DataError(
+                    f"{place}: {len(row)} fields where the first line has {len(names)}; put quotes "
+                    f"around a field that holds the separator or a line end"
+                )
+            elif row:
+                yield place, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise DataError(
+            f"{path}:{begin}: the fields of the row that begins here cannot be told apart: "
+            f'{error}; close every quote, write quotes within a quoted field twice (""), or use '
+            f".jsonl"
+        ) from None
 
 
 def read_dataset(given: str, role: str) -> Rows:
