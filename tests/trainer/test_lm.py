@@ -606,7 +606,7 @@ BAD = {
     "no model": ({"model__source": ""}, ConfigError, "name a model to tune by --model"),
     "positions": ({"data__max_length": 161}, ConfigError,
                   r"data.max_length=161 is over the 160 positions .*lower --max-length"),
-    "nothing to learn": ({"data__max_length": 20}, DataError, "no document of 48 is left"),
+    "nothing to learn": ({"data__max_length": 20}, DataError, "no document of 48 has a token"),
     "measure": ({"run__best_by": "accuracy"}, ConfigError, "best_by=accuracy is for classifiers"),
     "target": ({"model__lora_targets": ["nose"]}, ConfigError, "no layer has the target"),
     "rank": ({"model__lora_r": -1}, ConfigError, "model.lora_r=-1; allowed"),
