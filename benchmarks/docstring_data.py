@@ -33,10 +33,10 @@ class Labelled:
     file: str
 
 
-def docstrings(folder: Path | None = None) -> list[Labelled]:
+def docstrings() -> list[Labelled]:
     """All of the largest packages, in an order that depends on nothing but the files."""
-    root = folder or Path(sysconfig.get_path("stdlib"))
-    names = {s.path: s.path.relative_to(root).as_posix() for s in standard_library(root)}
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {s.path: s.path.relative_to(root).as_posix() for s in standard_library()}
     nested = {path: name for path, name in names.items() if "/" in name}
     files = {name: _of_file(path) for path, name in sorted(nested.items(), key=lambda f: f[1])}
     size, many = Counter(), Counter()

@@ -40,12 +40,13 @@ POLICIES = ("fp32", "bf16-mixed", "bf16-split")
 def words(folder: Path, run: str, policy: str, steps: int) -> list[str]:
     """The command's words; it prepares the data of ``folder`` once."""
     text = folder / "text.txt"
+    os.environ["HALFSTEP_CACHE"] = str(folder / "cache")
     if not text.exists():
         draw = random.Random(0)  # nothing to learn, as for the bare loop, whose numbers stay alike
         text.write_text("".join(draw.choices(string.printable, k=500_000)), encoding="utf-8")
     options = SHAPE | {
         "data": text, "output-dir": folder / run, "precision": policy, "tokenizer": "bytes",
-        "cache-dir": folder / "cache", "max-steps": steps, "eval-every": steps, "save-every": 0,
+        "max-steps": steps, "eval-every": steps, "save-every": 0,
         "eval-batches": 1, "learning-rate": RATE, "seed": 0,
     }  # fmt: skip
     return ["train", "--quiet", *(f"--{name}={value}" for name, value in options.items())]

@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data import records
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import _read, read_labelled
 
@@ -16,6 +14,7 @@ datasets = pytest.importorskip("datasets")
 TEXTS = [f"text {i}" for i in range(8)]
 NUMBERS = [0, 1, 1, 0, 1, 0, 0, 1]
 NAMES = ["ham", "spam"]
+EXPECTED = list(zip(TEXTS, [NAMES[n] for n in NUMBERS], strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -32,42 +31,34 @@ def dataset(numbers=NUMBERS, texts=TEXTS):
     return datasets.Dataset.from_dict({"text": texts, "label": numbers}, features=features)
 
 
-def read(given, role="train", **fields):
-    texts, labels, _ = _read((given,), LabelledConfig(train=(given,), **fields), role)
-    return list(zip(texts, labels, strict=True))
+def read(given, role="train"):
+    found = _read((given,), LabelledConfig(train=(given,)), role)
+    return [(text, label) for _, text, label in found]
 
 
-def refusal(given, role="train", **fields):
+def refusal(given, role="train"):
     with pytest.raises((DataError, ConfigError)) as error:
-        read(given, role, **fields)
+        read(given, role)
     return str(error.value)
-
-
-EXPECTED = list(zip(TEXTS, [NAMES[n] for n in NUMBERS], strict=True))
-
-
-def test_a_saved_dataset_gives_the_names_of_its_classes_in_its_own_order(tmp_path):
-    dataset().select([3, 1, 7]).save_to_disk(tmp_path / "d")
-    assert read(f"datasets:{tmp_path}/d") == [EXPECTED[i] for i in (3, 1, 7)]
 
 
 def test_splits_are_the_usual_ones_or_by_name(tmp_path):
     parts = {
         "train": dataset(),
-        "validation": dataset().select([0, 1]),
+        "validation": dataset().select([3, 1]),
         "test": dataset().select([2]),
     }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     given = f"datasets:{tmp_path}/d"
     assert read(given) == EXPECTED
-    assert read(given, "dev") == EXPECTED[:2]
+    assert read(given, "dev") == [EXPECTED[3], EXPECTED[1]]
     assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
-    assert "write one of @test, @train, @validation" in refusal(f"{given}@x")
+    assert "cannot be loaded: 'x'; check the name, and the split" in refusal(f"{given}@x")
     data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
     assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])
     del parts["validation"]  # a test split is never taken unasked
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "e")
-    assert "write one of @test, @train" in refusal(f"datasets:{tmp_path}/e", "dev")
+    assert "cannot be loaded: 'validation'" in refusal(f"datasets:{tmp_path}/e", "dev")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -75,9 +66,8 @@ def test_parquet_files_are_read(tmp_path):
     (tmp_path / "d").mkdir()
     dataset().to_parquet(tmp_path / "d" / "train.parquet")
     dataset().select([4]).to_parquet(tmp_path / "d" / "validation.parquet")
-    assert read(f"datasets:{tmp_path}/d") == EXPECTED
     assert read(f"datasets:{tmp_path}/d", "dev") == EXPECTED[4:5]
-    assert read(f"datasets:{tmp_path}/d/train.parquet") == EXPECTED
+    assert read(f"{tmp_path}/d/train.parquet") == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -85,14 +75,8 @@ def test_parquet_files_are_read(tmp_path):
     [
         ({"text": ["x", "y"], "label": [0.5, 1.0]}, "row 1: the label must be a string"),
         ({"text": ["x", "y"], "label": ["a", None]}, "row 2: the label must be a string"),
-        ({"text": ["x", "y"], "label": [["a"], ["b"]]}, "got list"),
-        ({"text": ["x", " "], "label": [1, 2]}, "row 2: the text is empty"),
-        ({"text": [1, 2], "label": [1, 2]}, "row 1: the text must be a string, got int"),
-        ({"body": ["x"], "label": [1]}, "row 1: no column that usually holds the text"),
-        (
-            {"text": ["x"], "post": ["x"], "label": [1]},
-            "could hold the text (columns here: ",
-        ),
+        ({"text": ["x", " "], "label": [1, 2]}, "row 2: the text must be a string, got an empty"),
+        ({"body": ["x"], "label": [1]}, "row 1: no column could hold the text"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
@@ -102,29 +86,18 @@ def test_what_cannot_be_used_is_refused_with_its_row(tmp_path, columns, says):
     assert says in message
 
 
-def test_plain_columns_are_taken_as_in_files(tmp_path):
+def test_plain_columns_are_taken_and_rows_without_a_label_are_refused(tmp_path):
     columns = {"tweet": ["x", "y"], "target": [True, False], "other": [[1], [2]]}
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "d")
     assert read(f"datasets:{tmp_path}/d") == [("x", "true"), ("y", "false")]
+    dataset([0, -1], ["x", "y"]).save_to_disk(tmp_path / "e")
+    assert "row 2: the label must be a string" in refusal(f"datasets:{tmp_path}/e")
 
 
-def test_rows_without_a_label_are_refused(tmp_path):
-    dataset([0, -1], ["x", "y"]).save_to_disk(tmp_path / "d")
-    says = "row 2: the label must be a string, an integer or a boolean, got null"
-    assert says in refusal(f"datasets:{tmp_path}/d")
-
-
-def test_without_a_network_the_message_says_what_to_do():
+def test_what_cannot_be_loaded_says_what_to_do(tmp_path):
     message = refusal("datasets:owner/name@train")
     assert message.startswith("owner/name@train: cannot be loaded")
-    assert "save_to_disk('FOLDER') elsewhere, copy the folder here and give datasets:FO" in message
-
-
-def test_a_folder_without_data_and_other_files_are_refused(tmp_path, write):
-    (tmp_path / "d").mkdir()
-    assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/d")
-    path = write("a.csv", "text,label\n")
-    assert "cannot be loaded" in refusal(f"datasets:{path}")
+    assert "give datasets:FOLDER with what save_to_disk wrote elsewhere" in message
     dataset().save_to_disk(tmp_path / "e")
     next((tmp_path / "e").glob("*.arrow")).write_bytes(b"damaged")
     assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/e")
@@ -138,14 +111,8 @@ def test_code_of_a_dataset_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_version_that_runs_scripts_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__version__="3.6.0"))
-    assert "datasets 3.6.0 can run code of a dataset's own" in refusal("datasets:a/b")
-
-
 def test_a_missing_library_is_named_and_never_imported_without_need(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'halfstep[hf]'" in refusal("datasets:a/b")
     code = "import sys, halfstep.trainer.data.labelled; sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert records.MIN_VERSION == 4

@@ -18,13 +18,13 @@ TEXT = "".join(f"the {a}{b} sat on the {b}{a}\n" for a in "abcdefgh" for b in "i
 # at moment N by SIGKILL, before that call takes place. One process forks all children, so that the
 # libraries are imported once.
 FORKED = """
-import json, os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys
 from halfstep.trainer.data import corpus
 from halfstep.trainer.data.config import DataConfig
 from halfstep.trainer.data.corpus import prepare
 
 text, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-corpus.BATCH_BYTES = 1 << 14
+corpus.BATCH_CHARACTERS = 1 << 14
 moments = last = 0
 
 def moment(*_):
@@ -40,51 +40,36 @@ def watched(owner, name):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 
-def child(cache, job):
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            job(DataConfig(train=(text,), tokenizer="bpe:290", cache_dir=str(folder / cache)))
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
 def killed_at(number):
-    def job(config):
-        global last
-        last = number
-        for owner, name in (
-            (os, "fsync"), (os, "rename"), (os, "mkdir"), (pathlib.Path, "mkdir"),
-            (pathlib.Path, "write_text"),
-        ):
-            watched(owner, name)
-        prepare(config, moment)
+    global last
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    last = number
+    os.environ["HALFSTEP_CACHE"] = str(folder / f"c{number}")
+    for owner, name in (
+        (os, "fsync"), (os, "rename"), (os, "mkdir"), (pathlib.Path, "mkdir"),
+        (pathlib.Path, "write_text"),
+    ):
+        watched(owner, name)
+    try:
+        prepare(DataConfig(train=(text,), tokenizer="bpe:290"), moment)
         (folder / "moments").open("w").write(str(moments))
-    return os.waitpid(child(f"c{number}", job), 0)[1]
-
-def beside_others(config):
-    time.sleep(max(0, together - time.time()))
-    found = prepare(config)
-    facts = found.train.sha256, found.validation.sha256, found.tokenizer.fingerprint
-    (folder / f"facts{os.getpid()}").open("w").write(json.dumps(facts))
+    finally:
+        os._exit(0)
 
 assert killed_at(0) == 0
 count = int((folder / "moments").read_text())
 # Spread over all of them, the first and the last included.
 chosen = sorted({1 + (count - 1) * i // 15 for i in range(16)} | {count - 2})
 ended = {number: os.waitstatus_to_exitcode(killed_at(number)) for number in chosen}
-together = time.time() + 0.1
-running = [child("shared", beside_others) for _ in range(3)]
-exits = [os.waitpid(pid, 0)[1] for pid in running]
-print(json.dumps([count, ended, exits]))
+print(json.dumps([count, ended]))
 """
 
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """The folder of all caches, and (moments, exit codes of the killed, of those side by side)."""
+    """The folder of all caches, and (moments, exit codes of the killed)."""
     folder = tmp_path_factory.mktemp("forked")
     text = folder / "a.txt"
     text.write_text(TEXT)
@@ -98,36 +83,20 @@ def forked(tmp_path_factory):
     return folder, json.loads(found.stdout)
 
 
-def facts(prepared):
-    return prepared.train.sha256, prepared.validation.sha256, prepared.tokenizer.fingerprint
+def facts(folder, cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HALFSTEP_CACHE", str(folder / cache))
+        found = prepare(DataConfig(train=(str(folder / "a.txt"),), tokenizer="bpe:290"))
+    return found.train.sha256, found.validation.sha256, found.tokenizer.fingerprint
 
 
-def configured(folder, cache, tokenizer="bpe:290"):
-    return DataConfig(
-        train=(str(folder / "a.txt"),), tokenizer=tokenizer, cache_dir=str(folder / cache)
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(forked):
-    return prepare(configured(forked[0], "good"))
-
-
-def test_a_killed_preparation_never_leaves_a_wrong_file(forked, expected):
-    folder, (moments, killed, _) = forked
+def test_a_killed_preparation_never_leaves_a_wrong_file(forked):
+    folder, (moments, killed) = forked
+    expected = facts(folder, "good")
     assert moments > 25
     assert len(killed) >= 16
     for number, code in killed.items():
         assert code == -signal.SIGKILL
         for found in (folder / f"c{number}").glob("tokens/[0-9a-f]*/tokens.bin"):
-            digest = hashlib.sha256(found.read_bytes()).hexdigest()
-            assert digest in (expected.train.sha256, expected.validation.sha256)
-        assert facts(prepare(configured(folder, f"c{number}"))) == facts(expected)
-
-
-def test_processes_side_by_side_all_end_well(forked, expected):
-    folder, (*_, exits) = forked
-    assert exits == [0, 0, 0]
-    found = [json.loads(path.read_text()) for path in folder.glob("facts*")]
-    assert found == [list(facts(expected))] * 3
-    assert list((folder / "shared").rglob(".tmp-*")) == []
+            assert hashlib.sha256(found.read_bytes()).hexdigest() in expected
+        assert facts(folder, f"c{number}") == expected

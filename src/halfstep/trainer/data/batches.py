@@ -8,55 +8,44 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.trainer.data.config import LabelledTexts
-from halfstep.trainer.data.token_file import ENCODE, Progress, TokenFile, no_progress
+from halfstep.trainer.data.token_file import TokenFile
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+CHUNK_TEXTS = 1024
+"""Texts a tokenizer gets at once: enough to keep its threads busy, little memory."""
+IGNORED = -100
+"""Target that the loss leaves out. **Source:** ``ignore_index`` of torch's ``cross_entropy``."""
 
 
-def philox_bits(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.uint64]:
-    """Draws the first ``count`` numbers of the stream (purpose, seed, number).
+def permutation(purpose: str, seed: int, number: int, count: int) -> Indices:
+    """Shuffles 0 to count - 1 by sorting the bits of the stream (purpose, seed, number).
 
     The key of Philox is a hash, so that neighbouring seeds and numbers have nothing in common. The
     bits of Philox are the same on every platform and in every version of NumPy (what a
-    ``Generator`` makes of them is not promised).
-
-    Args:
-        purpose: What the numbers are for, so that two uses of one seed get different streams.
-        seed: 0 <= seed < 2**64.
-        number: Epoch or step, 0 <= number < 2**64.
-        count: How many, at least 0; a longer stream begins with the shorter one.
+    ``Generator`` makes of them is not promised). Two of ``count`` numbers are equal with
+    probability below count**2 / 2**65; those two keep their order. The purpose keeps two uses of
+    one seed apart; ``number`` is the epoch.
 
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox); NEP 19.
     """
-    for name, value in (("seed", seed), ("epoch or step", number)):
-        if not 0 <= value < 1 << 64:
-            raise ConfigError(f"{name} must be at least 0 and below 2**64, got {value}")
     digest = hashlib.sha256(f"halfstep:{purpose}:{seed}:{number}".encode()).digest()
-    words = [int.from_bytes(digest[at : at + 8], "little") for at in (0, 8)]
-    key = np.array(words, dtype=np.uint64)
-    return np.random.Philox(key=key).random_raw(count).astype(np.uint64, copy=False)
-
-
-def permutation(purpose: str, seed: int, number: int, count: int) -> npt.NDArray[np.int64]:
-    """Shuffles 0 to count - 1 by sorting random numbers; arguments as in ``random_bits``.
-
-    Two of ``count`` numbers are equal with probability below count**2 / 2**65; those two keep
-    their order.
-    """
-    bits = philox_bits(purpose, seed, number, count)
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
     return np.argsort(bits, kind="stable").astype(np.int64, copy=False)
 
 
-_WORD = 2**64 - 1
-IGNORED = -100
-"""Target that the loss leaves out. **Source:** ``ignore_index`` of torch's ``cross_entropy``."""
+def held_out(total: int, fraction: float) -> int:
+    """Rounds a share of ``total`` units so that, of at least two, neither part is empty."""
+    return max(1, min(round(total * fraction), total - 1))
 
 
 def batch(
@@ -70,9 +59,6 @@ def batch(
     Returns:
         (inputs, targets), int64 of shape (len(sequences), block_size); the target of a position is
         the input of the next.
-
-    Raises:
-        DataError: There are fewer than block_size + 1 tokens, or the file has become unreadable.
     """
     places = _check_length(tokens, block_size)
     starts = [start_of_sequence(seed, step, number, places) for number in sequences]
@@ -82,21 +68,15 @@ def batch(
 def start_of_sequence(seed: int, step: int, number: int, places: int) -> int:
     """Draws where a sequence starts, uniformly from 0 to places - 1.
 
-    Philox4x64-10 is a function from (key, counter) to random bits, so there is no state to carry.
-    It is written out, as NumPy takes longer to make its generator than to draw from it. Its first
-    64 bits u give ``floor(u * places / 2**64)``; no position is likelier than another by more
+    Philox is a function from (key, counter) to random bits, so there is no state to carry. Its
+    first 64 bits u give ``floor(u * places / 2**64)``; no position is likelier than another by more
     than places / 2**64.
 
     **Source:** Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox);
     Lemire 2019, "Fast random integer generation in an interval" (the multiplication).
     """
-    k0, k1 = seed, 0
-    c0, c1, c2, c3 = 1, number, step, 0  # NumPy adds 1 to the first word before it draws
-    for _ in range(10):
-        p0, p2 = 0xD2E7470EE14C6C93 * c0, 0xCA5A826395121157 * c2
-        c0, c1, c2, c3 = (p2 >> 64) ^ c1 ^ k0, p2 & _WORD, (p0 >> 64) ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & _WORD, (k1 + 0xBB67AE8584CAA73B) & _WORD
-    return c0 * places >> 64
+    bits = np.random.Philox(key=seed, counter=step << 128 | number << 64).random_raw()
+    return int(bits) * places >> 64
 
 
 def validation_batches(
@@ -109,15 +89,8 @@ def validation_batches(
 
     Yields:
         (inputs, targets), int64 of shape (at most batch_size, block_size).
-
-    Raises:
-        ConfigError: An argument is out of range.
-        DataError: There are fewer than block_size + 1 tokens, or the file has become unreadable.
     """
     _check_length(tokens, block_size)
-    for name, value in (("batch_size", batch_size), ("max_batches", max_batches)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
     windows = -(-(tokens.count - 1) // block_size)
     used = windows if max_batches is None else min(windows, max_batches * batch_size)
     starts = [number * windows // used * block_size for number in range(used)]
@@ -148,58 +121,38 @@ def _windows(tokens: TokenFile, starts: Sequence[int], block_size: int) -> tuple
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-CHUNK_TEXTS = 1024
-"""Texts a tokenizer gets at once: enough to keep its threads busy, little memory."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
     """Encoded texts with their labels."""
 
-    ids: npt.NDArray[np.int32]
-    """All tokens, example after example."""
-    starts: npt.NDArray[np.int64]
-    """(n + 1,): example i is ``ids[starts[i] : starts[i + 1]]``."""
-    labels: npt.NDArray[np.int64]
-    """(n,): number of the class."""
+    ids: npt.NDArray[np.int32]  # all tokens, example after example
+    starts: Indices  # (n + 1,): example i is ids[starts[i] : starts[i + 1]]
+    labels: Indices  # (n,): number of the class
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """(n,): tokens of each example, at least 1."""
+    def lengths(self) -> Indices:
+        """(n,): tokens of each example."""
         return np.diff(self.starts)
 
 
 def encode_examples(
-    encode_batch: Callable[[Sequence[str]], list[list[int]]],
-    labelled: LabelledTexts,
-    progress: Progress = no_progress,
+    encode_batch: Callable[[Sequence[str]], list[list[int]]], labelled: LabelledTexts
 ) -> Examples:
-    """Encodes every text in chunks, in order; ``progress`` is told in UTF-8 bytes.
-
-    ``encode_batch`` turns texts into ids, with special tokens, not longer than the model allows.
-
-    Raises:
-        DataError: A text has no token at all.
-    """
-    texts = labelled.texts
-    total, done = sum(len(text.encode()) for text in texts), 0
-    lengths, ids = array("q", [0]), array("i")
-    for first in range(0, len(texts), CHUNK_TEXTS):
-        chunk = texts[first : first + CHUNK_TEXTS]
-        rows = encode_batch(chunk)
-        sizes = [len(row) for row in rows]
-        if 0 in sizes:
-            raise DataError(
-                f"the tokenizer gives no token for the text {chunk[sizes.index(0)][:60]!r}; use a "
-                f"tokenizer that adds special tokens, or remove the text"
-            )
-        lengths.extend(sizes)
-        ids.extend(chain.from_iterable(rows))
-        done += sum(len(text.encode()) for text in chunk)
-        progress(ENCODE, done, total)
+    """Encodes every text, in order, by ``encode_batch``, which adds special tokens and cuts."""
+    ids, lengths = array("i"), [0]
+    for first in range(0, len(labelled), CHUNK_TEXTS):
+        chunk = labelled.texts[first : first + CHUNK_TEXTS]
+        for text, row in zip(chunk, encode_batch(chunk), strict=True):
+            if not row:
+                raise DataError(
+                    f"the tokenizer gives no token for the text {text[:60]!r}; use a tokenizer "
+                    f"that adds special tokens, or remove the text"
+                )
+            ids.extend(row)
+            lengths.append(len(row))
     return Examples(
         np.array(ids, dtype=np.int32),
         np.cumsum(lengths, dtype=np.int64),
@@ -207,9 +160,7 @@ def encode_examples(
     )
 
 
-def padded(
-    examples: Examples, indices: npt.NDArray[np.int64], pad_id: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def padded(examples: Examples, indices: Indices, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lays examples, by number, out as rows of one length, filled up with ``pad_id`` on the right.
 
     Returns:
@@ -222,14 +173,9 @@ def padded(
     ids = np.full(mask.shape, pad_id, dtype=np.int64)
     for row, start, length in zip(ids, starts, lengths, strict=True):
         row[:length] = examples.ids[start : start + length]
-    return (
-        torch.from_numpy(ids),
-        torch.from_numpy(mask),
-        torch.from_numpy(examples.labels[indices].astype(np.int64)),
-    )
+    labels = examples.labels[indices]
+    return torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(labels)
 
-
-Indices = npt.NDArray[np.int64]
 
 WINDOW_BATCHES = 50
 """Number of batches sorted by length together: leaves little padding, yet batches vary by epoch.
@@ -245,11 +191,11 @@ class EpochBatches:
     resumed run needs no loader state.
     """
 
-    def __init__(self, lengths: npt.ArrayLike, batch_size: int, seed: int) -> None:
+    def __init__(self, lengths: Indices, batch_size: int, seed: int) -> None:
         """Takes (n,) tokens of each example, batches of at most ``batch_size``, and a seed."""
-        self._lengths = _checked(lengths, batch_size)
+        self._lengths = lengths
         self._seed = seed
-        count = len(self._lengths)
+        count = len(lengths)
         self.steps_per_epoch: int = -(-count // batch_size)
         """Number of batches in an epoch; none is dropped and none is nearly empty."""
         # Cuts at i*n/S: sizes differ by at most one. Windows are whole batches, shared out alike.
@@ -262,14 +208,14 @@ class EpochBatches:
         self._epoch = lru_cache(maxsize=2)(self._orders)
 
     def indices(self, step: int) -> Indices:
-        """Returns the example numbers of a step's global batch, shortest first, as a copy.
+        """Returns the example numbers of a step's global batch, shortest first.
 
         Steps are counted from 0 over all epochs.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         order, batches = self._epoch(epoch)
         batch = int(batches[place])
-        return order[self._starts[batch] : self._starts[batch + 1]].copy()
+        return order[self._starts[batch] : self._starts[batch + 1]]
 
     def _orders(self, epoch: int) -> tuple[Indices, Indices]:
         """Computes the order of an epoch's examples, and that of its batches."""
@@ -281,17 +227,17 @@ class EpochBatches:
         return order, permutation("batches of an epoch", self._seed, epoch, self.steps_per_epoch)
 
 
-def evaluation_batches(lengths: npt.ArrayLike, batch_size: int) -> list[Indices]:
+def evaluation_batches(lengths: Indices, batch_size: int) -> list[Indices]:
     """Cuts all examples, sorted by length, into batches: every example once, shortest first.
 
     Equal lengths keep their order, and only the last batch may be smaller.
     """
-    order = np.argsort(_checked(lengths, batch_size), kind="stable").astype(np.int64, copy=False)
+    order = np.argsort(lengths, kind="stable").astype(np.int64, copy=False)
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
 
 def evaluation_shares(
-    lengths: npt.ArrayLike, batch_size: int, most: int = 0, rank: int = 0, ranks: int = 1
+    lengths: Indices, batch_size: int, most: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Indices, bool]]:
     """Deals every ``ranks``-th batch of an evaluation to this rank; each rank gets equally many.
 
@@ -306,12 +252,3 @@ def evaluation_shares(
     chosen = [batches[number * len(batches) // count] for number in range(count)]
     for mine in range(rank, math.ceil(count / ranks) * ranks, ranks):
         yield (chosen[mine], True) if mine < count else (chosen[0][:1], False)
-
-
-def _checked(lengths: npt.ArrayLike, batch_size: int) -> Indices:
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-    found: Indices = np.array(lengths, dtype=np.int64)  # a copy: the caller's may change
-    if not len(found):
-        raise DataError("there is no example to make batches of; check the data")
-    return found

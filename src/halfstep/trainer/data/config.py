@@ -30,19 +30,9 @@ class DataConfig:
     validation_fraction: float = option(
         0.1, "Share of the bytes held out, in (0, 1); unused with validation."
     )
-    cache_dir: str = option(
-        "", "Empty means $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."
-    )
 
     def __post_init__(self) -> None:
-        check_paths("train", self.train)
-        check_paths("validation", self.validation)
-        hint = "validate on other text give data.validation"
-        check_fraction("validation_fraction", self.validation_fraction, hint)
-        if not self.tokenizer.strip():
-            raise ConfigError(
-                "data.tokenizer is empty; give bytes, bpe:N or the path of a tokenizer"
-            )
+        _check(self, "validation", "validation_fraction")
         size = bpe_size(self.tokenizer)
         if self.tokenizer.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
             raise ConfigError(
@@ -56,23 +46,18 @@ def bpe_size(tokenizer: str) -> int | None:
     return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
 
 
-# Checks that the data sections of all tasks share. Types are checked where files and options are
-# read (``trainer/config/read.py``), ranges here.
+def _check(config: object, held_out: str, fraction: str) -> None:
+    """Refuses paths that name nothing (an empty one would be this folder), and bad shares.
 
-
-def check_paths(field: str, paths: tuple[str, ...]) -> None:
-    """Refuses paths that name nothing."""
-    for path in paths:
-        if "\0" in path or not path.strip():
-            raise ConfigError(f"data.{field} holds the path {path!r}; remove it or name a file")
-
-
-def check_fraction(field: str, value: float, instead: str) -> None:
-    """Refuses a share outside (0, 1)."""
-    if not 0 < value < 1:
+    ``held_out`` and ``fraction`` are the fields of the evaluation's paths and share.
+    """
+    for field in ("train", held_out):
+        if not all(path.strip() for path in getattr(config, field)):
+            raise ConfigError(f"data.{field} holds an empty path; remove it or name a file")
+    if not 0 < getattr(config, fraction) < 1:
         raise ConfigError(
-            f"data.{field} must be a number between 0 and 1 (both excluded), got {value!r}; to "
-            f"{instead}"
+            f"data.{fraction} must be between 0 and 1 (both excluded), got "
+            f"{getattr(config, fraction)!r}; to evaluate on other data give data.{held_out}"
         )
 
 
@@ -82,8 +67,7 @@ class LabelledConfig:
 
     train: tuple[str, ...] = option(
         (),
-        "Files (.csv .tsv .jsonl .json .parquet) or datasets:NAME[@SPLIT], in this order. "
-        "May be empty as long as nothing is read: read_labelled needs at least one.",
+        "Files (.csv .tsv .jsonl .json .parquet) or datasets:NAME[@SPLIT], in this order.",
     )
     dev: tuple[str, ...] = option(
         (), "The same for evaluation; empty means dev_fraction of train, of each class alike."
@@ -100,18 +84,8 @@ class LabelledConfig:
     )
 
     def __post_init__(self) -> None:
-        for field in ("train", "dev"):
-            check_paths(field, getattr(self, field))
-        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other texts give data.dev")
-        text, label, labels = self.text_column, self.label_column, self.labels
-        if text and text == label:
-            raise ConfigError(f"data.text_column and data.label_column are both {text!r}; give two")
-        if len(labels) == 1 and "," in labels[0]:
-            names = " ".join(labels[0].replace(",", " ").split())
-            raise ConfigError(f"data.labels is one name, {labels[0]!r}; write --labels {names}")
-        if blank := [name for name in labels if not name.strip()]:
-            raise ConfigError(f"data.labels holds an empty name {blank[0]!r}; remove it")
-        if twice := [name for name in labels if labels.count(name) > 1]:
+        _check(self, "dev", "dev_fraction")
+        if twice := [name for name in self.labels if self.labels.count(name) > 1]:
             raise ConfigError(f"data.labels holds {twice[0]!r} twice; remove one")
 
 
@@ -130,27 +104,14 @@ class LabelledTexts:
 class LabelledData:
     """Everything a classifier is trained and evaluated on."""
 
-    names: tuple[str, ...]
-    """Names of the classes; a label is a place in here."""
+    names: tuple[str, ...]  # of the classes; a label is a place in here
     train: LabelledTexts
     dev: LabelledTexts
-    sha256: str
-    """64 hexadecimal digits over names, texts and labels, whatever files they came from."""
-    notes: tuple[str, ...]
-    """What a user should know of the data though nothing is wrong: one sentence each."""
+    sha256: str  # over names, texts and labels, whatever files they came from
+    notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
 Template: TypeAlias = Literal["", "plain", "alpaca", "tokenizer"]
-
-ALPACA, CHAT, TEXT, COMPLETION = "alpaca", "chat", "text", "prompt-completion"
-PLAIN, TOKENIZER = "plain", "tokenizer"
-TEMPLATES_OF = {
-    ALPACA: (ALPACA, TOKENIZER),
-    COMPLETION: (PLAIN, ALPACA, TOKENIZER),
-    CHAT: (TOKENIZER,),
-    TEXT: (PLAIN,),
-}
-"""Templates that can write each format; the first is the one that "" stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,20 +146,9 @@ class InstructionsConfig:
     mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
 
     def __post_init__(self) -> None:
-        for field in ("train", "dev"):
-            check_paths(field, getattr(self, field))
-        check_fraction("dev_fraction", self.dev_fraction, "evaluate on other records give data.dev")
+        _check(self, "dev", "dev_fraction")
         if self.max_length < 2:
             raise ConfigError(
                 f"data.max_length must be a whole number of at least 2 (a token and the one after "
                 f"it), got {self.max_length!r}"
             )
-
-
-def check_template(format: str, template: str) -> None:
-    """Refuses a template that cannot write a format: Alpaca's words have no place for a chat."""
-    if template and template not in TEMPLATES_OF[format]:
-        raise ConfigError(
-            f"data.template {template} cannot write records of the format {format}; use "
-            f"{' or '.join(TEMPLATES_OF[format])}, or leave it empty"
-        )

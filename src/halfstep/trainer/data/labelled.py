@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import numpy.typing as npt
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import permutation
+from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.corpus import held_out
-from halfstep.trainer.data.records import Rows, is_text, open_records, parse_objects, read_lines
+from halfstep.trainer.data.records import Lines, Rows, open_records, parse_objects, read_lines
 
 USUAL = {
     "text": ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容"),
@@ -32,46 +28,24 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     """Reads, checks and, without dev files, splits labelled texts.
 
-    Texts and class numbers keep the order of the files. The seed, 0 <= seed < 2**64, decides the
-    split and nothing else.
-
-    Raises:
-        ConfigError: There is no input, or an optional library is missing.
-        DataError: Something cannot be read or used; the message names the place and the remedy.
+    Texts and class numbers keep the order of the files. The seed decides the split alone.
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
-    texts, labels, places = _read(config.train, config, "train")
-    names = config.labels or _sorted(set(labels))
-    why = "data.labels lacks it; add it there, or correct the text's label"
-    train = _numbered(texts, labels, places, names, why)
-    notes = []
-    if not config.labels and all(map(_INTEGER.fullmatch, names)):
-        notes.append("the classes are numbers: --labels gives their names")
-    if absent := [name for number, name in enumerate(names) if number not in set(train.labels)]:
+    found = _read(config.train, config, "train")
+    names = config.labels or _sorted({label for _, _, label in found})
+    train = _numbered(found, names)
+    if len(set(train.labels)) < 2:
         raise DataError(
-            f"data.labels: no training text has the label {_shown(absent)}, so that class would "
-            f"never be learned; add texts or remove the name"
-        )
-    if len(names) < 2:
-        raise DataError(
-            f"data.train: every text has the label {names[0]!r}; a classifier needs at least two "
-            f"classes: add texts of another, or check the column (--label-column)"
+            f"data.train: every text has the label {found[0][2]!r}; a classifier needs at least "
+            f"two classes: add texts of another, or check the column (--label-column)"
         )
     if config.dev:
-        why = "no training text has it; add some, or correct the label"
-        dev = read_known(config.dev, config, names, "dev", why)
-        if unseen := sorted(set(range(len(names))) - set(dev.labels)):
-            notes.append(f"dev has no text of {_shown([names[label] for label in unseen])}")
+        dev = read_known(config.dev, config, names, "dev")
     else:
         keep, out = stratified_split(train.labels, config.dev_fraction, seed)
-        notes.extend(
-            f"class {names[label]!r} has a single text: it is trained on and not evaluated"
-            for label, count in sorted(Counter(train.labels).items())
-            if count == 1
-        )
         train, dev = _take(train, keep), _take(train, out)
-    seen = set(train.texts)
+    notes, seen = list[str](), set(train.texts)
     if repeated := sum(text in seen for text in dev.texts):
         notes.append(
             f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
@@ -81,30 +55,22 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
 
 
 def read_known(
-    inputs: tuple[str, ...],
-    config: LabelledConfig,
-    names: tuple[str, ...],
-    role: str,
-    why: str = "the classifier has no such class",
+    inputs: tuple[str, ...], config: LabelledConfig, names: tuple[str, ...], role: str
 ) -> LabelledTexts:
-    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already.
-
-    ``why`` is how the message about an unknown label goes on after the label.
-    """
-    return _numbered(*_read(inputs, config, role), names, why)
+    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already."""
+    return _numbered(_read(inputs, config, role), names)
 
 
 def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
     """Yields texts as they are asked for.
 
     The source is a file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
-    its first line that is not blank begins a JSON object, else one text a line.
-
-    Raises:
-        DataError: Something cannot be read, or a text is empty; the message names the line.
+    it begins with "{", else one text a line.
     """
     if not isinstance(source, Path):
-        rows = _stream(source)
+        first = next(source, "")
+        lines = enumerate(chain([first] if first else [], source), 1)
+        rows = (parse_objects if first.startswith("{") else _plain)(lines, STREAM)
     elif source.suffix.lower() == ".txt":
         rows = _plain(read_lines(source), str(source))
     else:
@@ -112,68 +78,39 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
     return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}))
 
 
-def _read(
-    inputs: tuple[str, ...], config: LabelledConfig, role: str
-) -> tuple[list[str], list[str], dict[str, str]]:
-    """Reads all inputs: texts, names of their labels, and where each label first occurs."""
+def _plain(lines: Lines, name: str) -> Rows:
+    for number, line in lines:
+        yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
+
+
+def _read(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> list[tuple[str, str, str]]:
+    """Reads (place, text, name of the label) of all inputs."""
     columns = {"text": config.text_column, "label": config.label_column}
-    texts, labels, places = list[str](), list[str](), dict[str, str]()
-    for given in inputs:
-        for place, (text, value) in _values(open_records(given, role), columns):
-            label = sys.intern(_label(value, place))  # one object for all texts of a class
-            places.setdefault(label, place)
-            texts.append(_text(text, place))
-            labels.append(label)
-    if not texts:
+    found = [
+        (place, _text(text, place), _label(value, place))
+        for given in inputs
+        for place, (text, value) in _values(open_records(given, role), columns)
+    ]
+    if not found:
         raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
-    return texts, labels, places
+    return found
 
 
 def _text(text: object, place: str) -> str:
-    if not isinstance(text, str):
-        kind = "null" if text is None else type(text).__name__
-        raise DataError(f"{place}: the text must be a string, got {kind}")
-    if not is_text(text):
-        raise DataError(f"{place}: the text holds half a surrogate pair; mend it")
-    if not text.strip():
-        raise DataError(f"{place}: the text is empty; remove it")
-    return text
+    if isinstance(text, str) and text.strip():
+        return text
+    kind = "an empty one" if isinstance(text, str) else type(text).__name__
+    raise DataError(f"{place}: the text must be a string, got {kind}; correct or remove it")
 
 
 def _label(value: object, place: str) -> str:
     """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, int):
-        return str(value)
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        raise DataError(f"{place}: the label must be a string, an integer or a boolean, got {kind}")
-    if not value.strip() or not is_text(value):
-        raise DataError(f"{place}: the label is empty or no text; give every text a label")
-    return value
-
-
-def _stream(stream: TextIO) -> Rows:
-    lines = enumerate(stream, 1)
-    seen: list[tuple[int, str]] = []
-    try:
-        for number, line in lines:
-            seen.append((number, line.removeprefix("\ufeff") if number == 1 else line))
-            if line.strip():
-                break
-        together = chain(seen, lines)
-        if seen and seen[-1][1].lstrip().startswith("{"):
-            yield from parse_objects(together, STREAM)
-        else:
-            yield from _plain(together, STREAM)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{STREAM}: not UTF-8: {error.reason}; convert it to UTF-8") from None
-
-
-def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
-    for number, line in lines:
-        yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    kind = "an empty one" if isinstance(value, str) else type(value).__name__
+    raise DataError(f"{place}: the label must be a string or an integer, got {kind}; correct it")
 
 
 def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any]]]:
@@ -187,13 +124,10 @@ def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any
                 f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
             )
         keys = keys or [_key(place, record, *column) for column in columns.items()]
-        if len(set(keys)) < len(keys):
-            raise DataError(f"{place}: the column {keys[0]!r} cannot hold both; name two columns")
         if lost := [key for key in keys if key not in record]:
-            listed = ", ".join(sorted(record)[:5]) or "none"
             raise DataError(
                 f"{place}: no field {lost[0]!r}, which the first record has (fields here: "
-                f"{listed}); add it"
+                f"{_shown(list(record))}); add it"
             )
         yield place, [record[key] for key in keys]
 
@@ -202,19 +136,18 @@ def _key(place: str, record: dict[str, Any], what: str, given: str) -> str:
     """Finds the column that was named, else the one with a usual name."""
     usual = [name for name in record if name.strip().casefold() in USUAL[what]]
     found = [name for name in record if name == given] if given else usual
-    if len(found) == 1:
-        return found[0]
-    if len(found) > 1:
-        why = f"several columns could hold the {what}"
-    else:
-        why = f"no column {given!r}" if given else f"no column that usually holds the {what}"
-    listed = _shown(list(record)) or "none"
-    raise DataError(f"{place}: {why} (columns here: {listed}); give its name by --{what}-column")
+    if len(found) != 1:
+        why = f"{'several columns' if found else 'no column'} could hold the {what}"
+        why = f"no column {given!r}" if given else why
+        listed = _shown(list(record))
+        raise DataError(
+            f"{place}: {why} (columns here: {listed}); give its name by --{what}-column"
+        )
+    return found[0]
 
 
-def _shown(names: Sequence[str], most: int = 20) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:20])) or "none"
 
 
 def _sorted(names: set[str]) -> tuple[str, ...]:
@@ -224,17 +157,18 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _numbered(
-    texts: list[str], labels: list[str], places: dict[str, str], names: tuple[str, ...], why: str
-) -> LabelledTexts:
+def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> LabelledTexts:
     """Maps labels, which are names or, where no name is an integer, numbers of the classes."""
     numbers = {name: number for number, name in enumerate(names)}
     if not any(map(_INTEGER.fullmatch, names)):
         numbers |= {str(number): number for number in range(len(names))}
-    for label, place in places.items():
+    for place, _, label in found:
         if label not in numbers:
-            raise DataError(f"{place}: unknown label {label!r}: {why} (allowed: {_shown(names)})")
-    return LabelledTexts(texts, [numbers[label] for label in labels])
+            raise DataError(
+                f"{place}: unknown label {label!r} (allowed: {_shown(names)}); correct it, or add "
+                f"it to --labels or to the texts for training"
+            )
+    return LabelledTexts([text for _, text, _ in found], [numbers[label] for _, _, label in found])
 
 
 def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
@@ -249,21 +183,17 @@ def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTex
     return digest.hexdigest()
 
 
-def _take(part: LabelledTexts, places: npt.NDArray[np.int64]) -> LabelledTexts:
+def _take(part: LabelledTexts, places: Indices) -> LabelledTexts:
     chosen = places.tolist()
     return LabelledTexts([part.texts[i] for i in chosen], [part.labels[i] for i in chosen])
 
 
-def stratified_split(
-    labels: Sequence[int], fraction: float, seed: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def stratified_split(labels: Sequence[int], fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Holds out a share of the examples of every class, at least one; the seed decides which.
 
     A class with a single example keeps it in train. (scikit-learn's ``train_test_split`` refuses
-    such a class, seeds from 2**32 on, and fewer examples held out than there are classes.)
-
-    Returns:
-        (train, dev): places in ``labels``, ascending; together every place once.
+    such a class, seeds from 2**32 on, and fewer examples held out than there are classes.) Returns
+    the places of both parts in ``labels``, ascending.
     """
     found = np.asarray(labels, dtype=np.int64)
     order = permutation("held out", seed, 0, len(found))

@@ -1,13 +1,12 @@
 """Token files: raw little-endian integers on disk, kept in a cache, of which windows are read.
 
-A cached folder is there whole, or not at all: it is built beside its final place,
-synced and renamed in one step. A killed process leaves only a
-temporary folder, ``.tmp-*``, which nobody reads.
+A cached folder is there whole, or not at all: it is built beside its final place, synced and
+renamed in one step. A killed process leaves only a temporary folder, ``.tmp-*``, which nobody
+reads.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,17 +21,9 @@ import numpy.typing as npt
 
 from halfstep.errors import DataError
 from halfstep.files import sync, sync_folder
-from halfstep.trainer.data.tokenizer import Ids
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""``progress(what, done_bytes, total_bytes)``; ``what`` is one of the phases below."""
-
-HASH = "hash"
-"""Reading the input files to find their content hash; every call does this."""
-TRAIN_TOKENIZER = "train tokenizer"
-"""Feeding the corpus to the BPE trainer; the merges that follow the last byte report nothing."""
-ENCODE = "encode"
-"""Turning text into token files."""
+"""``progress(what, done_bytes, total_bytes)``."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -42,16 +33,13 @@ def no_progress(what: str, done: int, total: int) -> None:
 T = TypeVar("T")
 
 
-def cache_root(configured: str) -> Path:
-    """The configured folder, else $HALFSTEP_CACHE, $XDG_CACHE_HOME/halfstep or ~/.cache/halfstep.
+def cache_root() -> Path:
+    """Returns $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep.
 
     **Source:** XDG Base Directory Specification.
     """
-    chosen = configured or os.environ.get("HALFSTEP_CACHE", "")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "") or "~/.cache"
-    return Path(base).expanduser() / "halfstep"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HALFSTEP_CACHE") or f"{base}/halfstep").expanduser()
 
 
 def fetch(
@@ -62,52 +50,32 @@ def fetch(
     The name is made from everything that the result depends on. Of several processes that build it
     at once, each gets the one that was renamed first. ``load`` reads and verifies a result, None if
     it is absent or damaged; ``build`` writes one into an empty folder.
-
-    Raises:
-        DataError: The cache cannot be written, for instance because the disk is full.
     """
     final = root / name
     found = load(final)
     if found is not None:
         return found
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".tmp-{name[:16]}-", dir=root) as temporary:
-            new = Path(temporary) / "new"
-            new.mkdir()
-            build(new)
-            sync_folder(new)
-            try:
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".tmp-{name[:16]}-", dir=root) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        build(new)
+        sync_folder(new)
+        try:
+            os.rename(new, final)
+        except OSError:  # something is there
+            if load(final) is None:  # damaged; otherwise another process was first
+                os.rename(final, Path(temporary) / "damaged")
                 os.rename(new, final)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-                if load(final) is None:  # damaged; otherwise another process was first
-                    os.rename(final, Path(temporary) / "damaged")
-                    os.rename(new, final)
-            sync(root)
-    except OSError as error:
-        raise cannot_write(Path(error.filename or final), error) from None
+        sync(root)
     found = load(final)
     if found is None:
-        raise DataError(
-            f"{final}: damaged as soon as it was written; check the disk, or set data.cache_dir or "
-            f"HALFSTEP_CACHE to another one"
-        )
+        raise DataError(f"{final}: damaged as soon as it was written; check the disk")
     return found
 
 
-def cannot_write(path: Path, error: OSError) -> DataError:
-    """Makes the error for a failed write; an exceeded quota counts as a full disk."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        why = "no space left; free some"
-    else:
-        why = f"cannot be written: {error.strerror or error}; check the rights"
-    return DataError(f"{path}: {why}, or set data.cache_dir or HALFSTEP_CACHE to another disk")
-
-
+Ids: TypeAlias = npt.NDArray[np.uint32]
 TokenType: TypeAlias = Literal["uint16", "uint32"]
-Tokens: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
 
@@ -117,21 +85,12 @@ class TokenFile:
     """The tokens of a prepared file."""
 
     path: Path
-    dtype: TokenType
-    """How a token is stored, little-endian."""
-    count: int
-    """Number of tokens, at least 1."""
-    text_bytes: int
-    """UTF-8 bytes of the text they encode, separators of one newline included.
+    dtype: TokenType  # little-endian
+    count: int  # tokens, at least 1
+    text_bytes: int  # of the text they encode in UTF-8, separators of one newline included
+    sha256: str  # of the stored bytes
 
-    Bits per byte = nats per token / ln 2 * count / text_bytes.
-    """
-    vocab_size: int
-    """Every token is below it; this was checked."""
-    sha256: str
-    """SHA-256 of the stored bytes of these tokens, 64 hexadecimal digits."""
-
-    def windows(self, starts: Sequence[int], length: int) -> Tokens:
+    def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Reads the ``length`` tokens from each start on; zeros where the tokens end before.
 
         They are read and not mapped: a map that lives on keeps every page it ever touched in the
@@ -139,47 +98,23 @@ class TokenFile:
 
         Returns:
             A read-only array of shape (len(starts), length).
-
-        Raises:
-            DataError: The file is gone or has become too short.
         """
         stored = _stored(self.dtype)
-        wide = stored.itemsize
-        try:
-            file = os.open(self.path, os.O_RDONLY)
-            try:
-                size = os.fstat(file).st_size
-                if size < self.count * wide:
-                    raise DataError(
-                        f"{self.path}: {size} bytes are left of at least {self.count * wide}; "
-                        f"restore the file or prepare it again"
-                    )
-                rows = []
-                for start in starts:
-                    inside = min(start + length, self.count) - start
-                    raw = os.pread(file, inside * wide, start * wide)
-                    rows.append(raw.ljust(length * wide, b"\0"))
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise DataError(
-                f"{self.path}: token file cannot be read: {error.strerror or error}; "
-                f"restore it or prepare it again"
-            ) from None
+        wide, rows = stored.itemsize, []
+        with open(self.path, "rb", buffering=0) as file:
+            for start in starts:
+                file.seek(start * wide)
+                raw = file.read(length * wide)
+                if len(raw) < min(length, self.count - start) * wide:
+                    raise DataError(f"{self.path}: was cut; remove its folder to prepare it again")
+                rows.append(raw.ljust(length * wide, b"\0"))
         return np.frombuffer(b"".join(rows), stored).reshape(len(starts), length)
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The ids of some text, on their way to disk."""
+def write_tokens(folder: Path, stream: Iterable[tuple[Ids, int]], *, vocab_size: int) -> int:
+    """Writes tokens, each below ``vocab_size``, and the facts about them into an empty folder.
 
-    ids: Ids
-    text_bytes: int
-    """UTF-8 bytes that ``ids`` stand for."""
-
-
-def write_tokens(folder: Path, stream: Iterable[Encoded], *, vocab_size: int) -> int:
-    """Writes the tokens, each below ``vocab_size``, and the facts about them into an empty folder.
+    ``stream`` yields ids and the UTF-8 bytes of the text that they stand for.
 
     Returns:
         How many tokens there are.
@@ -190,17 +125,16 @@ def write_tokens(folder: Path, stream: Iterable[Encoded], *, vocab_size: int) ->
     digest = hashlib.sha256()
     count = text_bytes = 0
     with open(path, "wb") as file:
-        for part in stream:
-            raw = part.ids.astype(_stored(dtype)).tobytes()
+        for ids, encoded in stream:
+            raw = ids.astype(_stored(dtype)).tobytes()
             file.write(raw)
             digest.update(raw)
-            count += len(part.ids)
-            text_bytes += part.text_bytes
+            count += len(ids)
+            text_bytes += encoded
     facts = {
         "dtype": dtype,
         "count": count,
         "text_bytes": text_bytes,
-        "vocab_size": vocab_size,
         "sha256": digest.hexdigest(),
     }
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -10,32 +10,21 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer as Engine, decoders, models, pre_tokenizers, trainers
 
 from halfstep.errors import ConfigError, DataError
-
-Ids: TypeAlias = npt.NDArray[np.uint32]
+from halfstep.trainer.data.token_file import Ids
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-"""The two files of GPT-2's own format."""
 BYTES_MARK, BYTES = "halfstep_tokenizer", "bytes"
 """Key and value in the config file of a saved ``ByteTokenizer``."""
 END_OF_TEXT = "<|endoftext|>"
 """GPT-2's end-of-text token. **Source:** Radford et al. 2019, released ``encoder.json``."""
-KNOWN_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""Tried in this order where no config file names one: GPT-2, Llama 3, T5 and Llama 2, Gemma."""
 MIN_FREQUENCY = 2
 """A pair is merged only if it occurs this often, as a pair seen once tells nothing."""
-ACCEPTED = (
-    f"give bytes, bpe:N, a {TOKENIZER_FILE}, or a local folder with {TOKENIZER_FILE} "
-    f"or {VOCAB_FILE} and {MERGES_FILE} (halfstep downloads none)"
-)
 
 
 class Tokenizer:
@@ -64,42 +53,24 @@ class Tokenizer:
             # A file may list it as a plain added token; only special ones are kept out of text.
             engine.add_special_tokens([AddedToken(end_of_text, special=True, normalized=False)])
         if getattr(engine.model, "dropout", None):
-            raise DataError(
-                f"the tokenizer has BPE dropout {engine.model.dropout}, so the same text gets "
-                f'other ids each time; set "dropout" to null in its {TOKENIZER_FILE}'
-            )
-        ids = engine.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise DataError("the tokenizer has an empty vocabulary; give a trained one")
+            engine.model.dropout = None  # it gives the same text other ids each time
         self._engine = engine
-        self._end_of_text = end_of_text
+        self._config = {} if end_of_text is None else {"eos_token": end_of_text}
         # The largest id decides, not the count: files with gaps between their ids exist.
-        self.vocab_size = max(ids) + 1
+        self.vocab_size = 1 + max(engine.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_text = None if end_of_text is None else engine.token_to_id(end_of_text)
         definition = json.dumps([engine.to_str(), self.end_of_text])
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Engine, str | None]]:
-        # The library forgets encode_special_tokens when it is pickled; __init__ sets it again.
-        return Tokenizer, (self._engine, self._end_of_text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns texts into ids on all cores, without adding any special id."""
-        try:
-            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            raise DataError(
-                "the text holds half a surrogate pair, which UTF-8 cannot hold; remove it"
-            ) from None
-        return [encoding.ids for encoding in encodings]
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Turns texts into arrays of ids on all cores, without adding any special id."""
+        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode(self, text: str) -> list[int]:
         """Turns one text into ids."""
-        return self.encode_batch([text])[0]
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
-        """Turns texts into arrays of ids."""
-        return [np.array(ids, dtype=np.uint32) for ids in self.encode_batch(texts)]
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turns ids into text; bytes that are not UTF-8 become U+FFFD, special ids their names."""
@@ -107,10 +78,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes the files that ``load_tokenizer`` and transformers' ``AutoTokenizer`` read."""
-        self._write(folder, {} if self._end_of_text is None else {"eos_token": self._end_of_text})
-
-    def _write(self, folder: Path, config: dict[str, str]) -> None:
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config}
         folder.mkdir(parents=True, exist_ok=True)
         text = self._engine.to_str(pretty=True)
         (folder / TOKENIZER_FILE).write_text(text, encoding="utf-8")
@@ -127,22 +95,12 @@ class ByteTokenizer(Tokenizer):
         """Makes a byte-level BPE without merges, so that the ids are the bytes."""
         alphabet = {letter: byte for byte, letter in enumerate(byte_letters())}
         super().__init__(byte_level(models.BPE(vocab=alphabet, merges=[])), None)
+        self._config = {BYTES_MARK: BYTES}
         self.fingerprint = hashlib.sha256(b"halfstep byte tokenizer: id = byte").hexdigest()
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[()]]:  # type: ignore[override]
-        return ByteTokenizer, ()
-
-    def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
-        """Turns texts into arrays of their UTF-8 bytes."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Turns texts into arrays of their UTF-8 bytes, which takes no search for merges."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Turns bytes into text; what is not UTF-8 becomes U+FFFD."""
-        return bytes(ids).decode("utf-8", errors="replace")
-
-    def save(self, folder: Path) -> None:
-        """Writes a tokenizer that gives other programs the same ids, marked as halfstep's own."""
-        self._write(folder, {BYTES_MARK: BYTES})
 
 
 def byte_level(model: models.Model) -> Engine:
@@ -169,11 +127,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of exactly ``vocab_size`` ids, at least 257, on texts.
 
     Id 0 is ``<|endoftext|>``, ids 1 to 256 are the bytes, the rest are merges in order of training.
-    A corpus with too few repeated pairs is refused instead of giving fewer ids, because the
-    vocabulary's size determines the model's shape and must not change silently.
 
     Raises:
-        ConfigError: The text does not hold enough repeated pairs.
+        ConfigError: The text does not hold enough repeated pairs: the vocabulary's size determines
+            the model's shape and must not change silently.
 
     **Source:** Sennrich et al. 2016 (BPE); Radford et al. 2019 (on bytes, with GPT-2's pre-tokens).
     """
@@ -197,41 +154,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Loads a tokenizer from a ``tokenizer.json`` or from a Hugging Face or GPT-2 folder.
+    """Loads a tokenizer from a ``tokenizer.json``, or from a folder that holds one.
 
     The end-of-text token is ``eos_token`` of a ``tokenizer_config.json`` in the same folder, else
-    the first of ``KNOWN_END_OF_TEXT`` in the vocabulary, else there is none. A tokenizer written by
-    ``Tokenizer.save`` is loaded with the same fingerprint.
-
-    Raises:
-        DataError: If the path does not exist, or holds no usable tokenizer.
+    ``<|endoftext|>`` where the vocabulary has it, else there is none.
     """
     path = Path(path).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
-        folder = path if path.is_dir() else path.parent
-        file = folder / CONFIG_FILE
-        config = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        beside = file.with_name(CONFIG_FILE)
+        config = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
         if config.get(BYTES_MARK) == BYTES:
             return ByteTokenizer()
-        engine = _engine(path)
-        named = config.get("eos_token")
-        if isinstance(named, dict):  # the older way: an AddedToken written out
-            named = named.get("content")
-        candidates = (named,) if isinstance(named, str) else KNOWN_END_OF_TEXT
-        ends = (name for name in candidates if engine.token_to_id(name) is not None)
-        return Tokenizer(engine, next(ends, None))
-    except DataError as error:
-        raise DataError(f"tokenizer {path}: {error}") from None
-    except FileNotFoundError:
-        raise DataError(f"tokenizer {path}: there is none; {ACCEPTED}") from None
+        engine = Engine.from_str(file.read_text(encoding="utf-8"))
     # The library raises bare Exception for whatever is wrong with a file.
     except Exception as error:
-        raise DataError(f"tokenizer {path}: not a usable tokenizer ({error}); {ACCEPTED}") from None
-
-
-def _engine(path: Path) -> Engine:
-    vocab, merges = path / VOCAB_FILE, path / MERGES_FILE
-    if vocab.is_file() and merges.is_file() and not (path / TOKENIZER_FILE).is_file():
-        return byte_level(models.BPE.from_file(str(vocab), str(merges)))
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    return Engine.from_str(file.read_text(encoding="utf-8"))
+        raise DataError(
+            f"tokenizer {path}: cannot be used ({error}); give bytes, bpe:N, a {TOKENIZER_FILE}, "
+            f"or a local folder that holds one (halfstep downloads none)"
+        ) from None
+    end = config.get("eos_token") or END_OF_TEXT
+    end = end["content"] if isinstance(end, dict) else end  # an AddedToken written out
+    return Tokenizer(engine, end if engine.token_to_id(end) is not None else None)

@@ -112,8 +112,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
         config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
         threads=threads,
     )  # fmt: skip
-    # a capture may come from a stranger: nothing is written where it says
-    return replace(config, run=run, data=replace(config.data, cache_dir=""))
+    return replace(config, run=run)
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:

@@ -71,8 +71,8 @@ class ClassifyTask(FinetuneTask):
             self._make(config, data)
         else:
             config = self._load(config, world)
-        self._train = self._encoded("training", data.train, progress)
-        self._dev = self._encoded("validation", data.dev, progress)
+        self._train = self._encoded("training", data.train)
+        self._dev = self._encoded("validation", data.dev)
         self.identity: Mapping[str, str] = {
             "data": data.sha256,
             "tokenizer": self.tokenizer.fingerprint,
@@ -117,9 +117,9 @@ class ClassifyTask(FinetuneTask):
         self.tokenizer = tokenizer_of(self.model, choice, choice.max_length)
         return config
 
-    def _encoded(self, role: str, texts: LabelledTexts, progress: Progress) -> Examples:
+    def _encoded(self, role: str, texts: LabelledTexts) -> Examples:
         before = self.tokenizer.truncated
-        examples = encode_examples(self.tokenizer.encode_batch, texts, progress)
+        examples = encode_examples(self.tokenizer.encode_batch, texts)
         cut = self.tokenizer.truncated - before
         if cut:
             self.notes.append(

@@ -38,7 +38,7 @@ class EpochTask(Task):
         """Deal the examples out to steps by their lengths, and resolve epochs into steps."""
         run = config.run
         self._lengths = np.asarray(lengths)
-        self._batches = EpochBatches(lengths, run.batch_size, run.seed)
+        self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
         self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
         self.config = config.resolved(self._batches.steps_per_epoch)
 

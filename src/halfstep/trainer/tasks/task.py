@@ -213,9 +213,8 @@ class Trained:
 
 
 def facts(config: BaseConfig) -> dict[str, str]:
-    """Return what must be equal on all ranks: versions and every key except the data cache."""
+    """Return what must be equal on all ranks: versions and every key."""
     table = config_to_table(config)
-    table.get("data", {}).pop("cache_dir", None)
     facts = {"torch version": torch.__version__, "halfstep version": metadata.version("halfstep")}
     return facts | {
         f"{name}.{key}".rstrip("."): str(value)

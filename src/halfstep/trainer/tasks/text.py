@@ -199,8 +199,7 @@ class TrainedText(Trained):
         if config is None and not use.data:
             raise ConfigError("evaluate --model needs --data, the text to measure on")
         if use.data:
-            cache = config.data.cache_dir if config else ""
-            tokens = prepare_one(use.data, self.tokenizer, cache, progress)
+            tokens = prepare_one(use.data, self.tokenizer, progress)
         else:
             data = dataclasses.replace(config.data, tokenizer=str(self.path / "tokenizer"))
             tokens = prepare(data, progress=progress).validation

@@ -1,0 +1,273 @@
+"""From files to pieces of documents: what is read, where it is cut, what is refused."""
+
+import hashlib
+import io
+import json
+import os
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from halfstep.errors import DataError
+from halfstep.trainer.data import corpus
+from halfstep.trainer.data.corpus import (
+    TextPiece,
+    encode_pieces,
+    read_pieces,
+    split_corpus,
+    split_pieces,
+)
+from halfstep.trainer.data.records import check_unchanged, content_sha256, find_sources
+from halfstep.trainer.data.tokenizer import ByteTokenizer, train_bpe
+
+LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+
+
+def find(*paths):
+    return find_sources(tuple(map(str, paths)))
+
+
+def names(found):
+    return [source.path.name for source in found]
+
+
+def read(*paths, size=1 << 18):
+    """Joins pieces to documents, by what a piece promises."""
+    found = []
+    for piece in read_pieces(find(*paths), size):
+        assert piece.text
+        if piece.begins:
+            found.append("")
+        found[-1] += piece.text
+    return found
+
+
+def test_a_folder_is_searched_in_the_order_of_relative_paths(write, tmp_path):
+    for name in ("f/z.txt", "f/a/y.md", "f/a.py", "f/b/c/x.JSONL", "f/picture.png", "f/notes"):
+        write(name, "text")
+    write("f/__init__.py", "")
+    write("f/.git/x.txt", "text")
+    hidden = write("f/.x.txt", "text")
+    assert names(find(tmp_path / "f")) == ["a.py", "y.md", "x.JSONL", "z.txt"]
+    assert names(find(hidden)) == [".x.txt"]
+    for empty in (write("g/e.txt", ""), write("g/picture.png", "text").parent):
+        with pytest.raises(DataError, match=r"(e\.txt|g): there is no text in it"):
+            find(empty)
+    with pytest.raises(DataError, match=r"nowhere\.txt: no such file or folder"):
+        find("nowhere.txt")
+
+
+def test_the_content_hash_follows_from_kind_size_and_bytes_in_order(write):
+    a, b = write("a.txt", "alpha"), write("b.jsonl", "{}")
+    expected = hashlib.sha256(b"text:5:alpha" + b"jsonl:2:{}").hexdigest()
+    assert content_sha256(find(a, b)) == expected
+    assert content_sha256(find(b, a)) != expected
+    a.rename(a.with_name("renamed.txt"))
+    assert content_sha256(find(a.with_name("renamed.txt"), b)) == expected
+
+
+def test_a_file_that_shrinks_or_grows_or_is_touched_is_noticed(write):
+    path = write("a.txt", "alpha")
+    (source,) = find(path)
+    check_unchanged([source])
+    _, time = source.seen
+    for content, later in (("alpha", 1), ("alp", 0), ("alphabet", 0)):
+        path.write_text(content)
+        os.utime(path, ns=(time + later, time + later))
+        with pytest.raises(DataError, match=r"a\.txt: changed while it was read"):
+            check_unchanged([source])
+
+
+@LOOSE
+@given(st.text(min_size=1), st.integers(4, 12), st.sampled_from(["", "\ufeff"]))
+def test_any_text_file_is_read_as_it_is(write, text, size, mark):
+    text = "x" + text if mark else text.lstrip("\ufeff") or "x"
+    assert read(write("a.txt", mark + text), size=size) == [text]
+
+
+@LOOSE
+@given(st.lists(st.text(), min_size=1), st.integers(4, 12), st.booleans())
+def test_any_record_is_read_as_it_is(write, texts, size, ascii_only):
+    lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in [*texts, "x"]]
+    path = write("a.jsonl", "\n".join(lines))
+    assert read(path, size=size) == [text for text in [*texts, "x"] if text]
+
+
+def test_line_ends_marks_and_blank_lines(write):
+    assert read(write("a.txt", b"a\r\nb\rc\n\0d")) == ["a\r\nb\rc\n\0d"]
+    mark = b"\xef\xbb\xbf"
+    assert read(write("a.txt", mark + b"a" + mark), write("b.txt", mark)) == ["a\ufeff"]
+    assert read(write("c.txt", "abcd\n\ufeffe"), size=5) == ["abcd\n\ufeffe"]
+    lines = mark + b'\n{"text": ""}\r\n  \n{"text": "a", "k": 1}\n\n{"text": "b"}'
+    assert read(write("a.jsonl", lines)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("size", [4, 1000])
+@pytest.mark.parametrize(
+    ("data", "byte", "offset"),
+    [
+        (b"ab\xffcd", "ff", 2),
+        (b"\xef\xbb\xbfab\xff", "ff", 5),
+        (b"some words and a lot more \xc3", "c3", 26),
+        ("é".encode() * 10 + b"\x80\x80\x80\x80\x80\x80\x80", "80", 20),
+    ],
+)
+def test_what_is_not_utf8_is_named_with_its_offset(write, data, byte, offset, size):
+    why = rf"a\.txt: not UTF-8: byte 0x{byte} at byte offset {offset};"
+    with pytest.raises(DataError, match=why):
+        read(write("a.txt", data), size=size)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"text": "a"', r"not JSON: .* at column \d+"),
+        ("[1]", "a JSON list, not an object"),
+        ('{"content": "a", "id": 1}', r'"text" must be .* NoneType \(fields here: content, id\)'),
+        ('{"text": 5}', '"text" must be a string, got int'),
+        ('{"text": "\\ud800"}', "not usable JSON: .* surrogates not allowed"),
+        ('{"text": "\udcff"}', "not UTF-8: byte 0xff at byte offset 10"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_in_the_whole_file(write, line, why):
+    content = '{"text": "a"}\n\n' + line + '\n{"text": "b"}\n'
+    (source,) = find(write("a.jsonl", content.encode(errors="surrogateescape")))
+    for start in (0, 14, 15):
+        part = replace(source, start=start)
+        with pytest.raises(DataError, match=rf"a\.jsonl:3: {why}"):
+            list(read_pieces([part]))
+
+
+@pytest.mark.parametrize("unit", [b"words and\n", b"x"])
+def test_memory_does_not_grow_with_the_file(write, unit):
+    sources = find(write("a.txt", unit * (12_000_000 // len(unit))))
+    tracemalloc.start()
+    try:
+        for _ in read_pieces(sources):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3_000_000  # a few pieces of 256 KiB, of a file of 12 MB
+
+
+@given(st.text() | st.binary(max_size=100), st.integers(4, 40))
+def test_pieces_are_whole_and_small_and_join_to_the_text(text, size):
+    data = text.encode() if isinstance(text, str) else text
+    pieces = list(split_pieces(io.BytesIO(data), len(data), size))
+    assert b"".join(pieces) == data
+    assert all(0 < len(piece) <= size for piece in pieces)
+    if isinstance(text, str):
+        for piece in pieces:
+            piece.decode("utf-8")  # raises when a character is cut
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("one\ntwo three\nfour", ["one\n", "two three\n", "four"]),  # after a newline
+        ("one two three four", ["one two", " three", " four"]),  # before a blank
+        ("one\ttwo three", ["one\ttwo", " three"]),
+        ("abcdefghijklmnop", ["abcdefghij", "klmnop"]),  # anywhere
+        ("aéééééé", ["aéééé", "éé"]),  # not within a character
+        ("line\r\nline\r\n", ["line\r\n", "line\r\n"]),
+    ],
+)
+def test_cuts_prefer_newlines_then_blanks_then_characters(text, pieces):
+    data = text.encode()
+    assert [p.decode() for p in split_pieces(io.BytesIO(data), len(data), 10)] == pieces
+    assert b"".join(split_pieces(io.BytesIO(data), 8, 10)) == data[:8]  # nothing after stop
+
+
+BPE = train_bpe(["the cat sat on the mat " * 9], 265)
+DOCUMENTS = st.lists(st.lists(st.text(min_size=1), min_size=1, max_size=3), max_size=6)
+
+
+@LOOSE
+@given(DOCUMENTS, st.sampled_from([1, 8, 1000]))
+def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, texts, batch):
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", batch)
+    pieces = [TextPiece(text, i == 0) for document in texts for i, text in enumerate(document)]
+    found = list(encode_pieces(pieces, ByteTokenizer(), 99))
+    text = "\n".join("".join(document) for document in texts).encode()
+    assert np.concatenate([[], *(ids for ids, _ in found)]).tolist() == list(text)
+    assert sum(count for _, count in found) == len(text)
+
+    found = list(encode_pieces(pieces, BPE, 99))
+    ids = np.concatenate([[], *(ids for ids, _ in found)]).astype(int).tolist()
+    assert ids.count(BPE.end_of_text) == max(len(texts) - 1, 0)
+    assert BPE.decode(ids) == "<|endoftext|>".join("".join(d) for d in texts)
+    assert sum(count for _, count in found) == sum(len("".join(d).encode()) for d in texts)
+
+
+# The tail of a corpus becomes validation.
+
+
+def raw(part):
+    return b"".join(s.path.read_bytes()[s.start : s.stop] for s in part)
+
+
+@LOOSE
+@given(
+    st.lists(st.text(min_size=1, alphabet="ab é\n"), min_size=1, max_size=5),
+    st.floats(0.01, 0.99),
+)
+def test_every_byte_is_in_one_part_once_and_in_order(write, contents, fraction):
+    paths = [write(f"{i}.txt", text) for i, text in enumerate(contents)]
+    if len("".join(contents)) == 1:
+        return  # one character cannot be two parts; see the last test
+    train, validation = map(raw, split_corpus(find(*paths), fraction))
+    assert train + validation == b"".join(path.read_bytes() for path in paths)
+    assert train
+    assert validation
+    assert train.decode() + validation.decode()
+
+
+LINES = [f"line {number:03d}\n" for number in range(100)]
+X, Y = {"text": "x" * 50}, {"text": "y" * 50}
+
+
+@pytest.mark.parametrize(
+    ("contents", "fraction", "train", "validation"),
+    [
+        # a single file after a newline near the place, or the one before where none follows
+        ({"a.txt": "".join(LINES)}, 0.1, "".join(LINES[:90]), "".join(LINES[90:])),
+        ({"a.txt": "a" * 50 + "\n" + "b" * 49}, 0.1, "a" * 50 + "\n", "b" * 49),
+        ({"a.txt": "a" * 200_000}, 0.25, "a" * 150_000, "a" * 50_000),
+        # at the border of two files that lies at the place; by bytes, not by the number of files
+        ({"a.txt": "a" * 90, "b.txt": "b\n" * 5}, 0.1, "a" * 90, "b\n" * 5),
+        ({"a.txt": "a\n" * 450, "b": "b", "c": "c\n" * 50}, 0.1, "a\n" * 450 + "b", "c\n" * 50),
+        # a first record that holds nearly everything stays in train, that of a later file does not
+        ({"a.jsonl": [{"text": "x" * 5000}, {"text": "y"}]}, 0.1, "x" * 5000, "y"),
+        ({"a.jsonl": [X], "b.jsonl": [Y] * 2}, 0.5, "x" * 50, "y" * 100),
+    ],
+)
+def test_where_the_cut_falls(write, contents, fraction, train, validation):
+    paths = [write(name, content) for name, content in contents.items()]
+    parts = split_corpus(find(*paths), fraction)
+    found = ["".join(piece.text for piece in read_pieces(part)) for part in parts]
+    assert found == [train, validation]
+
+
+@LOOSE
+@given(st.lists(st.text(max_size=20), min_size=2, max_size=30), st.floats(0.01, 0.99))
+def test_records_stay_whole(write, records, fraction):
+    lines = [json.dumps({"text": text}) + "\n" for text in records]
+    train, validation = split_corpus(find(write("a.jsonl", "".join(lines))), fraction)
+    first, second = raw(train).decode(), raw(validation).decode()
+    assert first + second == "".join(lines)
+    assert first.endswith("\n")
+    assert second.startswith("{")
+    # The record that holds the place is the first of validation, or the only one of train.
+    place = len("".join(lines)) - max(1, round(len("".join(lines)) * fraction))
+    assert len(first) <= place or first == lines[0]
+    assert len(first) + len(second.splitlines(keepends=True)[0]) > place or first == lines[0]
+
+
+@pytest.mark.parametrize(("name", "content"), [("b.txt", "猫"), ("c.jsonl", '{"text": "c"}\n')])
+def test_a_corpus_that_has_no_two_parts_is_refused(write, name, content):
+    with pytest.raises(DataError, match=rf"{name}: \d+ bytes in too few .* data\.validation"):
+        split_corpus(find(write(name, content)), 0.5)
