@@ -25,8 +25,7 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.optimizer import make_optimizer
-from halfstep.trainer.step import train_step
+from halfstep.trainer.step import make_optimizer, train_step
 
 VOCABULARY = 8192
 SHAPES = {"gpt-small-cpu": (8, 256), "gpt-tiny": (16, 128)}

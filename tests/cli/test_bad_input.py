@@ -16,7 +16,7 @@ from tests.trainer.classifiers import checkpoint_of, metrics
 
 from halfstep.cli.main import main
 from halfstep.trainer import memory
-from halfstep.trainer.memory import memory_bytes, require_host_room, require_rows
+from halfstep.trainer.environment import memory_bytes, require_host_room, require_rows
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 

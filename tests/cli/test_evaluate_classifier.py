@@ -30,7 +30,6 @@ def trained(folder, source):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         whole_run(config, folder / "run")
     return folder / "run"
 
@@ -173,7 +172,6 @@ def tiny_run(folder, files, **changes):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
 
 
 def test_validation_texts_keep_the_classes_of_the_run(quick, tmp_path, evaluate):

@@ -22,7 +22,7 @@ from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
 from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.trainer.models.pretrained.hub import quiet
-from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.lm import load_tuned_lm
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
@@ -71,7 +71,7 @@ def test_a_run_says_what_it_trains_and_leaves(place, halfstep, tmp_path):
     assert lines[2:] == [f"adapter in {tmp_path / 'r' / 'model'}"]
     assert "transformers" not in err  # its own warnings
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer", "model",
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "model",
         "prompt.json", "checkpoints", "run.lock",
     }  # fmt: skip
 

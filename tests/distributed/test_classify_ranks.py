@@ -26,7 +26,7 @@ from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
+from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks import classify as classify_task
 
@@ -47,7 +47,6 @@ def bert(tmp_path_factory):
 def lean():
     """Without the measurement of the matrix rate, and without pictures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         patch.setitem(sys.modules, "matplotlib.figure", None)
         yield patch
 
@@ -220,7 +219,7 @@ def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
     assert err.count("step 3: validation loss ") == err.count("step 6: validation loss ") == 1
     assert len(metrics(path)) == 6
     assert {p.name for p in path.iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip

@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
-from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import make_optimizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

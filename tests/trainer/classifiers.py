@@ -8,11 +8,11 @@ import random
 
 from tests.trainer.models.pretrained_folders import save_classifier, save_tokenizer
 
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
+from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 
 TELLING = {
@@ -21,7 +21,7 @@ TELLING = {
     "怒": ("气", "火", "骂", "恨"),
 }
 FILLING = ("the", "day", "was", "a", "bit", "and", "so", "we", "went", "home")
-TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
+TIMES = {"tokens_per_second", "flops_per_second", "peak_memory_bytes"}
 SPELLED = {
     "fp16-mixed": "params=fp32,compute=fp16",
     "fp16-master": "params=fp16",

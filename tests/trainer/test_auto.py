@@ -11,11 +11,11 @@ import halfstep
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
 from halfstep.precision.policy.spelling import Auto
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.environment import policy_on
-from halfstep.trainer.run.folder import default_run_folder, run_config
+from halfstep.trainer.run import default_run_folder, run_config
 
 CPU = torch.device("cpu")
 SIZES = ["--data.tokenizer", "bytes", "--n-layer", "1", "--n-head", "2", "--n-embd", "32",

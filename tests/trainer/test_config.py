@@ -87,7 +87,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.max_steps", "70"),
             ("optimizer.learning_rate", "3e-4"),
             ("run.compile", "true"),
-            ("run.report_to", "tensorboard"),
             ("data.train", "a.txt"),
             ("model.n_layer", "2"),
         ],
@@ -95,7 +94,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
     assert config.run.max_steps == 70
     assert config.optimizer.learning_rate == 3e-4
     assert config.run.compile is True
-    assert config.run.report_to == ("tensorboard",)
     assert config.data.train == ("a.txt",)
     assert config.model.n_layer == 2
 
@@ -116,7 +114,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.rank_timeout", 0, ["run.rank_timeout=0.0; allowed: seconds > 0"]),
             ("run.ema_decay", 1, ["run.ema_decay=1.0; allowed: 0 <= x < 1"]),
             ("run.compile", "yes", ["run.compile", "true or false"]),
-            ("run.report_to", "wanda", ["run.report_to", "tensorboard, wandb"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
             ("optimizer.learning_rate", "-1", ["optimizer.learning_rate=-1.0", "> 0"]),
             ("optimizer.eps", "0", ["optimizer.eps=0.0; allowed: > 0"]),

@@ -42,7 +42,6 @@ def runs(tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take half of the time
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         for name, source in (("scratch", "scratch:tiny"), ("bert", str(bert))):
             config = classify_config(files, model__source=source, optimizer__learning_rate=3e-3)
             whole_run(config, folder / name)

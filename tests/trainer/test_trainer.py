@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 import halfstep
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig, OptimizerName
-from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import make_optimizer
 
 
 def net():
@@ -74,7 +73,7 @@ def trainer(path, model=None, data=None, **settings):
 
 def lines(path):
     found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes")
+    timed = ("tokens_per_second", "flops_per_second", "peak_memory_bytes")
     return [{k: v for k, v in record.items() if k not in timed} for record in found]
 
 
@@ -178,14 +177,6 @@ def test_a_resume_is_bit_for_bit(tmp_path, precision, workers, settings):
     assert "1.running_mean/buffer" in kept
     assert kept["1.num_batches_tracked/buffer"] == 24
     assert ("0.weight/ema" in kept) == ("ema_decay" in settings)
-
-
-def test_workers_change_nothing(tmp_path):
-    for workers in (0, 2):
-        trainer(
-            tmp_path / str(workers), data=Noisy(pairs(16)), num_workers=workers, max_steps=3
-        ).train()
-    assert_same_state(tmp_path / "0", tmp_path / "2")
 
 
 def test_the_average_is_evaluated_and_handed_out(tmp_path):
@@ -315,31 +306,6 @@ def test_groups_keep_their_own_rates(tmp_path):
     assert seen == [[0.1, 0.4], [0.05, 0.2], [0.025, 0.1]]
 
 
-def test_loggers_get_every_step(tmp_path, monkeypatch):
-    told = []
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **about: SimpleNamespace(
-        log=lambda values, step: told.append((step, values["loss"])),
-        finish=lambda: told.append(about["name"]),
-    )
-    wandb.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-
-    steps = []
-
-    class Own:
-        def write(self, record):
-            steps.append(record.step)
-
-        def close(self):
-            steps.append("closed")
-
-    path = tmp_path / "r"
-    trainer(path, loggers=["wandb", Own()], max_steps=2, save_every=1).train()
-    assert told == [*((r["step"], r["loss"]) for r in lines(path)), "r"]
-    assert steps == [1, 2, "closed"]
-
-
 @contextmanager
 def refused(*words):
     with pytest.raises((ConfigError, PrecisionError)) as caught:
@@ -352,18 +318,11 @@ def refused(*words):
     ("change", "words"),
     [
         ({"batchsize": 4}, ["batchsize", "did you mean 'batch_size'", "max_steps"]),
-        ({"batch_size": "many"}, ["run.batch_size", "'many'", "an integer"]),
         ({"optimizer": "adamv"}, ["optimizer.name", "adamv", "adamw"]),
-        ({"schedule": "cosin"}, ["schedule.decay", "cosine"]),
-        ({"precision": "bf17"}, ["bf17"]),
         ({"val_data": []}, ["val_data", "empty"]),
         ({"collate": 3}, ["collate", "a function"]),
-        ({"num_workers": -1}, ["num_workers", ">= 0"]),
-        ({"loggers": ["tensorbord"]}, ["report_to", "tensorboard"]),
-        ({"loggers": ["wandb"]}, ["wandb", "pip install wandb"]),
         ({"model": net}, ["a torch.nn.Module"]),
         ({"train_data": Stream()}, ["train_data", "Stream", "__len__"]),
-        ({"loss": 7}, ["loss", "a function", "lambda model, batch"]),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_once(tmp_path, change, words):
@@ -380,7 +339,6 @@ def test_what_cannot_be_used_is_refused_at_once(tmp_path, change, words):
         ({"loss": summed}, ["give targets="]),
         ({"evaluate": lambda model, batch: {"acc": 1.0}}, ["gave acc", "'loss'"]),
         ({"best_by": "f1"}, ["gave loss", "'f1'"]),
-        ({"optimizer": lambda parameters: None}, ["NoneType", "torch.optim.Optimizer"]),
         (
             {"optimizer": lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())},
             ["does not have"],

@@ -16,7 +16,6 @@ from halfstep.errors import ConfigError, HalfstepError
 from halfstep.trainer.config.tasks import ClassifyConfig, TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
 from halfstep.trainer.data.labelled import read_texts
-from halfstep.trainer.memory import require_rows
 from halfstep.trainer.tasks.trained import open_trained
 
 
@@ -40,7 +39,6 @@ def _evaluate(arguments: Evaluating) -> None:
     """Print how good a model is: loss and perplexity, or a classifier's report."""
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
-    require_rows(arguments.batch_size, "--batch-size")
     trained = open_trained(arguments, TrainConfig.TASK)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
@@ -53,7 +51,6 @@ def _predict(arguments: Predicting) -> None:
     """Write the label and probability of every text as JSON lines."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
-    require_rows(arguments.batch_size, "--batch-size")
     for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal uses
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")

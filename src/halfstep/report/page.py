@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
+from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
@@ -33,6 +33,7 @@ from halfstep.report.figures import figures, largest
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
 from halfstep.report.record import RunRecord, scale_text
 from halfstep.report.translation import N_, gettext
+from halfstep.shown import size_text
 
 NAMES: Mapping[str, str] = {
     "run": N_("Run"),

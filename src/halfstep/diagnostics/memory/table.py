@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from halfstep.shown import aligned, as_html
+from halfstep.shown import aligned, as_html, size_text
 
 REASONS = {
     "state": "{share} are weights, gradients and optimizer state",
@@ -161,11 +161,3 @@ def _bytes(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise ValueError(value)
     return value
-
-
-def size_text(size: float) -> str:
-    """Bytes with a unit of 1000: ``59.3 MB``."""
-    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"

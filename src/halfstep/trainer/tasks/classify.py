@@ -20,15 +20,13 @@ from halfstep.precision.casting.cast import cast_to_policy_, keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer.checkpoint.tensors import Exported
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting, Use
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled
-from halfstep.trainer.environment import choose_device
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.memory import require_host_room
+from halfstep.trainer.environment import choose_device, require_host_room
 from halfstep.trainer.models.pretrained.classifier import PretrainedClassifier, open_classifier
 from halfstep.trainer.models.pretrained.scratch import (
     SCRATCH,
@@ -42,14 +40,16 @@ from halfstep.trainer.models.pretrained.tokenizer import (
     open_tokenizer,
     require_vocabulary,
 )
-from halfstep.trainer.run.model_folder import (
+from halfstep.trainer.step import Batch, Evaluation, Judge
+from halfstep.trainer.tasks.epochs import (
+    EpochTask,
     copy_folder,
     matrix_parameters,
     model_folder,
+    pinned,
     replace_folder,
+    within,
 )
-from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,

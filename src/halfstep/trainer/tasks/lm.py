@@ -19,14 +19,13 @@ from halfstep.precision.casting.cast import add_regions_, cast_to_policy_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.checkpoint.tensors import Exported
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
 from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.pretrained.lm import PretrainedLM, generate_ids, open_causal_lm
 from halfstep.trainer.models.pretrained.lora import LoraLM, add_lora, open_adapted_lm
 from halfstep.trainer.models.pretrained.tokenizer import (
@@ -34,15 +33,17 @@ from halfstep.trainer.models.pretrained.tokenizer import (
     open_tokenizer,
     require_vocabulary,
 )
-from halfstep.trainer.run.model_folder import (
+from halfstep.trainer.step import Batch, Evaluation, Judge, count_targets, mean_loss, perplexity
+from halfstep.trainer.tasks.epochs import (
+    EpochTask,
     copy_folder,
     frozen_fingerprint,
     matrix_parameters,
     model_folder,
+    pinned,
     replace_folder,
+    within,
 )
-from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.epochs import EpochTask, pinned, within
 from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 
 PROMPT_FILE = "prompt.json"
@@ -117,11 +118,6 @@ class LMTask(EpochTask):
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.wrapped.pad_id)
-
-    def shapes(self, rows: int) -> Batch:
-        """Return the first rows, with positions only where rows hold several documents."""
-        ids_BT, targets_BT, positions_BT = self.batch(0, range(rows))
-        return ids_BT, targets_BT, positions_BT if self.config.data.packing else None
 
     def targets(self, batch: Batch) -> float:
         """Return the number of target tokens that enter the loss."""

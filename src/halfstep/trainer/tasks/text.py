@@ -25,12 +25,11 @@ from halfstep.trainer.data.batches import (
 from halfstep.trainer.data.corpus import PreparedData, prepare
 from halfstep.trainer.data.records import TABLE_SUFFIXES
 from halfstep.trainer.data.tokenizer import Tokenizer
-from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, tokens_per_byte
-from halfstep.trainer.memory import require_host_room
+from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape
-from halfstep.trainer.step import Batch
+from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, tokens_per_byte
 from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
@@ -129,14 +128,6 @@ class TextTask(Task):
             step=step,
             sequences=rows,
             block_size=self.config.block_size,
-        )
-
-    def shapes(self, rows: int) -> Batch:
-        """Return tokens and targets without memory."""
-        made = (rows, self.config.block_size)
-        return (
-            torch.empty(made, dtype=torch.int64, device="meta"),
-            torch.empty(made, dtype=torch.int64, device="meta"),
         )
 
     def rows(self, step: int) -> Mapping[str, list[int]]:

@@ -13,8 +13,13 @@ from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.casting.cast import cast_to_policy_
 from halfstep.precision.policy.policy import DTYPES
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
-from halfstep.trainer.checkpoint.tensors import EXPORTED, exported
+from halfstep.trainer.checkpoint import (
+    CHECKPOINTS,
+    EXPORTED,
+    exported,
+    list_checkpoints,
+    load_checkpoint,
+)
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Use
@@ -22,10 +27,10 @@ from halfstep.trainer.data.batches import validation_batches
 from halfstep.trainer.data.corpus import prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.evaluate import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.models.gpt.hf import load_gpt2
 from halfstep.trainer.models.language_model import LanguageModel, generate
-from halfstep.trainer.run.folder import CHECKPOINTS, run_config
+from halfstep.trainer.run import run_config
+from halfstep.trainer.step import evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.tasks.task import Loaded, Measured, Progress, Trained
 from halfstep.trainer.tasks.text import FAMILIES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Exporting, Use
-from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Trained
 
