@@ -71,44 +71,15 @@ def test_a_run_writes_down_what_auto_took_and_says_why_once(
 
 
 @pytest.mark.parametrize("words", [["--config", "gpt-tiny"], ["--precision", "auto"], []])
-def test_a_resumed_run_keeps_its_policy_and_tells_of_another_device(
-    corpus, tmp_path, capsys, cpu, words
-):
+def test_a_resumed_run_keeps_its_policy_on_another_device(corpus, tmp_path, cpu, words):
     cpu({"bf16"}, "Old CPU")
     assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
-    capsys.readouterr()
     cpu({"avx2"}, "New CPU")
     again = ["train", "--resume", "--output-dir", str(tmp_path / "r"), "--max-steps", "3", *words]
     if "gpt-tiny" in words:
         again += ["--data", str(corpus), *SIZES]
     assert main(again) == 0
-    said = capsys.readouterr().err
-    assert "the run keeps bf16-mixed, which auto took for Old CPU" in said
-    assert "--precision fp32 changes to it" in said
     assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
-
-
-def test_nothing_is_said_on_the_same_device_or_of_a_named_policy(corpus, tmp_path, capsys, cpu):
-    cpu({"avx2"})
-    for name, words in (("a", []), ("b", ["--precision", "fp32"])):
-        assert train(corpus, tmp_path / name, "--max-steps", "2", *words) == 0
-        capsys.readouterr()
-        if words:
-            cpu({"avx2"}, "New CPU")
-        path = str(tmp_path / name)
-        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "3"]) == 0
-        assert "auto" not in capsys.readouterr().err
-
-
-def test_an_older_run_folder_says_nothing(corpus, tmp_path, capsys, cpu):
-    cpu({"avx2"})
-    assert train(corpus, tmp_path / "r", "--max-steps", "2") == 0
-    for text in ("{}", "[", "[1]", '{"auto": "x"}'):
-        (tmp_path / "r" / "env.json").write_text(text)
-        capsys.readouterr()
-        path = str(tmp_path / "r")
-        assert main(["train", "--resume", "--output-dir", path, "--max-steps", "2"]) == 0
-        assert "the run keeps" not in capsys.readouterr().err
 
 
 def test_a_folder_is_named_after_what_runs(cpu):
@@ -143,7 +114,6 @@ def test_the_trainer_takes_auto_and_resumes_with_it(tmp_path, capsys, cpu):
     assert "precision auto took bf16-mixed: Old CPU" in capsys.readouterr().err
     cpu({"avx2"}, "New CPU")
     trainer(3).train(resume=True)
-    assert "the run keeps bf16-mixed" in capsys.readouterr().err
     assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
 
 

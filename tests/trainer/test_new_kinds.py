@@ -14,7 +14,7 @@ from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import Algorithm
-from halfstep.trainer import optimizer
+from halfstep.trainer import step as optimizer
 from halfstep.trainer.config import run as names, tasks
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
