@@ -67,21 +67,6 @@ def test_slow_matmuls_are_told(monkeypatch, quick):
     assert any("2.00 times as long as in fp32" in note for note in diagnose(CPU)["notes"])
 
 
-def test_a_torch_without_kernels_for_the_gpu_is_told(monkeypatch):
-    for name, value in {
-        "is_available": True, "device_count": 1, "get_device_capability": (7, 0),
-        "get_device_name": "Tesla V100-SXM2-16GB", "get_arch_list": ["sm_75", "sm_80", "sm_90"],
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = diagnose(torch.device("cuda", 0))
-    assert found["policy"] == "fp16-mixed"
-    assert forms(found)["bf16"] == "refused"
-    assert any("no kernels for compute capability 7.0" in note for note in found["notes"])
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80"])
-    assert not any("no kernels" in n for n in diagnose(torch.device("cuda", 0))["notes"])
-
-
 @pytest.mark.parametrize("kind", DEVICES, ids=lambda kind: kind.family)
 def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
     monkeypatch.setattr(environment, "matmul_flops_per_second", None)  # nothing may be measured

@@ -155,19 +155,6 @@ def test_a_search_that_fails_says_so_and_the_run_goes_on(corpus, tmp_path):
     assert not causes(tmp_path / "r")
 
 
-def test_a_resumed_run_keeps_the_causes_up_to_its_checkpoint(corpus, tmp_path):
-    session, folder = start(small_config(corpus), tmp_path / "r")
-    lines = [json.dumps({"step": step}) + "\n" for step in (2, 4, 5)]
-    (tmp_path / "r" / "causes.jsonl").write_text("".join(lines))
-    session.step = 4
-    with CauseSearch(session, tmp_path / "r"):
-        assert [cause["step"] for cause in causes(tmp_path / "r")] == [2, 4]
-    folder.close()
-
-
-# Skips
-
-
 @pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
 def test_a_scale_that_searches_for_its_level_is_no_fault(corpus, tmp_path, policy):
     session, folder = start(small_config(corpus, overflowing(policy)), tmp_path / "r")

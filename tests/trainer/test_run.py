@@ -181,14 +181,6 @@ def test_a_nan_in_the_forward_stops_with_the_last_checkpoint_intact(corpus, tmp_
     assert "first cause" not in str(error)
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
-def test_nan_gradients_under_a_finite_loss_stop_and_name_parameters(corpus, tmp_path, policy):
-    session, error = finish_broken(corpus, tmp_path / "r", break_backward, policy)
-    assert "NaN in the gradients of" in str(error)
-    assert error.cause == "gradients"
-    assert len(error.parameters) == len(session.precision.named_parameters())
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -372,27 +364,6 @@ def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
         load_trained(tmp_path / "empty")
 
 
-@pytest.mark.parametrize(("answer", "rolled_back"), [("skip:1", False), ("rollback:2", True)])
-@pytest.mark.filterwarnings("ignore:.*on_nonfinite=:UserWarning")
-def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path, answer, rolled_back):
-    config = small_config(corpus, run__on_nonfinite=answer, run__max_steps=6, run__eval_every=0)
-    session, folder = start(config, tmp_path / "r")
-    session.loss_sum = break_forward(session.loss_sum)
-    for tick in train(session, Path(folder.name).parent):
-        if tick.record.step == 6:
-            break
-        if tick.record.step == 4:
-            before = {n: v.clone() for n, v in session.precision.masters.items()}
-    folder.close()
-    lines = metrics(tmp_path / "r")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert (lines[5]["applied"], lines[5]["skip_reason"]) == (False, "nonfinite_loss")
-    assert session.precision.skipped_total == 1
-    if rolled_back:  # step 5 was undone: the copy is of step 4
-        assert_same_tensors(dict(session.precision.masters.items()), before)
-
-
-# The true gradient of attention's key bias is 0: noise beside the query bias, in one block here.
 @pytest.mark.filterwarnings("ignore:the second moments of parameter 8")
 def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_path):
     first = small_config(corpus, "bf16-split,moments=8bit", run__max_steps=4)

@@ -61,7 +61,6 @@ from halfstep.trainer.shards import (
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
-TIMEOUT = 600.0  # seconds; ranks may differ by the time that a large file takes on a shared disk
 _TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -91,12 +90,7 @@ class Checkpoint:
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
     def snapshot(self, rank: int, step: int) -> Snapshot:
-        """Collect what a rank writes for this step; it shares memory with the tensors.
-
-        Raises:
-            CheckpointError: If a tensor does not have its shard's shape, or has a dtype that files
-                do not support.
-        """
+        """Collect what a rank writes for this step; it shares memory with the tensors."""
         weights = [
             LocalShard(name, tensor, self._shard(name, tensor, rank))
             for name, tensor in self.weights.items()
@@ -177,24 +171,20 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint, or a rank's shards of it, whatever layout saved it.
 
+    Every file is checked against its SHA-256 before anything is read from it, and only the files
+    that hold some of what is wanted are read, so that N ranks need not each read everything. A
+    moment in 8-bit codes comes with its block tops, bit for bit, if its shard is one that a rank
+    saved; otherwise decoded to fp32, which :meth:`Session.restore` converts to the run's format.
+
     Args:
         path: The checkpoint's folder.
         wanted: For every parameter, the shard that this rank holds; its moments are read in the
             same shard. None reads whole tensors.
         kinds: The KEYs of the optimizer's tensors ``NAME/KEY`` that are read; None reads them all.
 
-    Returns:
-        Tensors in new memory. A moment in 8-bit codes comes with its block tops, bit for bit, if
-        its shard is one that a rank saved; otherwise it comes decoded to fp32, which
-        :meth:`Session.restore` converts to the run's format.
-
     Raises:
         CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format, of
-            another step than its folder's name says or, where shards are wanted, of another model;
-            the message names the file or the tensor.
-
-    Every file is checked against its SHA-256 before anything is read from it, and only the files
-    that hold some of what is wanted are read, so that N ranks need not each read everything.
+            another step than its folder's name says or, where shards are wanted, of another model.
     """
     manifest = read_manifest(read_json(path / MANIFEST), path / MANIFEST)
     require_sha256(path / STATE, manifest.files[STATE])
@@ -250,21 +240,15 @@ def _wanted(path: Path, name: str, saved: SavedTensor, shard: Shard | None) -> S
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """The processes that write a checkpoint together.
-
-    Attributes:
-        rank: This process's rank.
-        size: Number of processes.
-        token: Letters and digits, perhaps followed by ``.NUMBER``. It is the same on all ranks,
-            but differs between attempts to save, as after a restart or when a step is saved again
-            after an error. Within a run, later saves have higher numbers. One process needs none.
-        timeout: Seconds that rank 0 waits for the others' receipts.
-    """
+    """The processes that write a checkpoint together."""
 
     rank: int = 0
     size: int = 1
     token: str = ""
-    timeout: float = TIMEOUT
+    """Letters and digits, perhaps followed by ``.NUMBER``: the same on all ranks, but another for
+    each attempt to save, with higher numbers for later ones. One process needs none."""
+    timeout: float = 600.0
+    """Seconds that rank 0 waits for the others' receipts."""
 
 
 def save_snapshot(
@@ -277,17 +261,9 @@ def save_snapshot(
 ) -> Path:
     """Write this rank's part of a checkpoint; on rank 0, complete it and remove old ones.
 
-    Args:
-        folder: The run's ``checkpoints`` folder, which all ranks share; made if absent.
-        step: Optimizer steps taken.
-        snapshot: What this rank writes; every weight and moment must be finite.
-        keep: How many to keep, at least 1; none is removed before the new one is complete.
-        team: The ranks that each call this for the step. They need not do so at the same time:
-            there is no collective; rank 0 waits for the others' receipts.
-        spared: A step whose checkpoint is kept, whatever its age.
-
-    Returns:
-        The checkpoint's folder, complete on rank 0. If the same checkpoint exists, it stays.
+    Of the older ones, the newest ``keep`` stay, and that of the step ``spared``; none is removed
+    before the new one is complete. The ranks of the team need not call this at the same time. If
+    the same checkpoint exists, it stays.
 
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0.
@@ -477,14 +453,9 @@ class Saver:
     memory holds one copy of this rank's part of the state at a time. An error in a save is raised
     once, by the next call of any method: a NonFiniteError or a CheckpointError.
 
-    Args:
-        folder: The run's ``checkpoints`` folder, which all ranks share.
-        keep: How many checkpoints to keep, at least 1.
-        team: The ranks that save. Its token, without a number, is the same on all ranks but
-            different at every start of the run. A single rank may leave it empty.
-        meet: Waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
-            calls it once, after the other ranks have written their parts and before rank 0 waits
-            for their receipts, which a dead rank would never send. One process needs none.
+    ``meet`` waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
+    calls it once, after the other ranks have written their parts and before rank 0 waits for their
+    receipts, which a dead rank would never send.
     """
 
     def __init__(

@@ -339,18 +339,6 @@ def _notes(device: torch.device, policy: str, rates: dict[str, float]) -> list[s
             f"matmuls in {policy.partition('-')[0]} took {rates['fp32'] / own:.2f} times as long "
             "as in fp32: halfstep bench compares whole steps, and fp32 may be the faster policy"
         )
-    if device.type == "cuda" and torch.version.cuda:
-        major, minor = torch.cuda.get_device_capability(device)
-        built = torch.cuda.get_arch_list()
-        if built and not {f"sm_{major}{minor}", f"compute_{major}{minor}", f"sm_{major}0"} & {
-            *built
-        }:
-            notes.append(
-                f"this torch has no kernels for compute capability {major}.{minor} (it has "
-                f"{', '.join(built)}): install a build of torch that has"
-            )
-    if device.type == "mps":
-        notes.append("halfstep was never run on a Mac's GPU")
     found = support(POLICIES[policy], device)
     if found.status != "native":
         notes.append(f"{policy} is {found.status} here: {found.reason}")

@@ -83,10 +83,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     and at the end, and must iterate together. Outside the main thread, where Python allows no
     signal handlers, no signal ends the run early.
 
-    Args:
-        session: A new one, or one restored from a checkpoint.
-        path: The run folder, which all ranks share.
-
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
         SpikeError: The same, when it stops at a finite spike.

@@ -146,12 +146,9 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
     """Rebuild a run from a capture, and replay the captured step; all ranks call it.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
-    configuration says, and must have the hashes that the run had.
-
-    Args:
-        path: A folder in ``captures/`` of a run.
-        precision: The policy to take the step in; empty: the run's own.
-        world: As many ranks as the run had, in whose order gradients were added up.
+    configuration says, and must have the hashes that the run had. ``precision`` is the policy to
+    take the step in, if not the run's own; ``world`` has as many ranks as the run had, in whose
+    order gradients were added up.
 
     Raises:
         CheckpointError: If it is no capture, is damaged, or is of another model or other data.

@@ -139,13 +139,9 @@ def run_config(path: Path) -> BaseConfig:
 
 
 def finish_run(session: Session, path: Path) -> str:
-    """Write the files that a finished run leaves to its user, from its best state; on rank 0.
+    """Write what a finished run leaves to its user, from its best state; return a message.
 
-    Returns:
-        A message about what was written; empty for nothing.
-
-    Raises:
-        CheckpointError: If it cannot be written, or its checkpoint is damaged.
+    On rank 0 alone. The message is empty where nothing is written.
     """
     folder = path / CHECKPOINTS
     session.report_best(path)  # a kill may have come between a checkpoint and its report
@@ -194,11 +190,7 @@ RESUMABLE = frozenset(
 
 
 def resume(session: Session, checkpoints: Path) -> Path | None:
-    """Restore a session from its newest checkpoint; return its path, or None if there is none yet.
-
-    Raises:
-        CheckpointError: If the newest checkpoint is damaged or of another run.
-    """
+    """Restore a session from its newest checkpoint; return its path, or None if there is none."""
     found = list_checkpoints(checkpoints)
     newest = session.world.share(str(found[-1]) if found else "")
     if not newest:
@@ -214,16 +206,10 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
 def require_resumable(
     saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
 ) -> None:
-    """Refuse to resume with a configuration that computes something else.
+    """Refuse to resume with a configuration that computes something else, naming every key.
 
-    Args:
-        saved: The run's configuration.
-        wanted: The configuration to resume it with.
-        other_precision: Whether the user asked for another precision by name, which is possible
-            because a checkpoint holds exact masters; whether it is simulated goes with it.
-
-    Raises:
-        ConfigError: Naming every key that differs but must not.
+    Another precision is possible where the user asked for it by name, because a checkpoint holds
+    exact masters; whether it is simulated goes with it.
     """
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision", "simulate"} if other_precision else set())
@@ -266,18 +252,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended.
-
-    Attributes:
-        last: The last step's tick; None where there was nothing left to do.
-        written: Message about the files that the run leaves to its user; empty if there are none,
-            and on ranks other than 0.
-        verdict: How the run went, in a line: healthy, or what was wrong; likewise.
-    """
+    """How a run ended."""
 
     last: Tick | None
+    """The last step's tick; None where there was nothing left to do."""
     written: str
+    """A message about the files that the run leaves; empty on ranks other than 0."""
     verdict: str = ""
+    """How the run went, in a line: healthy, or what was wrong; likewise."""
 
     @property
     def interrupted(self) -> bool:
@@ -295,16 +277,9 @@ def execute(
 ) -> RunOutcome:
     """Train a session to its end in its run folder; all ranks call it.
 
-    Args:
-        session: A new session, which is restored here if ``resuming``.
-        path: The run folder: a fresh one, or that of the run to resume.
-        say: Prints a line for the user.
-        ticked: Called after each step, on every rank.
-        resuming: Go on from the folder's newest checkpoint.
-
-    Raises:
-        HalfstepError: As :func:`halfstep.trainer.loop.train`. After a NonFiniteError the best state
-            is written all the same, where the task keeps it, and the message says where.
+    ``say`` prints a line for the user, ``ticked`` is called after each step, on every rank. If
+    ``resuming``, a new session goes on from the folder's newest checkpoint. After a NonFiniteError
+    the best state is written all the same, where the task keeps it, and the message says where.
     """
     world, last = session.world, None
     with ExitStack() as stack:

@@ -307,15 +307,8 @@ def open_session(
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
 
-    Args:
-        config: That of a new run, or the resolved one of a run to resume.
-        progress: Called while data is prepared.
-        world: The process group of the ranks, or a world of one.
-        opens: Makes the task; None: the one that the configuration names.
-
-    Raises:
-        HalfstepError: For data, configuration, precision, layout or model folder that cannot be
-            used. No run folder exists yet.
+    ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
+    that the configuration names. No run folder exists yet when something is refused.
     """
     require_torch(*(["gradients over several machines"] if world.size > 1 else []))
     run, device = config.run, _device(config, world)

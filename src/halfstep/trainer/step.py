@@ -57,12 +57,6 @@ def train_step(
         max_norm: Clip the global gradient norm to this, or None.
         targets: Returns what a micro-batch adds to the divisor of the loss.
         seeds: Dropout seeds, one per micro-batch, or none.
-
-    Returns:
-        The step's result; its loss is in nats per target.
-
-    Raises:
-        NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
     """
     # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
     (n,) = strategy.sum([sum(map(targets, batches))])
@@ -148,20 +142,9 @@ def make_optimizer(
     """Make the optimizer that a configuration names, over the trainable parameters.
 
     Tensors of two or more dimensions (matrices, embeddings) decay; vectors (norms, biases) do not.
-
-    Args:
-        model: Its parameters may still be fp32.
-        config: Name and hyperparameters. An optimizer gets those that its class takes: SGD and
-            RMSprop take ``beta1`` as momentum, RMSprop takes ``beta2`` as alpha. Muon updates
-            hidden matrices and AdamW the rest, as :func:`halfstep.optim.muon_groups` picks them.
-        policy: halfstep's optimizer is used where no other keeps weights and moments as the policy
-            says, torch's optimizer elsewhere (the fused one where torch
-            has it).
-        seed: Seed of stochastic rounding, where the policy uses it.
-
-    Raises:
-        PrecisionError: Later, from ``Precision``, if the policy needs a halfstep optimizer and the
-            name is not one of those.
+    An optimizer gets the hyperparameters that its class takes: SGD and RMSprop take ``beta1`` as
+    momentum, RMSprop takes ``beta2`` as alpha. halfstep's own is used where no other keeps weights
+    and moments as the policy says, torch's elsewhere. ``seed`` is that of stochastic rounding.
 
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
@@ -223,13 +206,7 @@ def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Mu
 
 
 def learning_rate(peak: float, schedule: ScheduleConfig, applied: int, max_steps: int) -> float:
-    """Compute the learning rate of the next step.
-
-    Args:
-        peak: Learning rate at the end of the warm-up.
-        schedule: Warm-up and decay.
-        applied: Steps so far that updated the weights; a skipped step holds the schedule.
-        max_steps: Length of the run, in steps.
+    """Compute the learning rate of the next step, after ``applied`` steps that moved the weights.
 
     **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts.
     """

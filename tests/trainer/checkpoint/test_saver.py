@@ -42,23 +42,6 @@ def state(value=1.0) -> Checkpoint:
     )
 
 
-def test_a_save_is_told_of_once(tmp_path):
-    others = threading.enumerate()  # of libraries that other tests used
-    saver = Saver(tmp_path, keep=2)
-    assert saver.wait() is None
-    assert saver.finished() is None
-    saver.save(3, state())
-    path = tmp_path / "step-00000003"
-    assert saver.wait() == path
-    assert saver.finished() is None
-    assert_same(load_checkpoint(path).weights, state().weights)
-    assert set(threading.enumerate()) <= set(others)
-    saver.save(4, state(2.0))
-    saver.close()
-    assert saver.finished() == tmp_path / "step-00000004"
-    assert saver.wait() is None
-
-
 def test_the_caller_may_change_everything_as_soon_as_save_returns(tmp_path, gate):
     whole = whole_state()
     mine = cut_state(whole_state(), LAYOUTS["rows"], 0, 1, ("e", "t"))

@@ -124,23 +124,6 @@ def test_ranks_with_no_element_of_an_8_bit_moment(tmp_path):
     assert_same(load_checkpoint(path).optimizer, whole.optimizer)
 
 
-def test_files_have_what_their_rank_writes_and_no_more(tmp_path):
-    path = save_all(tmp_path, 1, states_of(whole_state(), "rows", 2))
-    assert {p.name for p in path.iterdir()} == {
-        "weights-00001-of-00002.safetensors", "optimizer-00001-of-00002.safetensors",
-        "weights-00002-of-00002.safetensors", "optimizer-00002-of-00002.safetensors",
-        "state.json", "manifest.json",
-    }  # fmt: skip
-    second = safetensors.torch.load_file(path / "weights-00002-of-00002.safetensors")
-    assert set(second) == {"w", "u", "three", "i", "cube", "e", "t"}
-    assert torch.equal(second["w"], whole_state().weights["w"][4:])
-    replicated = save_all(tmp_path, 2, states_of(whole_state(), "replicated", 4))
-    assert {p.name for p in replicated.iterdir()} == {
-        "weights-00001-of-00004.safetensors", "optimizer-00001-of-00004.safetensors",
-        "state.json", "manifest.json",
-    }  # fmt: skip
-
-
 def test_a_rank_reads_only_files_that_it_needs(tmp_path):
     states = states_of(whole_state(), "rows", 4)
     path = save_all(tmp_path, 1, states)
@@ -212,27 +195,20 @@ HOSTILE = {
         lambda m, p: (p.update(file="../w"), m["files"].update({"../w": {"sha256": "0" * 64}})),
         "its files are",
     ),
-    "unlisted": (lambda m, p: p.update(file="weights-00009-of-00009.safetensors"), "file 'weights"),
     "section": (lambda m, p: p.update(file="optimizer-00001-of-00002.safetensors"), "tensor w"),
     "overlap": (lambda m, p: p.update(shape=[5, 6]), "overlap"),
     "hole": (lambda m, p: p.update(shape=[3, 6]), "hold 42 of the 48"),
     "outside": (lambda m, p: p.update(offset=[6, 0]), "is not in"),
     "negative": (lambda m, p: p.update(offset=[-1, 0]), "is not in"),
-    "fraction": (lambda m, p: p.update(offset=[0.0, 0]), "integer"),
-    "empty shard": (lambda m, p: p.update(shape=[0, 6]), "is not in"),
     "huge": (
         lambda m, p: (m["weights"]["w"].update(shape=[2**62, 6], pieces=[p]),
                       p.update(shape=[2**62, 6])), "in the file"),
     "dtype": (lambda m, p: m["weights"]["w"].update(dtype="F16"), "w is .*F32.*F16"),
-    "dtype unknown": (lambda m, p: m["weights"]["w"].update(dtype="F128"), "dtype 'F128'"),
     "some tops": (lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].pop("order"), "e/exp_avg"),
-    "order": (lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].update(order=[0, 0]), "order"),
     "order turned": (
         lambda m, p: m["optimizer"]["e/exp_avg"]["pieces"][0].update(order=[1, 0]), "e/exp_avg"),
     "name": (lambda m, p: m["weights"].update(v=m["weights"].pop("w")), "v"),
     "no offset": (lambda m, p: p.pop("offset"), "offset"),
-    "no weights": (lambda m, p: m.pop("weights"), "weights"),
-    "weights a list": (lambda m, p: m.update(weights=[]), "list"),
     "sha": (lambda m, p: m["files"]["state.json"].update(sha256="0" * 64), "do not match"),
     "format": (lambda m, p: m.update(format=3), "format '3', this halfstep reads 2"),
 }  # fmt: skip
@@ -294,20 +270,6 @@ def test_nothing_is_there_by_name_until_rank_0_has_all_receipts(tmp_path):
     thread.join()
     assert side_by_side(calls) == [tmp_path / "step-00000001"] * 3  # the same: it is there
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_a_missing_receipt_times_out_by_rank_and_the_next_save_succeeds(tmp_path):
-    good = save_all(tmp_path, 1, states_of(whole_state(), "rows", 4), token="a")
-    calls = saves(tmp_path, 2, states_of(whole_state(), "rows", 4), "b.1", timeout=0.2)
-    calls[1]()
-    with pytest.raises(CheckpointError, match=r"no receipt of ranks 2, 3 after 0\.2 s.*is intact"):
-        calls[0]()
-    assert [p.name for p in tmp_path.iterdir()] == [good.name]
-    assert load_checkpoint(good).state["step"] == 1
-    calls[2]()  # too late
-    paths = side_by_side(saves(tmp_path, 2, states_of(whole_state(), "rows", 4), "b.2"))
-    assert set(paths) == {tmp_path / "step-00000002"}
-    assert {p.name for p in tmp_path.iterdir()} == {good.name, "step-00000002"}
 
 
 def test_leftovers_go_but_what_other_ranks_already_write_stays(tmp_path):
