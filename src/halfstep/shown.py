@@ -35,11 +35,3 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def size_text(size: float) -> str:
-    """Bytes with a unit of 1000: ``59.3 MB``."""
-    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"

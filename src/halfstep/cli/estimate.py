@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Estimate
-from halfstep.diagnostics.memory.table import PARTS, Memory
+from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import name_of
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.shown import aligned, size_text
+from halfstep.shown import aligned
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device, memory_bytes
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count

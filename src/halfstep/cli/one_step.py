@@ -15,7 +15,7 @@ from halfstep.diagnostics.memory import table
 from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
-from halfstep.shown import aligned, size_text
+from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import CHECKPOINTS
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
@@ -55,9 +55,9 @@ def _memory(arguments: Memory) -> int:
     parts = [part for part in table.PARTS if any(each.part(part) for each in found)]
     rows = [("policy", *parts, "total", "of the first")]
     for each in found:
-        sizes = [size_text(each.part(p)) if each.part(p) else "-" for p in parts]
+        sizes = [table.size_text(each.part(p)) if each.part(p) else "-" for p in parts]
         share = f"{each.total / found[0].total:.2f}"
-        rows.append((each.policy, *sizes, size_text(each.total), share))
+        rows.append((each.policy, *sizes, table.size_text(each.total), share))
     print(aligned(rows, range(1, len(rows[0]))))
     for each in found[1:]:
         if each.part("gradients"):

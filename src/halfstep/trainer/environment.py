@@ -35,7 +35,6 @@ from halfstep.precision.policy.devices import (
 )
 from halfstep.precision.policy.policy import DTYPES, POLICIES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
-from halfstep.shown import size_text
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -149,10 +148,10 @@ def require_host_room(parameters: int, tokens: int, advice: str) -> None:
     have = memory_bytes(torch.device("cpu"))
     if made + batch > have:
         raise ConfigError(
-            f"the run needs at least {size_text(made + batch)}, this machine has "
-            f"{size_text(have)}: the model is made in fp32 on the host, where it takes "
-            f"{size_text(made)}, and the tokens of one micro-batch take {size_text(batch)}. Lower "
-            f"{advice}"
+            f"the run needs at least {(made + batch) / 1e9:,.3g} GB, this machine has "
+            f"{have / 1e9:,.3g} GB: the model is made in fp32 on the host, where it takes "
+            f"{made / 1e9:,.3g} GB, and the tokens of one micro-batch take {batch / 1e9:,.3g} GB. "
+            f"Lower {advice}"
         )
 
 

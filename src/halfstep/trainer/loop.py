@@ -36,6 +36,7 @@ from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_cont
 from halfstep.precision.recovery import without_hint
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
+from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     CHECKPOINTS,
     Saver,
@@ -47,7 +48,6 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
-from halfstep.trainer.tasks.by_name import part
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""

@@ -32,6 +32,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.torch_compat import require_torch
+from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
@@ -39,7 +40,6 @@ from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.environment import choose_device, count_peak_from_here, policy_on
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
-from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
 
 Opens = Callable[[Any, World, Progress, Layout], Task]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from halfstep.shown import aligned, as_html, size_text
+from halfstep.shown import aligned, as_html
 
 REASONS = {
     "state": "{share} are weights, gradients and optimizer state",
@@ -141,3 +141,11 @@ class Memory:
 def _forms(found: Mapping[str, int]) -> str:
     texts = [f"{dtype} {size_text(size)}" for dtype, size in found.items()]
     return ", ".join(texts)
+
+
+def size_text(size: float) -> str:
+    """Bytes with a unit of 1000: ``59.3 MB``."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"

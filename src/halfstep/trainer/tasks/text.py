@@ -15,6 +15,7 @@ import torch
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, DataError
+from halfstep.trainer import part
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.batches import (
     IGNORED,
@@ -30,7 +31,6 @@ from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.language_model import LanguageModel
 from halfstep.trainer.models.shapes import GPTConfig, Shape
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, tokens_per_byte
-from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Progress, Task, share_of
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from halfstep.trainer import part
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Exporting, Use
 from halfstep.trainer.run import run_config
-from halfstep.trainer.tasks.by_name import part
 from halfstep.trainer.tasks.task import Trained
 
 TRAINED: Mapping[str, str] = {
