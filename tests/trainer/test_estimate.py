@@ -14,8 +14,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.environment import count_peak_from_here, peak_memory_bytes
-from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
-from halfstep.trainer.step import averages
+from halfstep.trainer.estimate import averages, estimate_config, estimate_count, read_count
 
 
 def answer(capsys, *words):

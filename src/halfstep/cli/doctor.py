@@ -51,8 +51,6 @@ def _text(found: dict[str, Any]) -> str:
         shown = "-" if rate is None else f"{rate / 1e9:,.0f}"
         rows.append((row["form"], row["status"], row["here"] or "-", shown))
     lines = [f"take {found['policy']}: {found['reason']}", f"source: {found['source']}"]
-    if found["instructions"]:
-        lines.append(f"instructions: {', '.join(found['instructions'])}")
     lines += ["", aligned(rows, {3})]
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 

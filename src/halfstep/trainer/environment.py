@@ -26,7 +26,6 @@ from halfstep.precision.policy.devices import (
     DeviceKind,
     choose,
     cpu_has_bf16,
-    cpu_instructions,
     cpu_name,
     default_device,
     kind_named,
@@ -208,8 +207,6 @@ def keep_freed_memory() -> None:
 
 _FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _MEASURED = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
-_INSTRUCTIONS = ("amx_bf16", "amx_fp16", "amx_int8", "avx512_bf16", "avx512_fp16", "avx512f",
-                 "avx2", "bf16", "asimdhp", "i8mm", "sve")  # fmt: skip
 
 
 def diagnose(device: torch.device) -> dict[str, Any]:
@@ -235,8 +232,6 @@ def diagnose(device: torch.device) -> dict[str, Any]:
             row["here"] = support(policy, device).status
             if row["here"] != "refused":
                 row["flops_per_second"] = matmul_flops_per_second(policy, device)
-    known = cpu_instructions() if device.type == "cpu" else frozenset()
-    found["instructions"] = [word for word in _INSTRUCTIONS if word in known]
     rates = {row["form"]: row["flops_per_second"] or 0.0 for row in found["forms"]}
     found["notes"] = _notes(device, chosen.policy, rates)
     return found
@@ -273,7 +268,6 @@ def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
         "source": kind.source,
         "measured": False,
         "forms": forms,
-        "instructions": [],
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from halfstep.diagnostics.memory.estimate import estimate_state, with_saved
 from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.models.gpt.gpt import GPT
-from halfstep.trainer.step import Batch, averages
+from halfstep.trainer.step import Batch, make_optimizer
 
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -44,6 +44,24 @@ def estimate_count(
         dataclasses.replace(memory, policy=str(policy), ranks=layout.size)
         for memory, policy in zip(found, policies, strict=True)
     ]
+
+
+def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
+    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
+
+    By parameter for Muon, where it depends on the shape; for any other counted on a small
+    parameter.
+    """
+    if config.name == "muon":
+        muon: Any = make_optimizer(model, config, POLICIES["fp32"])
+        found: Mapping[str, float] = muon.averages(model)
+        return found
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = make_optimizer(nn.ParameterList([weight]), config, POLICIES["fp32"])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.numel() for t in kept) / weight.numel()
 
 
 def estimate_config(

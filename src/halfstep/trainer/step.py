@@ -18,7 +18,7 @@ from halfstep.distributed.strategy import Strategy
 from halfstep.errors import DataError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.casting.cast import keeping_casts
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
@@ -173,23 +173,6 @@ def make_optimizer(
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
-
-
-def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
-    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
-
-    By parameter for Muon, where it depends on the shape; for any other counted on a small
-    parameter.
-    """
-    if config.name == "muon":
-        return _make_muon(model, config, 0).averages(model)
-    probe = nn.ParameterList([torch.zeros(64, 64)])  # nn.Linear would draw random numbers
-    (weight,) = probe.parameters()
-    optimizer = make_optimizer(probe, config, POLICIES["fp32"])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
-    return sum(t.numel() for t in kept) / weight.numel()
 
 
 def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Muon:
