@@ -133,7 +133,7 @@ def test_explain_and_env(halfstep):
     forms = {row["form"]: row for row in report["forms"]}
     assert forms["fp16"]["here"] == "simulated"
     assert forms["tf32"]["here"] == "refused"
-    assert all(forms[form]["rates"]["square"] > 1e6 for form in ("fp32", "bf16", "fp16"))
+    assert all(forms[form]["flops_per_second"] > 1e6 for form in ("fp32", "bf16", "fp16"))
 
 
 @pytest.mark.parametrize(
