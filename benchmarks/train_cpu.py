@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--default-malloc", action="store_true", help="leave the allocator alone")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
-    tuned = not arguments.default_malloc and keep_freed_memory()
+    tuned = not arguments.default_malloc
+    if tuned:
+        keep_freed_memory()
 
     small = "gpt-small-cpu"
     policies = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=bf16",
