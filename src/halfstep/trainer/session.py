@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.muon import Muon
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
@@ -175,14 +172,13 @@ class Session:
     def _share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
-            part("distributed.data.reducer:broadcast_tensors_")(self._buffers().values())
+            part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
 
     def check_agreement(self, when: str = "") -> None:
         """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
-        if self.world.size > 1:
-            check = part("distributed.consistency:check_agreement")
-            model, layout = self.task.model, self.strategy.layout
-            check(self.precision, model, layout, step=self.step, when=when)
+        check_agreement(
+            self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
+        )
 
     def report_best(self, folder: Path) -> None:
         """Write the task's report of the best evaluation so far into the run folder; on rank 0.
@@ -302,7 +298,7 @@ def open_session(
     config: BaseConfig,
     progress: Progress,
     *,
-    world: World = World.alone(),  # noqa: B008  (frozen)
+    world: World = World(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
@@ -310,7 +306,7 @@ def open_session(
     ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
     that the configuration names. No run folder exists yet when something is refused.
     """
-    require_torch(*(["gradients over several machines"] if world.size > 1 else []))
+    require_torch()
     run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
@@ -320,9 +316,7 @@ def open_session(
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
-    strategy = choose_strategy(
-        layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
-    )
+    strategy = choose_strategy(layout, policy, device, compiled=run.compile)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
     _require_rows(task.smallest_batch, task.config, layout)
@@ -358,8 +352,6 @@ def _precision(
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
-        if isinstance(optimizer, Muon):
-            optimizer.ranks = dist.group.WORLD
     ema = EMA(task.model, run.ema_decay, seed=run.seed) if run.ema_decay else None
     precision = Precision(
         policy,
