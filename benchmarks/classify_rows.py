@@ -35,7 +35,7 @@ from halfstep.integrations.hf_trainer import attach as attach_trainer
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run
+from halfstep.trainer.run import create_run
 from halfstep.trainer.session import open_session
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from halfstep.trainer.config.run import ScheduleConfig
 from halfstep.trainer.data.config import LabelledConfig, LabelledTexts
 from halfstep.trainer.data.labelled import read_labelled
-from halfstep.trainer.optimizer import learning_rate
+from halfstep.trainer.step import learning_rate
 
 BETAS, EPS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.999), 1e-8, 0.01, 1.0
 

@@ -27,7 +27,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--default-malloc", action="store_true")
     arguments = parser.parse_args()
-    tuned = not arguments.default_malloc and keep_freed_memory()
+    tuned = not arguments.default_malloc
+    if tuned:
+        keep_freed_memory()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, D, generator=generator)
     w = torch.randn(V, D, generator=generator) * 0.02

@@ -89,7 +89,7 @@ def bare(policy: str, shape: Any) -> Any:
 
 def measure(folder: Path, policy: str, rounds: int) -> dict[str, Any]:
     """The command's steps and the bare loop's in turn, in this process."""
-    import halfstep.trainer.run.execute as execute
+    import halfstep.trainer.run as execute
     from halfstep.cli.main import main
 
     ours: list[float] = []

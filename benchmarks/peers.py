@@ -323,7 +323,7 @@ def command(
     shape: dict, turn: Turn, steps: int, *, policy: str, words: tuple[str, ...] = ()
 ) -> None:
     """`halfstep train` with its own GPT of the same shape, all that the command does."""
-    import halfstep.trainer.run.execute as execute
+    import halfstep.trainer.run as execute
     from halfstep.cli.main import main
 
     def in_turn(session: Any, path: Path) -> Iterator[Any]:

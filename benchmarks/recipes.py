@@ -31,7 +31,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.corpus import standard_library
 from halfstep.trainer.environment import environment, keep_freed_memory
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import make_optimizer
 
 KEPT, LAST = "nvfp4, one block kept", "nvfp4, last block kept"
 POLICIES = {

@@ -25,8 +25,7 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.optimizer import make_optimizer
-from halfstep.trainer.step import train_step
+from halfstep.trainer.step import make_optimizer, train_step
 
 VOCABULARY = 8192
 SHAPES = {"gpt-small-cpu": (8, 256), "gpt-tiny": (16, 128)}
@@ -113,7 +112,9 @@ def main() -> None:
     parser.add_argument("--default-malloc", action="store_true", help="leave the allocator alone")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
-    tuned = not arguments.default_malloc and keep_freed_memory()
+    tuned = not arguments.default_malloc
+    if tuned:
+        keep_freed_memory()
 
     small = "gpt-small-cpu"
     policies = ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=bf16",

@@ -14,14 +14,13 @@ from babel.messages.extract import extract_from_dir
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
-from halfstep.diagnostics.memory.table import PARTS, REASONS
 from halfstep.diagnostics.nonfinite.cause import OR_BF16, REMEDIES
 
 REPORT = Path(__file__).parents[1] / "src/halfstep/report"
 PO = REPORT / "locale/zh/LC_MESSAGES/halfstep.po"
 MO = PO.with_suffix(".mo")
 METHODS = [("**.py", "python"), ("templates/**.j2", "jinja2")]
-QUOTED = (*PARTS, "total", *REASONS.values(), *REMEDIES, *REMEDIES.values(), OR_BF16)
+QUOTED = (*REMEDIES, *REMEDIES.values(), OR_BF16)
 """What other packages say and a page translates."""
 
 

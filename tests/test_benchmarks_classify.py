@@ -93,7 +93,6 @@ ROWS = ("torch fp32", "dataparallel fp32", "lightning fp32", "torch fp32, length
 def test_every_row_starts_from_the_same_weights_and_counts_every_example(
     name, benchmarks, job, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     # a row has a process of its own; here other tests came before
     pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
     row, *rest = benchmarks["classify_rows"].ROWS[name]

@@ -19,8 +19,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
-from halfstep.trainer.optimizer import make_optimizer
-from halfstep.trainer.step import train_step
+from halfstep.trainer.step import make_optimizer, train_step
 from reference import blocks
 
 pytestmark = [

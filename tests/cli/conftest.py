@@ -29,7 +29,6 @@ def halfstep(
 ) -> Iterator[Callable[..., Done]]:
     """Runs a command on one thread, without the benchmark of products, in this environment."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

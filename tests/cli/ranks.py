@@ -16,7 +16,7 @@ from tests.reference.adam import EPS, assert_near
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 LAUNCH = [sys.executable, "-m", "halfstep", "train"]
@@ -24,7 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--lo
             "127.0.0.1", "--nproc-per-node", "2", "-m", "halfstep", "train"]  # fmt: skip
 PF_EXITING = 0x4  # Source: linux/sched.h
 SECONDS = 240  # a run that takes longer hangs
-TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes", "sent_bytes",
+TIMES = {"tokens_per_second", "flops_per_second", "peak_memory_bytes", "sent_bytes",
          "sent_bytes_fp32", "grad_norm"}  # fmt: skip
 
 
@@ -88,7 +88,6 @@ def ranks(words, **options):
 def alone(words, monkeypatch):
     """The same command as one process: this one, without the run's own measurements."""
     monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from tests.trainer.classifiers import checkpoint_of, metrics
 
 from halfstep.cli.main import main
-from halfstep.trainer import memory
-from halfstep.trainer.memory import memory_bytes, require_host_room, require_rows
+from halfstep.trainer import environment
+from halfstep.trainer.environment import memory_bytes, require_host_room
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -144,12 +144,6 @@ def test_a_classifier_of_more_positions_than_fit(refused, tmp_path):
     assert not os.path.exists("r")
 
 
-@pytest.mark.parametrize("verb", ["predict", "evaluate"])
-def test_more_texts_at_once_than_fit(refused, verb):
-    extra = ["--input", "-"] if verb == "predict" else ["--data", "x.csv"]
-    refused(verb, "--model", ".", *extra, "--batch-size", "9" * 20, words="--batch-size|texts")
-
-
 def test_a_column_for_a_model_that_reads_text(refused, tmp_path):
     folder = tmp_path.parent / "gpt-folder"
     folder.mkdir(exist_ok=True)
@@ -221,16 +215,12 @@ def test_parameters_are_counted_as_they_are_built(shape):
 def test_the_host_s_bound_is_exact_at_its_border(monkeypatch):
     """4 bytes a parameter, in which every rank makes the model, and 16 for a token with target."""
     for have, fits in ((4000 + 40 * 16, True), (4000 + 40 * 16 - 1, False)):
-        monkeypatch.setattr(memory, "memory_bytes", lambda device, have=have: have)
+        monkeypatch.setattr(environment, "memory_bytes", lambda device, have=have: have)
         if fits:
             require_host_room(1000, 40, "--x")
         else:
             with pytest.raises(ValueError, match=r"needs at least .* Lower --x"):
                 require_host_room(1000, 40, "--x")
-    monkeypatch.setattr(memory, "memory_bytes", lambda device: 160)
-    require_rows(10, "--batch-size")
-    with pytest.raises(ValueError, match="--batch-size 11 texts"):
-        require_rows(11, "--batch-size")
 
 
 def test_the_memory_is_that_of_this_machine():

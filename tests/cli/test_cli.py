@@ -18,7 +18,7 @@ from halfstep.cli import train
 from halfstep.cli.commands import COMMANDS
 from halfstep.cli.main import main
 from halfstep.errors import HalfstepError
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.models.gpt import GPT
 
 SMALL = [
@@ -33,7 +33,7 @@ def finished_run(corpus, tmp_path_factory):
     """A trained run that several commands read, and what its command printed."""
     path = tmp_path_factory.mktemp("run") / "r"
     words = ["train", *SMALL, "--data", corpus, "--max-steps", 12, "--eval-every", 6,
-             "--save-every", 6, "--precision", "bf16-mixed", "--report-to", "tensorboard",
+             "--save-every", 6, "--precision", "bf16-mixed",
              "--output-dir", path]  # fmt: skip
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -65,7 +65,6 @@ def test_a_run_writes_what_it_promises(finished_run):
     lines = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
     assert json.loads((path / "env.json").read_text())["device"] == "cpu"
-    assert list((path / "tensorboard").glob("events.*"))
     assert [p.name for p in list_checkpoints(path / "checkpoints")] == [
         "step-00000006", "step-00000012",
     ]  # fmt: skip
@@ -134,7 +133,7 @@ def test_explain_and_env(halfstep):
     forms = {row["form"]: row for row in report["forms"]}
     assert forms["fp16"]["here"] == "simulated"
     assert forms["tf32"]["here"] == "refused"
-    assert all(forms[form]["rates"]["square"] > 1e6 for form in ("fp32", "bf16", "fp16"))
+    assert all(forms[form]["flops_per_second"] > 1e6 for form in ("fp32", "bf16", "fp16"))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +243,7 @@ def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(
     process.communicate()
     done = halfstep(*command(cut, "--resume"))
     assert done.returncode == 0, done.stderr
-    timing = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
+    timing = {"tokens_per_second", "flops_per_second", "peak_memory_bytes"}
 
     def numbers(path):
         lines = (path / "metrics.jsonl").read_text().splitlines()

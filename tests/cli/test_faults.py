@@ -25,7 +25,7 @@ from tests.cli.ranks import (
     tiny,
 )
 
-from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.checkpoint import list_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -125,7 +125,6 @@ def finished(files, tmp_path_factory):
     words = words_of(files, path, "--quiet", "--eval-every", 2, "--keep", 9, "--save-every", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "keep_freed_memory", lambda: None)
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         assert main(["finetune", "classify", *map(str, [*words, "--max-steps", 8])]) == 0
     return path
 

@@ -52,7 +52,7 @@ OUTCOMES = {
     ),
     "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
     "nan": (
-        [r"first cause: .* of layers\.", "to do: lower the learning rate", r"try: halfstep train"],
+        [r"first cause: .* of layers\.", "to do: lower the learning rate"],
         ["runs/nan/report.html"],
     ),
     "policy": (

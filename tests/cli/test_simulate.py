@@ -7,7 +7,7 @@ import pytest
 from halfstep import explain_model
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.estimate import described_model
-from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.run import run_config
 
 SMALL = ("--model.n-layer", 1, "--model.n-head", 2, "--model.n-embd", 32, "--block-size", 16,
          "--tokenizer", "bytes", "--batch-size", 4, "--threads", 1)  # fmt: skip

@@ -13,7 +13,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
-from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import make_optimizer
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 51}
 SEQUENCES = 8

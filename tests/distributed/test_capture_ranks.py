@@ -8,11 +8,11 @@ from tests.trainer.runs import small_config
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError
-from halfstep.trainer.checkpoint.store import list_checkpoints
+from halfstep.trainer.checkpoint import list_checkpoints
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, with_run_folder
-from halfstep.trainer.run.replay import replay
+from halfstep.trainer.replay import replay
+from halfstep.trainer.run import create_run, with_run_folder
 from halfstep.trainer.session import open_session
 
 pytestmark = [

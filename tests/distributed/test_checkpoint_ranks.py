@@ -1,4 +1,4 @@
-"""Pieces of real DTensors over gloo: what four ranks save, they and one process read."""
+"""Shards of real DTensors over gloo: what four ranks save, they and one process read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from halfstep.trainer.checkpoint.index import piece_of
-from halfstep.trainer.checkpoint.store import Checkpoint, Team, load_checkpoint
+from halfstep.trainer.checkpoint import Checkpoint, Team, load_checkpoint
+from halfstep.trainer.shards import shard_of
 from trainer.checkpoint.sharded import assert_same, save_checkpoint
 
 CASES = [
@@ -29,10 +29,10 @@ CASES = [
 
 
 def examine(rank, folder):
-    """Pieces of real DTensors, and what they save and load; the faults found."""
+    """Shards of real DTensors, and what they save and load; the faults found."""
     meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    weights, pieces, tensors = {}, {}, {}
+    weights, shards, tensors = {}, {}, {}
     for number, (mesh, placements, shape) in enumerate(CASES):
         torch.manual_seed(number)
         whole = torch.randn(shape)
@@ -47,23 +47,23 @@ def examine(rank, folder):
     fully_shard(layer, mesh=meshes[4,])
     tensors |= dict(layer.named_parameters())
     for name, tensor in tensors.items():
-        piece = piece_of(tensor, rank=rank)
+        shard = shard_of(tensor, rank)
         if isinstance(tensor, DTensor):
             local, offset = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
-            assert piece.local == tuple(local), name
-            assert piece.numel == 0 or piece.offset == tuple(offset), name
+            assert shard.local == tuple(local), name
+            assert shard.numel == 0 or shard.offset == tuple(offset), name
             weights[name] = tensor.to_local().detach()
         else:
             weights[name] = tensor
-        pieces[name] = piece
+        shards[name] = shard
     optimizer = {f"{n}/exp_avg": 2 * w for n, w in weights.items()}
     optimizer |= {f"{n}/step": torch.tensor(3.0) for n in weights}
-    mine = Checkpoint(weights, optimizer, {"step": 1}, pieces)
+    mine = Checkpoint(weights, optimizer, {"step": 1}, shards)
     path = save_checkpoint(folder, 1, mine, 1, Team(rank, 4, "gloo", 60.0))
     dist.barrier()
-    again = load_checkpoint(path, pieces)
+    again = load_checkpoint(path, shards)
     assert_same(again.weights, weights)
     assert_same(again.optimizer, optimizer)
     return {

@@ -21,7 +21,7 @@ from halfstep.distributed.world import World
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import create_run, finish_run, with_run_folder
+from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks import classify as classify_task
 
@@ -42,7 +42,6 @@ def bert(tmp_path_factory):
 def lean():
     """Without the measurement of the matrix rate, and without pictures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
         yield patch
 
 

@@ -14,7 +14,7 @@ from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
-from halfstep.trainer.optimizer import make_optimizer
+from halfstep.trainer.step import make_optimizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 import halfstep
 from halfstep.distributed import ParallelPlan
 from halfstep.errors import ConfigError
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 pytestmark = pytest.mark.distributed
 

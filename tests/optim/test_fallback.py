@@ -14,7 +14,7 @@ from halfstep.optim.moments import decode, encode
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.state import FELL_BACK, StepTask
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.trainer.checkpoint.tensors import (
+from halfstep.trainer.session import (
     convert_optimizer_tensors,
     optimizer_tensors,
     set_optimizer_state,

@@ -7,8 +7,7 @@ import halfstep
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer import memory
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, memory_bytes
 
 MPS = torch.device("mps")
 
@@ -51,7 +50,7 @@ def test_devices_by_name():
 @pytest.mark.usefixtures("mac")
 def test_its_memory(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 9 * 10**9)
-    assert memory.memory_bytes(MPS) == 9 * 10**9
+    assert memory_bytes(MPS) == 9 * 10**9
 
 
 def test_fp64_is_computed_on_the_host():

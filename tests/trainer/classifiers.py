@@ -8,11 +8,11 @@ import random
 from tests.trainer.models.pretrained_folders import save_classifier, save_tokenizer
 from tests.trainer.runs import metrics, start
 
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.use import Use
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import finish_run
+from halfstep.trainer.run import finish_run
 from halfstep.trainer.tasks.classify import TrainedClassifier
 
 TELLING = {

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.instructions import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained import quiet
-from halfstep.trainer.run.folder import run_config
+from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.lm import TrainedLM
 
 POSITIONS = 160

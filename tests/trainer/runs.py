@@ -8,12 +8,12 @@ from contextlib import closing
 import torch
 
 from halfstep.precision.policy.policy import POLICIES
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import (
+from halfstep.trainer.run import (
     create_run,
     reopen_run,
     resume,
@@ -24,7 +24,7 @@ from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text import TrainedText
 
 ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
-TIMES = {"tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes"}
+TIMES = {"tokens_per_second", "flops_per_second", "peak_memory_bytes"}
 
 
 def small_config(corpus, policy="bf16-mixed", **overrides):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,18 +30,12 @@ from torch.nn import functional
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
-from halfstep.trainer.evaluate import Judge
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import finish_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
+from halfstep.trainer.step import Judge
 
 pytestmark = pytest.mark.covering
-
-
-@pytest.fixture(autouse=True)
-def no_measurement(monkeypatch):
-    """The speed of this machine's products is not asked for."""
-    monkeypatch.setattr("halfstep.trainer.loop.gemm_flops_per_second", lambda *_: 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +78,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     assert max(column(tmp_path / "r", "val_accuracy")) > majority + 0.1
     assert column(tmp_path / "r", "val_loss")[-1] < 0.9 * math.log(3)
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip
@@ -104,7 +99,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     lines = [json.loads(x) for x in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     always = {
         "step", "loss", "learning_rate", "grad_norm", "loss_scale", "applied", "skipped_total",
-        "tokens", "tokens_per_second", "flops_per_second", "gemm_share", "peak_memory_bytes",
+        "tokens", "tokens_per_second", "flops_per_second", "peak_memory_bytes",
     }  # fmt: skip
     for line in lines:
         extra = {"val_loss", "val_accuracy", "val_macro_f1"} if line["step"] % 9 == 0 else set()
@@ -336,11 +331,11 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
 
     session = session_of(with_run_folder(config, tmp_path / "cut"))
     folder = reopen_run(tmp_path / "cut")
-    assert resume(session, folder.path / "checkpoints").name == f"step-{done:08d}"
+    assert resume(session, Path(folder.name).parent / "checkpoints").name == f"step-{done:08d}"
     assert session.best == before.best
     graded(session, scores[done // 3 :], monkeypatch)
-    ticks = list(train(session, folder.path))
-    finish_run(session, folder.path)
+    ticks = list(train(session, Path(folder.name).parent))
+    finish_run(session, Path(folder.name).parent)
     folder.close()
     assert len(ticks) == 12 - done
 

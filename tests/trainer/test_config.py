@@ -58,7 +58,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.max_steps", "70"),
             ("optimizer.learning_rate", "3e-4"),
             ("run.compile", "true"),
-            ("run.report_to", "tensorboard"),
             ("data.train", "a.txt"),
             ("model.n_layer", "2"),
         ],
@@ -66,7 +65,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
     assert config.run.max_steps == 70
     assert config.optimizer.learning_rate == 3e-4
     assert config.run.compile is True
-    assert config.run.report_to == ("tensorboard",)
     assert config.data.train == ("a.txt",)
     assert config.model.n_layer == 2
 
@@ -84,7 +82,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.max_seconds", -1, ["run.max_seconds=-1.0; allowed: >= 0"]),
             ("run.seed", str(2**63), [f"run.seed={2**63}; allowed: 0 to 2^63 - 1"]),
             ("run.compile", "yes", ["run.compile", "true or false"]),
-            ("run.report_to", "wanda", ["run.report_to", "tensorboard, wandb"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
             ("optimizer.eps", "0", ["optimizer.eps=0.0; allowed: > 0"]),
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),

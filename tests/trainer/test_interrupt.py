@@ -69,17 +69,6 @@ def test_the_block_may_end_between_a_signal_and_its_repetition(number, clock, ha
     assert signal.getsignal(signal.SIGINT) is handlers
 
 
-def test_handlers_come_back_when_the_block_ends(clock, handlers):
-    with Interrupt() as asked:
-        assert signal.getsignal(signal.SIGTERM) is not handlers
-    assert asked.requested == ""
-    assert signal.getsignal(signal.SIGTERM) is handlers
-    with Interrupt():
-        signal.raise_signal(signal.SIGINT)
-        clock[0] += 2
-    assert signal.getsignal(signal.SIGINT) is handlers
-
-
 def test_a_run_in_another_thread_leaves_signals_alone(corpus, tmp_path, handlers):
     def losses(name):
         path = tmp_path / name

@@ -4,10 +4,8 @@ import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, newest, run, small_config
 
 from halfstep.cli.console import RunDisplay
-from halfstep.errors import ConfigError
 from halfstep.report.findings import findings
 from halfstep.report.record import read_run
-from halfstep.trainer.config.config import load_config
 
 DECAY, REST = "group 0 (weight decay 0.1)", "group 1 (weight decay 0)"
 
@@ -66,9 +64,3 @@ def test_a_schedule_that_ends_near_0_accuses_nobody(corpus, tmp_path):
     assert max(last.lost_updates.values()) > 0.1
     assert not any(tick.verdicts for tick in ticks)
     assert not any(f.name.startswith("lost") for f in findings(read_run(tmp_path / "run")))
-
-
-def test_the_key_is_checked_and_has_a_default(corpus):
-    with pytest.raises(ConfigError, match="lost_update_every=-1"):
-        config_for(corpus, "bf16-mixed", run__lost_update_every=-1)
-    assert load_config("gpt-tiny").run.lost_update_every == 50

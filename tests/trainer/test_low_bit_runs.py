@@ -9,7 +9,7 @@ import pytest
 from halfstep.cli.main import main
 from halfstep.errors import HalfstepError, PrecisionError
 from halfstep.trainer.config.config import config_to_toml
-from halfstep.trainer.run.folder import require_resumable
+from halfstep.trainer.run import require_resumable
 from trainer.runs import assert_same_tensors, metrics, newest, run, small_config
 
 NVFP4 = "nvfp4,simulate=yes"

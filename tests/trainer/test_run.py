@@ -27,7 +27,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config, shipped_configs
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import (
+from halfstep.trainer.run import (
     create_run,
     reopen_run,
     require_fresh,
@@ -43,13 +43,18 @@ SHORT = ("fp16-mixed", "fp16-master", "bf16-split", "bf16-sr", "bf16-pure")
 MECHANISMS = [pytest.param(p, marks=() if p in SHORT else pytest.mark.slow) for p in ON_CPU]
 
 
-@pytest.mark.parametrize("policy", MECHANISMS)
-def test_resume_is_bit_for_bit(corpus, tmp_path, policy):
-    dynamic = POLICIES[policy].loss_scale.kind == "dynamic"
+CASES = [*MECHANISMS, "muon bf16-split,moments=8bit", "muon fp16-mixed"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:the second moments of")
+def test_resume_is_bit_for_bit(corpus, tmp_path, case):
+    name, _, policy = ("adamw " + case).rpartition(" ")
+    dynamic = POLICIES[policy.partition(",")[0]].loss_scale.kind == "dynamic"
     every = 1 if dynamic else 3
     config = small_config(
-        corpus, policy, precision=overflowing(policy), model__dropout=0.1,
-        run__lost_update_every=every,
+        corpus, policy, precision=overflowing(policy) if dynamic else policy, model__dropout=0.1,
+        run__lost_update_every=every, optimizer__name=name.split()[-1],
     )  # fmt: skip
     run(config, tmp_path / "whole")
     run(config, tmp_path / "cut", until=6)  # the last checkpoint is of step 4
@@ -66,34 +71,6 @@ def test_resume_is_bit_for_bit(corpus, tmp_path, policy):
     assert a.state["precision"] == b.state["precision"]
     if dynamic:
         assert a.state["precision"]["skipped_total"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [("muon", "bf16-split,moments=8bit"), ("muon", "fp16-mixed"), ("muon", "bf16-split24")],
-)
-@pytest.mark.filterwarnings("ignore:the second moments of")
-def test_resume_is_bit_for_bit_with_rules_of_whole_matrices(corpus, tmp_path, name, policy):
-    dynamic = POLICIES[policy.split(",")[0]].loss_scale.kind == "dynamic"
-    config = small_config(
-        corpus, policy, precision=overflowing(policy) if dynamic else policy,
-        run__lost_update_every=1, optimizer__name=name,
-    )  # fmt: skip
-    run(config, tmp_path / "whole")
-    run(config, tmp_path / "cut", until=6)  # the last checkpoint is of step 4
-    session, _ = run(config, tmp_path / "cut")
-    assert session.step == 8
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    measured = [line["lost_updates"] for line in metrics(tmp_path / "cut") if line["applied"]]
-    assert all(0 <= lost < 1 for groups in measured for lost in groups.values())
-    assert name != "muon" or {"matrices", "embeddings"} <= measured[0].keys()
-    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
-    assert_same_tensors(a.weights, b.weights)
-    assert_same_tensors(a.optimizer, b.optimizer)
-    keys = {path.rpartition("/")[2] for path in a.optimizer}
-    wanted = {"momentum_buffer"} if name == "muon" else {"row_var", "col_var", "variance"}
-    assert wanted <= keys
-    assert not dynamic or a.state["precision"]["skipped_total"] > 0
 
 
 def test_micro_batches_equal_one_batch(corpus, tmp_path):
@@ -120,7 +97,7 @@ def test_the_loss_falls_and_metrics_have_the_promised_keys(corpus, tmp_path):
         assert line["tokens"] == line["step"] * 4 * 32
     assert ticks[-1].seconds_left == 0
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
+        "config.toml", "env.json", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
     }  # fmt: skip
 
@@ -133,7 +110,7 @@ def test_a_skipped_step_changes_nothing_and_holds_the_schedule(corpus, tmp_path)
     session, folder = start(config, tmp_path / "r")
     before = {n: p.detach().clone() for n, p in session.precision.named_parameters().items()}
     skipped = 0
-    for tick in train(session, folder.path):
+    for tick in train(session, Path(folder.name).parent):
         assert (tick.record.lost_updates is not None) == tick.record.applied
         if tick.record.applied:
             break
@@ -202,14 +179,6 @@ def test_a_nan_in_the_forward_stops_with_the_last_checkpoint_intact(corpus, tmp_
     assert (last["loss"], last["grad_norm"]) == ("nan", "nan")
     # the loss is broken at its 6th call only, so the same batch again is finite
     assert "first cause" not in str(error)
-
-
-@pytest.mark.parametrize("policy", ["fp32", "bf16-master"])
-def test_nan_gradients_under_a_finite_loss_stop_and_name_parameters(corpus, tmp_path, policy):
-    session, error = finish_broken(corpus, tmp_path / "r", break_backward, policy)
-    assert "NaN in the gradients of" in str(error)
-    assert error.cause == "gradients"
-    assert len(error.parameters) == len(session.precision.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -393,27 +362,6 @@ def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
     assert trained.model.config.vocab_size == trained.tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(("answer", "rolled_back"), [("skip:1", False), ("rollback:2", True)])
-@pytest.mark.filterwarnings("ignore:.*on_nonfinite=:UserWarning")
-def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path, answer, rolled_back):
-    config = small_config(corpus, run__on_nonfinite=answer, run__max_steps=6, run__eval_every=0)
-    session, folder = start(config, tmp_path / "r")
-    session.loss_sum = break_forward(session.loss_sum)
-    for tick in train(session, folder.path):
-        if tick.record.step == 6:
-            break
-        if tick.record.step == 4:
-            before = {n: v.clone() for n, v in session.precision.masters.items()}
-    folder.close()
-    lines = metrics(tmp_path / "r")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert (lines[5]["applied"], lines[5]["skip_reason"]) == (False, "nonfinite_loss")
-    assert session.precision.skipped_total == 1
-    if rolled_back:  # step 5 was undone: the copy is of step 4
-        assert_same_tensors(dict(session.precision.masters.items()), before)
-
-
-# The true gradient of attention's key bias is 0: noise beside the query bias, in one block here.
 @pytest.mark.filterwarnings("ignore:the second moments of parameter 8")
 def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_path):
     first = small_config(corpus, "bf16-split,moments=8bit", run__max_steps=4)
@@ -444,32 +392,16 @@ def test_a_checkpoint_copied_to_a_later_step_is_not_resumed_from(corpus, tmp_pat
 
 
 ODD = "step-00000008: its state is damaged or foreign"
-EVALUATION = {"loss": 1.0, "targets": 3, "score": -1.0, "text": "loss 1"}
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("step", "x", ODD),
-        ("step", ..., ODD),
-        ("tokens", float("nan"), ODD),
         ("precision", ..., ODD),
-        ("precision", [], "precision state has keys"),
         ("precision", {"policy": "bf16-mixed"}, "precision state has keys"),
-        ("precision.loss_scale", 3, "loss_scale=3"),
         ("precision.loss_scale", {"scale": "x"}, "scale"),
-        ("precision.applied_total", "many", "applied_total='many'"),
-        ("best", {"step": 4}, ODD),
         ("best", {"step": 4, "score": 1.0, "evaluation": {}}, ODD),
-        ("best", {"step": 4, "score": "x", "evaluation": EVALUATION}, ODD),
-        ("best", {"score": 1.0, "evaluation": EVALUATION}, ODD),
-        (
-            "best",
-            {"step": 4, "score": 1.0, "evaluation": {**EVALUATION, "confusion": [[1], 2]}},
-            ODD,
-        ),
-        ("best", {"step": 4, "score": 1.0, "evaluation": {**EVALUATION, "odd": 1}}, ODD),
-        ("made_with", "x", ODD),
         ("made_with", ..., ODD),
     ],
 )

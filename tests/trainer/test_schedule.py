@@ -3,7 +3,7 @@ import math
 import pytest
 
 from halfstep.trainer.config.run import ScheduleConfig
-from halfstep.trainer.optimizer import learning_rate
+from halfstep.trainer.step import learning_rate
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak():

@@ -1,6 +1,7 @@
 """Finite spikes in whole runs: the answer, the batches that are written down, and the resume."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
@@ -9,7 +10,7 @@ from halfstep.diagnostics.recording.metrics import EXCLUDE, Excluded
 from halfstep.errors import CheckpointError, SpikeError
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.loop import train
-from halfstep.trainer.run.folder import require_resumable
+from halfstep.trainer.run import require_resumable
 from halfstep.trainer.session import open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
@@ -35,7 +36,7 @@ def follow(config, path, steps, until=None):
     session, folder = start(config, path)
     spoil(session, steps)
     try:
-        for tick in train(session, folder.path):
+        for tick in train(session, Path(folder.name).parent):
             if tick.record.step == until:
                 break
     finally:

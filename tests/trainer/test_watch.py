@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.trainer.runs import assert_same_tensors, newest, run, small_config
 
 from halfstep import load_numerics
-from halfstep.cli.grammar import read_words
-from halfstep.errors import ConfigError
-from halfstep.trainer.config.config import load_config
 
 
 def config_for(corpus, policy, **overrides):
@@ -43,14 +39,3 @@ def test_a_watched_run_is_the_same_run_and_resumes(corpus, tmp_path):
     run(config_for(corpus, "fp32", run__watch=0), tmp_path / "not")
     assert_same_tensors(newest(tmp_path / "whole").weights, newest(tmp_path / "not").weights)
     assert not (tmp_path / "not" / "numerics.jsonl").exists()
-
-
-def test_the_option_may_have_a_value():
-    def given(*words):
-        return read_words(["train", *words])[1].given
-
-    assert given("--watch") == given("--watch", "100") == {"run.watch": "100"}
-    assert given("--watch=7", "--quiet") == {"run.watch": "7"}
-    assert load_config("gpt-tiny").run.watch == 0
-    with pytest.raises(ConfigError, match=r"run\.watch=-1"):
-        load_config("gpt-tiny", [("run.watch", "-1")])

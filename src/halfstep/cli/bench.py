@@ -135,7 +135,7 @@ def _config(arguments: Bench) -> BaseConfig:
     config = load_config(arguments.config, list(given.items()))
     steps = arguments.steps
     run = replace(
-        config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0, report_to=(),
+        config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0,
         parallel="", lost_update_every=_METER_EVERY, simulate=False,
     )  # fmt: skip
     # at its peak soon, so that few steps teach something

@@ -140,16 +140,13 @@ class Formats:
 class Doctor:
     """Say which precision a machine is good for and why, and report what the machine is.
 
-    A device of this machine is measured at your shapes; one that is only named, such as T4, is
-    looked up in halfstep's table. Paste the output of --json into an issue.
+    A device of this machine is measured; one that is only named, such as T4, is looked up in
+    halfstep's table. Paste the output of --json into an issue.
     """
 
     device: tuple[str, ...] = option(
         ("auto",),
         "auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'.",
-    )
-    shapes: tuple[str, ...] = option(
-        (), "Products to measure, as MxKxN of (M, K) times (K, N): 2048x384x1536."
     )
     json: bool = option(False, "Print one JSON object on stdout.")
 

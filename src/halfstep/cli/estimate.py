@@ -12,9 +12,8 @@ from halfstep.precision.policy.devices import name_of
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.shown import aligned
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.environment import choose_device
+from halfstep.trainer.environment import choose_device, memory_bytes
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
-from halfstep.trainer.memory import memory_bytes
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"

@@ -16,10 +16,11 @@ from halfstep.diagnostics.memory.saved import MemoryMeter
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.shown import aligned
+from halfstep.trainer.checkpoint import CHECKPOINTS
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.folder import CHECKPOINTS, resume, run_config
+from halfstep.trainer.run import resume, run_config
 from halfstep.trainer.session import Session, open_session
 
 

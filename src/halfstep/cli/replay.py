@@ -8,8 +8,7 @@ import torch
 
 from halfstep.cli.commands import Replay
 from halfstep.distributed.world import open_world
-from halfstep.trainer.run.capture import Finding
-from halfstep.trainer.run.replay import replay
+from halfstep.trainer.replay import Finding, replay
 
 
 def run(arguments: Replay) -> int:

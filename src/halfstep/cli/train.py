@@ -15,9 +15,9 @@ from halfstep.trainer.config.config import load_config, read_table
 from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
 from halfstep.trainer.loop import Tick
-from halfstep.trainer.run.execute import execute
-from halfstep.trainer.run.folder import (
+from halfstep.trainer.run import (
     default_run_folder,
+    execute,
     is_run,
     keeping_policy,
     require_fresh,
@@ -25,7 +25,6 @@ from halfstep.trainer.run.folder import (
     run_config,
     with_run_folder,
 )
-from halfstep.trainer.run.metrics import require_sinks
 from halfstep.trainer.session import Session, open_session
 
 
@@ -54,7 +53,6 @@ def run(request: Request) -> int:
 def _train(
     request: Request, config: BaseConfig, path: Path, world: World, *, resuming: bool
 ) -> int:
-    require_sinks(config.run.report_to)
     keep_freed_memory()
     device = choose_device(config.run.device, world.local_rank)
     title = f"{config.name} {policy_on(config.precision, device)}"

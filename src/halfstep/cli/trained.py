@@ -13,12 +13,11 @@ from typing import TextIO
 
 from halfstep.cli.console import RunDisplay
 from halfstep.errors import ConfigError, HalfstepError
+from halfstep.trainer import part
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.data.labelled import read_texts
-from halfstep.trainer.memory import require_rows
-from halfstep.trainer.run.folder import run_config
-from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.task import Trained
 
 TRAINED: Mapping[str, str] = {
@@ -58,7 +57,6 @@ def _evaluate(arguments: Evaluating) -> None:
     """Print how good a model is: loss and perplexity, or a classifier's report."""
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
-    require_rows(arguments.batch_size, "--batch-size")
     trained = open_trained(arguments, TrainConfig.TASK)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
@@ -71,7 +69,6 @@ def _predict(arguments: Predicting) -> None:
     """Write the label and probability of every text as JSON lines."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
-    require_rows(arguments.batch_size, "--batch-size")
     for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal uses
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")

@@ -18,7 +18,7 @@ from halfstep.report.translation import gettext
 NOT_ARITHMETIC = frozenset(
     f"run.{key}"
     for key in (
-        *("seed", "output_dir", "report_to", "save_every", "keep", "watch", "lost_update_every"),
+        *("seed", "output_dir", "save_every", "keep", "watch", "lost_update_every"),
         *("capture", "rank_timeout", "max_seconds"),
     )
 ) | {"name"}

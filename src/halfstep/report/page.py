@@ -17,7 +17,6 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.memory.table import PARTS, REASONS, Memory, size_text
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
@@ -104,20 +103,17 @@ class Report:
         drawn = figures([row.record for row in self.rows], self.language)
         shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
         unlike, shared = self.cards()
-        memory = memory_view([row.record for row in self.rows], self.language)
         return self._written(
             "page.html.j2",
             figures=shown,
             formats=FORMATS,
             labels=[*unlike],
             shared=shared,
-            memory=memory,
         )
 
     def to_markdown(self) -> str:
         """The same without figures."""
-        memory = memory_view([row.record for row in self.rows], self.language)
-        return self._written("page.md.j2", memory=memory)
+        return self._written("page.md.j2")
 
     def _written(self, template: str, **more: Any) -> str:
         said = partial(gettext, language=self.language)
@@ -269,59 +265,6 @@ def _scales(tensor: TensorStatistics) -> str:
     if fit is None:
         return ""
     return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"
-
-
-# What a page shows of the memory of a step.
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryView:
-    """What a page shows of the memory of some runs; nothing of those that did not write it."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    """A run's name, its parts, their total, and the measured peak."""
-    sentences: Sequence[tuple[str, str]]
-    """A run's name to its :func:`sentence`."""
-
-
-def memory_view(runs: Sequence[RunRecord], language: str) -> MemoryView | None:
-    """The memory of the runs that wrote it; None if none of them did."""
-    bars = [(run.name, run.memory, _peak(run)) for run in runs if run.memory is not None]
-    bars = [bar for bar in bars if bar[1].total]
-    if not bars:
-        return None
-    parts = [part for part in PARTS if any(memory.part(part) for _, memory, _ in bars)]
-    rows = [
-        [
-            name,
-            *(size_text(memory.part(part)) if memory.part(part) else "-" for part in parts),
-            size_text(memory.total),
-            "-" if peak is None else size_text(peak),
-        ]
-        for name, memory, peak in bars
-    ]
-    names = [gettext(part, language) for part in [*parts, "total"]]
-    return MemoryView(
-        [gettext("Run", language), *names, gettext("Peak memory", language)],
-        rows,
-        [(name, sentence(memory, language)) for name, memory, _ in bars],
-    )
-
-
-def sentence(memory: Memory, language: str) -> str:
-    """What holds the memory, and why 16 bits saved less than half of it."""
-    reasons = [
-        gettext(REASONS[each.name], language).format(share=f"{each.share:.0%}")
-        for each in memory.reasons()
-    ]
-    total, several = size_text(memory.total), gettext("; ", language).join(reasons)
-    return gettext("Of {total}, {reasons}.", language).format(total=total, reasons=several)
-
-
-def _peak(run: RunRecord) -> float | None:
-    found = largest(run, "peak_memory_bytes")
-    return found if found is not None and math.isfinite(found) else None
 
 
 _FILTERS: Mapping[str, Callable[..., Any]] = {

@@ -16,16 +16,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from halfstep.diagnostics.memory.table import Memory, memory_from_json
 from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
 from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 
-MEMORY = "memory.json"
 SCORES = "report.json"
-_FILES = (METRICS, CAUSES, EXCLUDE, MEMORY, "config.toml", "env.json", NUMERICS)
+_FILES = (METRICS, CAUSES, EXCLUDE, "config.toml", "env.json", NUMERICS)
 """What every run's folder may hold; only a classifier's holds :data:`SCORES`."""
 MOST_BYTES = 512 * 2**20
 """Of a file that is read; a run of a million steps has half of it."""
@@ -45,7 +43,6 @@ class RunRecord:
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
-        memory: What a step holds, as it was estimated before the first; None where it was not.
         scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
         missing: Files that the folder does not have, of those that any run's may hold.
@@ -59,7 +56,6 @@ class RunRecord:
     numerics: Sequence[StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
-    memory: Memory | None = None
     scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     missing: Sequence[str] = ()
@@ -152,9 +148,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, EXCLUDE)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
-    memory = memory_from_json(_json(folder / MEMORY, damaged))
-    if memory is None and (folder / MEMORY).is_file():
-        damaged[MEMORY] = 1
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged),
@@ -163,7 +156,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDE],
-        memory=memory,
         scores=_json(folder / SCORES, damaged),
         damaged=damaged,
         missing=[name for name in _FILES if not (folder / name).is_file()],

@@ -1,12 +1,19 @@
-"""Describes this machine and how it runs each precision, for ``env.json`` and ``doctor``."""
+"""What this machine is: its devices, memory and packages, and which precision each is good for.
+
+``env.json`` of a run and ``halfstep doctor`` hold it. A device that is only named is looked up.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import resource
+import sys
 import time
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,37 +22,41 @@ from halfstep.errors import ConfigError
 from halfstep.kernels.library import loaded
 from halfstep.optim.kernels import kernel_for
 from halfstep.precision.casting.autocast import Autocast, support
-from halfstep.precision.policy.devices import cpu_has_bf16, cpu_name, default_device, name_of
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.devices import (
+    DeviceKind,
+    choose,
+    cpu_has_bf16,
+    cpu_name,
+    default_device,
+    kind_named,
+    name_of,
+    reason_of,
+)
+from halfstep.precision.policy.policy import DTYPES, POLICIES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
 
-    Args:
-        spec: ``auto`` and ``cuda`` mean the rank's own GPU.
-        local_rank: The rank's number on its machine.
+    ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine.
 
     Raises:
-        ConfigError: For any other spelling, or a CUDA device that torch does not see.
+        ConfigError: For any other spelling, or a device that torch does not see.
     """
     if spec == "auto":
         return default_device(local_rank)
-    if spec == "cpu":
-        return torch.device("cpu")
     kind, _, index = spec.partition(":")
-    if spec == "mps":
-        if not torch.backends.mps.is_available():
-            raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
-        return torch.device("mps")
-    if kind != "cuda" or not (index == "" or index.isdecimal()):
-        allowed = "auto, cpu, mps, cuda, cuda:N"
-        raise ConfigError(f"run.device={spec!r}; allowed: {allowed}")
-    count = torch.cuda.device_count()
-    number = int(index) if index else local_rank
+    if spec not in ("cpu", "mps", "cuda") and not (kind == "cuda" and index.isdecimal()):
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
+    if spec == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
+    if kind != "cuda":
+        return torch.device(spec)
+    count, number = torch.cuda.device_count(), int(index or local_rank)
     if number >= count:
         raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)
@@ -63,10 +74,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """
     versions = {}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     gpus = [
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory}
         for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -83,7 +92,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "vector_instructions": torch.backends.cpu.get_cpu_capability(),
             "bf16_instructions": cpu_has_bf16(),
         },
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(torch.device("cpu")),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
@@ -107,64 +116,196 @@ def _forward_kernels(device: torch.device) -> str:
     return f"torch ({reason})"
 
 
-def gemm_flops_per_second(
-    policy: PrecisionPolicy,
-    device: torch.device,
-    size: int = 0,
-    repeats: int = 5,
-    shape: tuple[int, int, int] | None = None,
-) -> float:
-    """Measure the rate of a matrix product in the compute dtype: the best of a few.
+# Memory.
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return a device's memory; for the CPU, the machine's memory or its cgroup's lower limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _LIMITS:
+        with suppress(OSError, ValueError):  # "max" where there is no limit
+            found = min(found, int(Path(path).read_text(encoding="ascii")))
+    return found
+
+
+def require_host_room(parameters: int, tokens: int, advice: str) -> None:
+    """Refuse a model, which every rank makes in fp32 on the host, or a batch beyond its memory.
+
+    Args:
+        parameters: Number of parameters of the whole model; 0 where it is not known.
+        tokens: Tokens of one micro-batch; each takes 16 bytes with its target.
+        advice: The options that make the run smaller, for the message.
+
+    Raises:
+        ConfigError: With the bytes that are needed and those that the machine has.
+    """
+    made, batch = 4 * parameters, 16 * tokens
+    have = memory_bytes(torch.device("cpu"))
+    if made + batch > have:
+        raise ConfigError(
+            f"the run needs at least {(made + batch) / 1e9:,.3g} GB, this machine has "
+            f"{have / 1e9:,.3g} GB: the model is made in fp32 on the host, where it takes "
+            f"{made / 1e9:,.3g} GB, and the tokens of one micro-batch take {batch / 1e9:,.3g} GB. "
+            f"Lower {advice}"
+        )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU.
+
+    On Linux that is the peak since :func:`count_peak_from_here`.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):  # not getrusage: on Linux its ru_maxrss is inherited from the parent
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
+
+
+def count_peak_from_here() -> None:
+    """Let the peak of this process begin anew, so that the preparation of data is not in it.
+
+    What the preparation has freed goes back to the system first. On systems other than Linux, and
+    where the kernel refuses, the peak stays that of the whole process.
+
+    **Source:** proc_pid_clear_refs(5): 5 resets the peak resident set size to its current value.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+# Parameters of mallopt(3), from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_MAX = -4
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed memory; for a process that only trains, never for a library.
+
+    glibc serves every tensor over 32 MiB (and, until it has learned better, over 128 KiB) by
+    ``mmap`` and returns it on free, so each operation of each step page-faults its whole output
+    again: ``docs/decisions/0004-allocator.md`` holds the measurement.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        for key, value in (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20):
+            mallopt(key, value)
+
+
+# Which precision suits a device.
+
+
+_FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+_MEASURED = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+
+
+def diagnose(device: torch.device) -> dict[str, Any]:
+    """Look at a device of this machine, and measure its matmuls for about a second.
+
+    Returns:
+        JSON values: the policy to take, the reason and its source, notes, and for each format
+        whether the hardware has it, how halfstep runs it (native, simulated or refused; empty
+        without a policy for it) and the rate of a large matmul.
+
+    Raises:
+        ConfigError: If halfstep's table has no such device.
+    """
+    chosen = choose(device)
+    if chosen.kind is None:
+        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu, or a product's name")
+    found = _looked_up(chosen.kind, str(device), name_of(device))
+    found |= {"policy": chosen.policy, "reason": chosen.reason, "measured": True}
+    for row in found["forms"]:
+        row["here"] = ""
+        if row["form"] in _MEASURED:
+            policy = POLICIES[_MEASURED[row["form"]]]
+            row["here"] = support(policy, device).status
+            if row["here"] != "refused":
+                row["flops_per_second"] = matmul_flops_per_second(policy, device)
+    rates = {row["form"]: row["flops_per_second"] or 0.0 for row in found["forms"]}
+    found["notes"] = _notes(device, chosen.policy, rates)
+    return found
+
+
+def diagnose_named(name: str) -> dict[str, Any]:
+    """Look a device up by its product's name, such as ``"T4"``; nothing is measured.
+
+    Raises:
+        PrecisionError: If the table has no such device.
+    """
+    found = _looked_up(kind_named(name), name, name)
+    found["notes"] = ["nothing was measured: this is what halfstep's table says of such a device"]
+    return found
+
+
+def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
+    """What the table says of a device."""
+    forms = [
+        {
+            "form": form,
+            "status": kind.status(form),
+            "here": _expected(kind, form),
+            "flops_per_second": None,
+        }
+        for form in _FORMS
+    ]
+    return {
+        "device": device,
+        "name": name,
+        "family": kind.family,
+        "policy": kind.policy,
+        "reason": reason_of(kind, name),
+        "source": kind.source,
+        "measured": False,
+        "forms": forms,
+    }
+
+
+def is_live(name: str) -> bool:
+    """Whether ``--device`` names a device of this machine, and no product.
+
+    ``mps`` is a product's name too: where there is no Mac, the question is what one would do.
+    """
+    live = ("auto", "cpu", "cuda", *(["mps"] if torch.backends.mps.is_available() else []))
+    return name.partition(":")[0] in live
+
+
+def matmul_flops_per_second(policy: PrecisionPolicy, device: torch.device, size: int = 0) -> float:
+    """Measure the rate of square matmuls in the compute dtype: the best of five, after a first.
 
     Args:
         policy: Gives the compute dtype and how the device runs it (simulation included).
         device: A device on which the policy is supported.
-        size: Edge of square matrices; 0: 1024 on a CPU, 4096 on CUDA.
-        repeats: Timed products, after one that warms up.
-        shape: In place of ``size``, m, k and n of a product of (m, k) and (k, n).
+        size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
 
     Returns:
-        Floating-point operations per second, counting 2 m k n for each product.
+        Floating-point operations per second, counting 2 n^3 for each matmul.
     """
     size = size or (4096 if device.type == "cuda" else 1024)
-    m, k, n = shape or (size, size, size)
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randn(*edges, generator=generator).to(device, policy.compute_dtype)
-        for edges in ((m, k), (k, n))
+        torch.randn(size, size, generator=generator).to(device, policy.compute_dtype)
+        for _ in range(2)
     )
-    best = float("inf")
+    seconds = []
     with torch.no_grad(), Autocast(policy, None, device).arithmetic():
-        for repeat in range(repeats + 1):
+        for _ in range(6):
             _wait(device)
             start = time.perf_counter()
             a @ b
             _wait(device)
-            seconds = time.perf_counter() - start
-            if repeat:
-                best = min(best, seconds)
-    return float(2 * m * k * n / best)
-
-
-def gemm_table(
-    device: torch.device, shape: tuple[int, int, int] | None = None
-) -> list[dict[str, Any]]:
-    """List each compute format's status on ``device`` and, unless refused, its measured rate.
-
-    ``shape`` is as in :func:`gemm_flops_per_second`; None: the device's usual size.
-    """
-    rows = []
-    for name in ("fp32", "tf32", "bf16-mixed", "fp16-mixed"):
-        policy = POLICIES[name]
-        found = support(policy, device)
-        row: dict[str, Any] = {
-            "format": "tf32" if policy.tf32 else dtype_name(policy.compute_dtype),
-            "status": found.status,
-        }
-        if found.status != "refused":
-            row["gemm_flops_per_second"] = gemm_flops_per_second(policy, device, shape=shape)
-        rows.append(row)
-    return rows
+            seconds.append(time.perf_counter() - start)
+    return float(2 * size**3 / min(seconds[1:]))
 
 
 def _wait(device: torch.device) -> None:
@@ -174,28 +315,24 @@ def _wait(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-# Keep freed memory for the next step instead of giving it back to the kernel.
-#
-# glibc serves every tensor over 32 MiB (and, until it has learned better, over 128 KiB) by ``mmap``
-# and returns it on free, so each operation of each step page-faults its whole output again. For a
-# process that does the same allocations thousands of times it pays to keep the memory:
-# ``docs/decisions/0004-allocator.md`` holds the measurement.
+def _expected(kind: DeviceKind, form: str) -> str:
+    """How halfstep would run a format on a device that is not here."""
+    if form not in ("tf32", *DTYPES):
+        return ""
+    status = kind.status(form)
+    simulated = status == "emulated" and kind.type == "cpu"
+    return "native" if status == "native" else "simulated" if simulated else "refused"
 
 
-# Parameters of mallopt(3), from glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_MAX = -4
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc to reuse freed memory; for a process that only trains, never for a library.
-
-    Returns:
-        Whether it was done: False on systems without glibc's ``mallopt``.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20))
-    return all([mallopt(key, value) == 1 for key, value in settings])
+def _notes(device: torch.device, policy: str, rates: dict[str, float]) -> list[str]:
+    notes: list[str] = []
+    own = rates[policy.partition("-")[0]]
+    if own < rates["fp32"]:
+        notes.append(
+            f"matmuls in {policy.partition('-')[0]} took {rates['fp32'] / own:.2f} times as long "
+            "as in fp32: halfstep bench compares whole steps, and fp32 may be the faster policy"
+        )
+    found = support(POLICIES[policy], device)
+    if found.status != "native":
+        notes.append(f"{policy} is {found.status} here: {found.reason}")
+    return notes

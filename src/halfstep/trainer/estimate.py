@@ -1,35 +1,27 @@
-"""Estimates the memory of a run, and refuses one whose state alone is more than the device has."""
+"""Estimates the memory of training, of a configuration or a number of parameters alone."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.memory.estimate import estimate_state, with_saved
-from halfstep.diagnostics.memory.table import Memory, size_text
+from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.layout import Layout
-from halfstep.errors import ConfigError, PrecisionError
-from halfstep.precision.casting.autocast import support
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.errors import ConfigError
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.precision.policy.recipe import Recipe
-from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.memory import memory_bytes
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.optimizer import OWN, averages
-from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.task import Task
+from halfstep.trainer.step import Batch, make_optimizer
 
 _UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_LEANER = ("bf16-split", "bf16-split,moments=8bit")
-"""Policies to offer where one does not fit, the nearest first."""
 
 
 def estimate_count(
@@ -52,6 +44,24 @@ def estimate_count(
         dataclasses.replace(memory, policy=str(policy), ranks=layout.size)
         for memory, policy in zip(found, policies, strict=True)
     ]
+
+
+def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
+    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
+
+    By parameter for Muon, where it depends on the shape; for any other counted on a small
+    parameter.
+    """
+    if config.name == "muon":
+        muon: Any = make_optimizer(model, config, POLICIES["fp32"])
+        found: Mapping[str, float] = muon.averages(model)
+        return found
+    weight = nn.Parameter(torch.zeros(64, 64))
+    optimizer = make_optimizer(nn.ParameterList([weight]), config, POLICIES["fp32"])
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
+    return sum(t.numel() for t in kept) / weight.numel()
 
 
 def estimate_config(
@@ -112,53 +122,6 @@ def _mean_loss(model: Any, batch: Batch) -> Tensor:
     total, count = model.loss_sum(batch)
     loss: Tensor = total / count
     return loss
-
-
-def require_memory(task: Task, device: torch.device, layout: Layout) -> Memory:
-    """Estimate a run's step on each rank, and refuse the run whose state exceeds the device.
-
-    Activations are in what is returned where the forward runs on shapes alone. They refuse
-    nothing: how much of them lives at once depends on kernels and checkpointing.
-
-    Raises:
-        ConfigError: With the parts, what the device has, and what would fit.
-    """
-    config: Any = task.config
-    run, policy = config.run, config.precision
-    kept = 0 if task.own_optimizer else averages(config.optimizer, task.model)
-
-    def of(policy: PrecisionPolicy, ranks: int) -> Memory:
-        return estimate_state(task.model, policy, ranks, kept, run.grad_accum)
-
-    ranks, have = layout.shard * layout.tensor, memory_bytes(device)
-    found = of(policy, ranks)
-    if found.total > have:
-        ours = config.optimizer.name in OWN and not task.own_optimizer
-        fitting = [
-            _typed(task, "precision", name)
-            for name in (_LEANER if ours else ())
-            if support(parse_policy(name, device), device).status == "native"
-            and of(parse_policy(name, device), ranks).total <= have
-        ]
-        more = 2 * ranks * -(-found.total // (2 * have))
-        fitting.append(f"{_typed(task, 'parallel', f'shard={more}')} on {more} devices")
-        raise ConfigError(
-            f"the run keeps at least {size_text(found.total)} between steps, {device} has "
-            f"{size_text(have)}: {found.parts_text()}. Try {fitting[0]}, or a smaller model"
-        )
-    rows = task.batch_size(0) // (run.grad_accum * layout.batch_ranks)
-    batch = None if run.compile or layout.tensor > 1 else task.shapes(rows)
-    if batch is not None:
-        with contextlib.suppress(PrecisionError):
-            found = with_saved(found, task.model, policy, batch, _mean_loss)
-    return dataclasses.replace(found, ranks=layout.size)
-
-
-def _typed(task: Task, key: str, value: object) -> str:
-    """A setting as a user types it: to a command, or to ``halfstep.Trainer``."""
-    if not task.config.COMMAND:
-        return f"{key}={value!r}"
-    return f"--{key.replace('_', '-')} {value}"
 
 
 def read_count(text: str, option: str) -> int:

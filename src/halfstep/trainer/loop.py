@@ -7,11 +7,13 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -20,27 +22,32 @@ from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_sha
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.recording.metrics import (
     CAPTURES,
+    CAUSES,
     METRICS,
     NUMERICS,
     Excluded,
     MetricsFile,
     Record,
+    append_line,
+    keep_lines,
 )
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
 from halfstep.precision.result import StepResult
-from halfstep.trainer.checkpoint.saver import Saver
-from halfstep.trainer.checkpoint.store import Team, checkpoint_path, list_checkpoints
+from halfstep.precision.scaling.gradients import Judged
+from halfstep.trainer import part
+from halfstep.trainer.checkpoint import (
+    CHECKPOINTS,
+    Saver,
+    Team,
+    checkpoint_path,
+    list_checkpoints,
+)
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.environment import gemm_flops_per_second
-from halfstep.trainer.evaluate import Evaluation
-from halfstep.trainer.memory import peak_memory_bytes
-from halfstep.trainer.run.first_cause import CauseSearch
-from halfstep.trainer.run.folder import CHECKPOINTS, report_best
+from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
-from halfstep.trainer.step import train_step
-from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
@@ -76,10 +83,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     and at the end, and must iterate together. Outside the main thread, where Python allows no
     signal handlers, no signal ends the run early.
 
-    Args:
-        session: A new one, or one restored from a checkpoint.
-        path: The run folder, which all ranks share.
-
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
         SpikeError: The same, when it stops at a finite spike.
@@ -107,12 +110,12 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             if due and session.task.evaluates:
                 evaluation, better = _evaluate(session, pace)
             lost = losses.measured() if taken.result.applied else ()
-            record = _record(session, taken, pace, evaluation, lost, causes.cause)
+            record = _record(session, taken, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
-            pace.stepped(taken.seconds)
+            pace.steps.append(taken.seconds)
             if better and session.task.keeps_best:
-                session.world.main_only(lambda: report_best(session, path))
+                session.world.main_only(lambda: session.report_best(path))
             left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost, taken))
             yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
             if last:
@@ -156,7 +159,8 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     try:
         result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
-        raise books.last_words(error, causes) from error
+        books.last_words(error, causes)
+        raise
     lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
     tokens = task.tokens(session.step)
     session.step += 1
@@ -178,7 +182,7 @@ def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
     """Evaluate, and tell whether the result is the best so far."""
     begin = time.perf_counter()
     evaluation = session.evaluate()
-    pace.evaluated(time.perf_counter() - begin)
+    pace.evaluations.append(time.perf_counter() - begin)
     return evaluation, session.note(evaluation)
 
 
@@ -207,7 +211,7 @@ class _Books:
             )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
-            recorder = part("trainer.run.capture:recorder")
+            recorder = part("trainer.replay:recorder")
             session.precision.outcome.on_incurable = recorder(session, path, config.run.capture)
 
     def __enter__(self) -> _Books:
@@ -245,17 +249,15 @@ class _Books:
         saving |= evaluated and session.task.keeps_best
         if saving:
             session.check_agreement()  # never save ranks that disagree
-            state, spared = session.checkpoint(), _spared(session)
-            self._saver.save(session.step, state, spared=spared, still=last)
+            best = session.best.step if session.best and session.task.keeps_best else None
+            self._saver.save(session.step, session.checkpoint(), spared=best)
         checkpoint = self._saver.wait() if last else self._saver.finished()
         if saving:
             world.wait_for_save()
         return checkpoint
 
-    def last_words(
-        self, error: NonFiniteError | SpikeError, causes: CauseSearch
-    ) -> NonFiniteError | SpikeError:
-        """Record why the run stops; return the error with the last checkpoint in its message."""
+    def last_words(self, error: NonFiniteError | SpikeError, causes: CauseSearch) -> None:
+        """Record why the run stops, and name the cause and the last checkpoint in the message."""
         step, world, also = self._session.step + 1, self._session.world, ""
         judged, cause = causes.judged, causes.cause
         record = Record(
@@ -282,19 +284,13 @@ class _Books:
         world.wait_for_save()
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
-        last = world.share(last + also)  # rank 0 writes metrics and completes checkpoints
         told = [f"step {step}: {without_hint(error)}"]
-        if isinstance(error, SpikeError):
-            return SpikeError("; ".join([*told, last]), cause=error.cause)
-        if cause is not None:
-            told.append(f"first cause: {cause.summary}")
-            told.append(f"to do: {cause.remedy}")
-        told += [causes.failed, last, causes.next_command()]
-        stopped = NonFiniteError(
-            "; ".join(filter(None, told)), cause=error.cause, parameters=error.parameters
-        )
-        stopped.first_cause = cause
-        return stopped
+        if isinstance(error, NonFiniteError) and cause is not None:
+            told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
+            error.first_cause = cause
+        # rank 0 writes metrics and completes checkpoints
+        told += [causes.failed, world.share(last + also)]
+        error.args = ("; ".join(filter(None, told)),)
 
 
 class _Losses:
@@ -332,6 +328,111 @@ class _Losses:
         self._meter.close()
 
 
+_SKIPS = 3
+"""Skips in a row after which a search begins: a scale that has found its level halves once in a
+growth interval, and a gradient seldom grows eightfold from one step to the next."""
+_FALL = 16.0
+"""A fall of the scale below its level that is searched: four halvings, none regained."""
+
+
+class CauseSearch:
+    """Names the first cause of a step that was not finite, by running its batch again.
+
+    Precision calls it, while it is entered, before it recovers from such a step, so weights,
+    optimizer state and loss scale are those of the step, and so are the dropout seeds. It searches
+
+    - where no loss scale can help, whether the run stops, skips or rolls back then;
+    - at the third skip in a row, which a loss scale seldom needs once it has found its level;
+    - whenever the scale has fallen to a 16th of its level since the last search.
+
+    While a scale searches for its level, overflows of the backward are expected and not reported.
+    With several ranks nothing is searched.
+    """
+
+    def __init__(self, session: Session, path: Path) -> None:
+        self._session = session
+        self._path = path
+        self._batches: Sequence[Batch] = ()
+        self._seeds: Sequence[int] = ()
+        self._level = 0.0
+        self.judged: Judged | None = None
+        """What was measured in the present step, if it was not finite."""
+        self.scale = 1.0
+        """The loss scale of that step."""
+        self.cause: Cause | None = None
+        """The first cause of the present step, if it was searched and found."""
+        self.failed = ""
+        """Why a search in the present step failed."""
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """What to report of the present step."""
+        return tuple(filter(None, (str(self.cause or ""), self.failed)))
+
+    def __enter__(self) -> CauseSearch:
+        file = self._path / CAUSES
+        if self._session.world.is_main and file.exists():  # a resumed run writes them again
+            keep_lines(file, self._session.step)
+        self._session.precision.outcome.on_broken = self._look
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.precision.outcome.on_broken = None
+
+    def begin(self, batches: Sequence[Batch], seeds: Sequence[int]) -> None:
+        """Remember the micro-batches of the step that begins, and their dropout seeds."""
+        self._batches, self._seeds = batches, seeds
+        self.judged, self.cause, self.failed = None, None, ""
+
+    def _look(
+        self,
+        judged: Judged,
+        error: NonFiniteError | None,
+        scale: float,
+        in_a_row: int,
+        calibrating: bool,
+    ) -> None:
+        """Search, if this step calls for it; the arguments are those of ``OnBroken``."""
+        self.judged, self.scale = judged, scale
+        fallen = not calibrating and scale <= self._level / _FALL
+        if not calibrating and (fallen or not self._level):
+            self._level = scale
+        if self._session.world.size > 1 or (error is None and in_a_row != _SKIPS and not fallen):
+            return
+        try:
+            cause = self._search()
+        except (RuntimeError, ValueError, TypeError, LookupError) as failed:
+            self.failed = (
+                f"looking for the first cause failed ({type(failed).__name__}: {str(failed)[:80]})"
+            )
+            return
+        expected = calibrating and error is None
+        if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
+            self.cause = cause
+            self._write(cause)
+
+    def _search(self) -> Cause | None:
+        session, batches = self._session, self._batches
+        precision, strategy = session.precision, session.strategy
+        (n,) = strategy.sum([sum(map(session.task.targets, batches))])
+
+        def run(number: int, batch: Batch) -> None:
+            with strategy.micro_batch(last=number == len(batches) - 1):
+                seed = self._seeds[number] if self._seeds else None
+                run_micro_batch(session.loss_sum, precision, batch, n, seed)
+
+        precision.discard()
+        search = part("diagnostics.nonfinite.first_cause:search")
+        found: Cause | None = search(session.task.model, run, batches, clear=precision.discard)
+        return found
+
+    def _write(self, cause: Cause) -> None:
+        """Append the cause to ``causes.jsonl``."""
+        line = {"step": self._session.step + 1, "loss_scale": self.scale, **cause.to_json()}
+        line["text"] = str(cause)
+        append_line(self._path / CAUSES, line)
+
+
 def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
     """Count the exponents of the run's numbers, if it asks for that."""
     every = session.config.run.watch
@@ -348,21 +449,14 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _spared(session: Session) -> int | None:
-    """Return the step of the best evaluation, whose checkpoint is kept whatever its age."""
-    return session.best.step if session.best and session.task.keeps_best else None
-
-
 def _record(
     session: Session,
     taken: _Taken,
-    pace: Pace,
     evaluation: Evaluation | None,
     lost: Sequence[GroupReport],
     cause: Cause | None,
 ) -> Record:
     result, seconds, tokens = taken.result, taken.seconds, taken.tokens
-    rate = session.task.flops(tokens) / seconds
     sent, fp32 = session.strategy.sent_bytes()
     return Record.of(
         session.step,
@@ -380,50 +474,28 @@ def _record(
         sent_bytes_fp32=fp32 or None,
         tokens=session.tokens,
         tokens_per_second=tokens / seconds,
-        flops_per_second=rate,
-        gemm_share=rate / pace.gemm,
+        flops_per_second=session.task.flops(tokens) / seconds,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
 
 
-# Speed of a run, for the metrics and for the estimate of the time left.
-
-
 class Pace:
-    """What the metrics say of the machine: how fast the steps are, and the time left."""
+    """How long the recent steps and evaluations took, and so the time left."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        policy, world = session.precision.policy, session.world
-        one = gemm_flops_per_second(policy, session.device) if world.is_main else math.nan
-        self.gemm = one * world.size
-        self._steps: list[float] = []
-        self._evaluations: list[float] = []
-
-    def stepped(self, seconds: float) -> None:
-        """Record the seconds of a step; the last 20 are kept."""
-        self._steps = [*self._steps[-19:], seconds]
-
-    def evaluated(self, seconds: float) -> None:
-        """Record the seconds of an evaluation; the last 5 are kept."""
-        self._evaluations = [*self._evaluations[-4:], seconds]
+        self.steps: deque[float] = deque(maxlen=20)
+        self.evaluations: deque[float] = deque(maxlen=5)
 
     def seconds_left(self) -> float:
-        """Estimate the remaining steps at the recent median, and the remaining evaluations."""
+        """Estimate the remaining steps and evaluations at the recent median."""
         run, step = self._session.config.run, self._session.step
         if step >= run.max_steps:
             return 0.0
-        per_step = sorted(self._steps)[len(self._steps) // 2]
-        steps = run.max_steps - step
         every = run.eval_every or run.max_steps
         evaluations = -(-run.max_steps // every) - step // every
-        # Before the first evaluation, guess: the forward is about a third of a step's arithmetic.
-        per_evaluation = (
-            sum(self._evaluations) / len(self._evaluations)
-            if self._evaluations
-            else per_step / 3 * run.eval_batches
-        )
-        return steps * per_step + max(evaluations, 0) * per_evaluation
+        per_evaluation = median(self.evaluations or [0.0])
+        return (run.max_steps - step) * median(self.steps) + evaluations * per_evaluation
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.

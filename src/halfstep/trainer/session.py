@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.memory.table import Memory
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.reducer import broadcast_tensors_
 from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
@@ -30,25 +29,14 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.torch_compat import require_torch
-from halfstep.trainer.checkpoint.index import Piece, piece_of
-from halfstep.trainer.checkpoint.store import Checkpoint
-from halfstep.trainer.checkpoint.tensors import (
-    AVERAGE,
-    BUFFER,
-    by_kind,
-    convert_optimizer_tensors,
-    optimizer_tensors,
-    set_optimizer_state,
-)
+from halfstep.trainer import part
+from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
-from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.estimate import require_memory
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.memory import count_peak_from_here
-from halfstep.trainer.step import Batch, LossSum
-from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.environment import choose_device, count_peak_from_here, policy_on
+from halfstep.trainer.shards import Shard, shard_of
+from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
 from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
 
 Opens = Callable[[Any, World, Progress, Layout], Task]
@@ -67,54 +55,12 @@ class Best:
     score: float
     evaluation: Evaluation
 
-
-@dataclass(frozen=True, slots=True)
-class SavedProgress:
-    """The trainer's own part of a checkpoint's state."""
-
-    step: int
-    tokens: int
-    precision: dict[str, Any]
-    """Argument of :meth:`Precision.load_state_dict`, which checks it."""
-    best: Best | None
-    made_with: dict[str, str]
-    """Names and hashes of the data, tokenizer and models that the run read."""
-    ema_updates: int
-    """Number of updates of the weights' moving average; 0 where there is none."""
-
-
-def read_progress(state: Mapping[str, Any], where: Path) -> SavedProgress:
-    """Read the trainer's part of a checkpoint's state.
-
-    The checkpoint's hashes have shown that it is as it was written; what is checked here is that
-    the trainer wrote it.
-
-    Raises:
-        CheckpointError: If a value is missing or of another kind.
-    """
-    try:
-        best = None
-        if "best" in state:
-            found = dict(state["best"]["evaluation"])
-            rows = tuple(tuple(map(operator.index, row)) for row in found.get("confusion", ()))
-            best = Best(
-                operator.index(state["best"]["step"]),
-                float(state["best"]["score"]),
-                Evaluation(**{**found, "confusion": rows}),
-            )
-        return SavedProgress(
-            operator.index(state["step"]),
-            operator.index(state["tokens"]),
-            dict(state["precision"]),
-            best,
-            dict(state["made_with"]),
-            operator.index(state.get("ema_updates", 0)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{where}: its state is damaged or foreign ({error!r:.80}). Remove it to go on from "
-            "the one before"
-        ) from error
+    @classmethod
+    def from_state(cls, found: Mapping[str, Any]) -> Best:
+        """Read what :meth:`Session.checkpoint` wrote."""
+        evaluation = dict(found["evaluation"])
+        evaluation["confusion"] = tuple(map(tuple, evaluation.get("confusion", ())))
+        return cls(found["step"], float(found["score"]), Evaluation(**evaluation))
 
 
 @dataclass(slots=True)
@@ -129,10 +75,8 @@ class Session:
     precision: Precision
     loss_sum: LossSum
     """The model's loss, compiled where asked."""
-    pieces: dict[str, Piece]
+    shards: dict[str, Shard]
     """What this rank holds of every parameter that is trained."""
-    memory: Memory
-    """What a step holds on this rank, as estimated before the first."""
     ema: EMA | None = None
     """Moving average of the weights, if the run keeps one; it is what is evaluated and exported."""
     step: int = 0
@@ -217,8 +161,8 @@ class Session:
             state["ema_updates"] = self.ema.updates
             optimizer |= {f"{n}/{AVERAGE}": t for n, t in self.ema.averages.items()}
         optimizer |= {f"{n}/{BUFFER}": t for n, t in self._buffers().items()}
-        weights = {n: w for n, w in self.precision.masters.items() if self.pieces[n].written}
-        return Checkpoint(weights, optimizer, state, self.pieces)
+        weights = {n: w for n, w in self.precision.masters.items() if self.shards[n].written}
+        return Checkpoint(weights, optimizer, state, self.shards)
 
     def _buffers(self) -> dict[str, Tensor]:
         """Return the model's persistent buffers, such as running means, by name."""
@@ -228,7 +172,7 @@ class Session:
     def _share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
-            broadcast_tensors_(self._buffers().values())
+            part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
 
     def check_agreement(self, when: str = "") -> None:
         """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
@@ -236,57 +180,118 @@ class Session:
             self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
         )
 
-    @torch.no_grad()
+    def report_best(self, folder: Path) -> None:
+        """Write the task's report of the best evaluation so far into the run folder; on rank 0.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        try:
+            if self.best is not None:
+                self.task.improved(folder, self.best.step, self.best.evaluation)
+        except OSError as error:
+            raise CheckpointError(f"the report in {folder} cannot be written: {error}") from error
+
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
         """Go on from a checkpoint of a run with the same model and data, in any precision.
 
-        Its tensors are this rank's pieces, whatever layout saved them: they were read for this
+        Its tensors are this rank's shards, whatever layout saved them: they were read for this
         model. With another policy than the checkpoint's, its exact fp32 masters become this
         policy's weights and the moments are converted to this policy's format.
 
         Raises:
-            CheckpointError: If it belongs to another run; nothing is changed then.
+            CheckpointError: If it belongs to another run, or this trainer did not write it.
         """
-        saved = read_progress(checkpoint.state, where)
+        try:
+            self._restore(checkpoint, where)
+        except HalfstepError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where}: its state is damaged or foreign ({error!r:.80}). Remove it to go on "
+                "from the one before"
+            ) from error
+
+    @torch.no_grad()
+    def _restore(self, checkpoint: Checkpoint, where: Path) -> None:
+        state = checkpoint.state
         for name, value in self.task.identity.items():
-            if saved.made_with.get(name) != value:
+            if state["made_with"].get(name) != value:
                 raise CheckpointError(
                     f"{where}: made with another {name}, or it has changed since; resume with the "
                     "same files, from the same directory if their paths are relative, and the same "
                     "options for them"
                 )
+        step, tokens = operator.index(state["step"]), operator.index(state["tokens"])
+        best = Best.from_state(state["best"]) if "best" in state else None
         names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         moments, averages, buffers = by_kind(checkpoint.optimizer)
-        self._require_averages(averages, where)
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             states = convert_optimizer_tensors(used, names, moments)
-        try:
-            self.precision.load_state_dict(
-                {**saved.precision, "masters": {}}, weights=checkpoint.weights
-            )
-        except HalfstepError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where}: the precision state in it is damaged ({error!r:.80}). Remove it to "
-                "go on from the one before"
-            ) from error
+        precision = {**state["precision"], "masters": {}}
+        self.precision.load_state_dict(precision, weights=checkpoint.weights)
         with self.precision.masters.installed():  # anew: loading has put the parameters back
             set_optimizer_state(used, states)
         if self.ema is not None:
-            self.ema.load_state_dict({"updates": saved.ema_updates, "averages": averages})
+            self.ema.load_state_dict({"updates": state["ema_updates"], "averages": averages})
         for name, buffer in self._buffers().items():
             buffer.copy_(buffers[name])
-        self.step, self.tokens, self.best = saved.step, saved.tokens, saved.best
+        self.step, self.tokens, self.best = step, tokens, best
 
-    def _require_averages(self, averages: Mapping[str, Tensor], where: Path) -> None:
-        wanted = {} if self.ema is None else self.ema.averages
-        if {n: t.shape for n, t in averages.items()} != {n: t.shape for n, t in wanted.items()}:
-            raise CheckpointError(
-                f"{where}: it has averages of {len(averages)} weights, the run keeps {len(wanted)} "
-                "(run.ema_decay): resume with the run's own configuration"
-            )
+
+# A run's optimizer as the tensors of a checkpoint, and back in the formats of another policy.
+
+
+def optimizer_tensors(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Tensor]:
+    """Return the optimizer's state as ``"NAME/KEY"`` to tensor, without the weights' remainders.
+
+    8-bit codes have the moment's own name: in a checkpoint's file their dtype tells them apart.
+    """
+    return {
+        f"{names[parameter]}/{key.removesuffix(CODES)}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if key != REMAINDER
+    }
+
+
+def convert_optimizer_tensors(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """Convert the state that :func:`optimizer_tensors` saved to this optimizer's formats.
+
+    Each tensor moves to its parameter's device, and only moments in another format are converted;
+    ``Optimizer.load_state_dict`` would cast all of them to the parameter's dtype and lose bits.
+
+    Raises:
+        PrecisionError: If a moment is missing or of another shape.
+    """
+    parameters = {name: parameter for parameter, name in names.items()}
+    saved: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        parameter = parameters[name]
+        # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
+        saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        return {
+            parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
+        }
+    return {parameter: in_dtype(state, parameter.dtype) for parameter, state in saved.items()}
+
+
+def set_optimizer_state(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Set converted states, but keep the current remainders, which belong to the weights."""
+    held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
+    optimizer.state.clear()
+    for parameter, state in states.items():
+        optimizer.state[parameter] = state
+    for parameter, remainder in held.items():
+        optimizer.state[parameter][REMAINDER] = remainder
+
+
+# Making a session.
 
 
 def open_session(
@@ -298,15 +303,8 @@ def open_session(
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
 
-    Args:
-        config: That of a new run, or the resolved one of a run to resume.
-        progress: Called while data is prepared.
-        world: The process group of the ranks, or a world of one.
-        opens: Makes the task; None: the one that the configuration names.
-
-    Raises:
-        HalfstepError: For data, configuration, precision, layout or model folder that cannot be
-            used. No run folder exists yet.
+    ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
+    that the configuration names. No run folder exists yet when something is refused.
     """
     require_torch()
     run, device = config.run, _device(config, world)
@@ -319,21 +317,19 @@ def open_session(
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
     strategy = choose_strategy(layout, policy, device, compiled=run.compile)
-    _require_rows(run.batch_size, config, layout)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
     _require_rows(task.smallest_batch, task.config, layout)
-    memory = require_memory(task, device, layout)
     model = task.model.to(device)
     strategy.place_(model, task.plan(layout))
     ema, precision = _precision(task, policy, strategy, world)
     loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum
     trained = precision.named_parameters()
-    pieces = {n: piece_of(p, rank=world.rank) for n, p in model.named_parameters() if n in trained}
+    shards = {n: shard_of(p, world.rank) for n, p in model.named_parameters() if n in trained}
     model.train()
     return Session(
         config=task.config, world=world, device=device, task=task, strategy=strategy,
-        precision=precision, loss_sum=loss_sum, pieces=pieces, memory=memory, ema=ema, auto=auto,
+        precision=precision, loss_sum=loss_sum, shards=shards, ema=ema, auto=auto,
     )  # fmt: skip
 
 

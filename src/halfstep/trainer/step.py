@@ -1,17 +1,29 @@
-"""One optimizer step of a model that gives (loss sum, count), from micro-batches to StepResult."""
+"""One optimizer step, and one evaluation, of a model that gives (loss sum, count)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+import halfstep.optim as optim
 from halfstep.distributed.strategy import Strategy
+from halfstep.errors import DataError
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.precision.casting.cast import keeping_casts
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.data.batches import IGNORED
+from halfstep.trainer.data.token_file import TokenFile
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""
@@ -45,12 +57,6 @@ def train_step(
         max_norm: Clip the global gradient norm to this, or None.
         targets: Returns what a micro-batch adds to the divisor of the loss.
         seeds: Dropout seeds, one per micro-batch, or none.
-
-    Returns:
-        The step's result; its loss is in nats per target.
-
-    Raises:
-        NonFiniteError: From :meth:`Precision.step`; weights and optimizer are as before.
     """
     # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
     (n,) = strategy.sum([sum(map(targets, batches))])
@@ -115,3 +121,176 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
     elif isinstance(batch, Mapping | tuple | list):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_of(part)
+
+
+# The optimizer and its learning rate, by name.
+
+
+OWN: Mapping[str, Callable[..., Optimizer]] = {
+    kind.algorithm.name: kind
+    for kind in vars(optim).values()
+    if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
+}
+"""The name of each of halfstep's optimizers to its class."""
+_TORCH = {name.lower(): name for name in torch.optim.__all__}
+_FUSED = {"adam", "adamw", "sgd"}  # torch has a fused kernel on CPU and CUDA alike
+
+
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, policy: PrecisionPolicy, *, seed: int = 0
+) -> Optimizer:
+    """Make the optimizer that a configuration names, over the trainable parameters.
+
+    Tensors of two or more dimensions (matrices, embeddings) decay; vectors (norms, biases) do not.
+    An optimizer gets the hyperparameters that its class takes: SGD and RMSprop take ``beta1`` as
+    momentum, RMSprop takes ``beta2`` as alpha. halfstep's own is used where no other keeps weights
+    and moments as the policy says, torch's elsewhere. ``seed`` is that of stochastic rounding.
+
+    **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
+    split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
+    """
+    if config.name == "muon":
+        return _make_muon(model, config, seed)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    every = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in every if group["params"]]
+    own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
+    make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
+    offered = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "momentum": config.beta1,
+        "eps": config.eps,
+        "seed": seed,
+    }
+    taken = inspect.signature(make).parameters
+    arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in taken}
+    if config.name == "rmsprop":  # ASGD has an alpha too, with another meaning
+        arguments["alpha"] = config.beta2
+    if not own and config.name in _FUSED:
+        arguments["fused"] = True
+    return make(groups, **arguments)
+
+
+def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Muon:
+    """Halfstep's Muon in every policy, as torch's takes matrices only."""
+    return optim.Muon(
+        optim.muon_groups(model, eps=config.eps),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",  # one rate suits matrices and AdamW
+        betas=(config.beta1, config.beta2),
+        seed=seed,
+    )
+
+
+def learning_rate(peak: float, schedule: ScheduleConfig, applied: int, max_steps: int) -> float:
+    """Compute the learning rate of the next step, after ``applied`` steps that moved the weights.
+
+    **Source:** cosine: Loshchilov and Hutter, "SGDR", ICLR 2017, equation 5, without restarts.
+    """
+    if applied < schedule.warmup_steps:
+        return peak * (applied + 1) / schedule.warmup_steps
+    if schedule.decay == "constant":
+        return peak
+    start = schedule.warmup_steps
+    progress = min(max(applied - start, 0) / max(max_steps - start, 1), 1.0)
+    floor = schedule.min_ratio
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.decay == "cosine" else 1 - progress
+    return peak * (floor + (1 - floor) * left)
+
+
+# The loss on validation data, in the training precision, over all ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The result of one evaluation.
+
+    Attributes:
+        loss: Mean negative log-likelihood in nats per target (a token, or a classifier's example).
+        targets: Number of targets that the loss is the mean of.
+        score: The value compared to find the best evaluation; higher is better.
+        text: The result as a line of text for the user.
+        bits_per_byte: The loss in bits per UTF-8 byte of text: comparable between tokenizers. None
+            where the bytes behind the tokens are not known.
+        accuracy: Share of examples whose class was predicted; None where there are no classes.
+        macro_f1: Unweighted mean of the F1 score of each class.
+        confusion: Number of examples by true class (row) and predicted class (column); may be ().
+        measures: Further values that the user's own function measured, by name.
+    """
+
+    loss: float
+    targets: int
+    score: float
+    text: str
+    bits_per_byte: float | None = None
+    accuracy: float | None = None
+    macro_f1: float | None = None
+    confusion: tuple[tuple[int, ...], ...] = ()
+    measures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """How a rank evaluates: its share of the rows, its precision, and how ranks are summed."""
+
+    loss_sum: LossSum
+    """The model's loss, compiled where asked."""
+    around: Callable[[], AbstractContextManager[None]]
+    """Returns the context manager of a forward pass in the training precision."""
+    device: torch.device
+    rank: int = 0
+    """This rank's index among the ranks that have different rows."""
+    ranks: int = 1
+    sum: Callable[[Sequence[float]], list[float]] = list
+    """Sums each value over the ranks in fp64; every rank gets the same result."""
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss in nats per token; infinity where fp64 overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def tokens_per_byte(tokens: TokenFile) -> float:
+    """Return the tokens per UTF-8 byte of a file's text."""
+    return tokens.count / tokens.text_bytes
+
+
+@torch.no_grad()
+def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
+    """Return the mean loss over all ranks' batches, and the number of targets in it.
+
+    The model must be in evaluation mode already. Sums are kept in fp64 on the host.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    total = count = 0.0
+    with keeping_casts(judge.device):
+        for batch in batches:
+            with judge.around():
+                loss, n = judge.loss_sum(to_device(batch, judge.device))
+            total += float(loss)
+            count += float(n)
+    total, count = judge.sum([total, count])
+    if not count:
+        raise DataError("the validation data has no target token; give more data with --val-data")
+    return total / count, round(count)
+
+
+def evaluate(batches: Iterable[Batch], judge: Judge, density: float | None = None) -> Evaluation:
+    """Measure the loss per token, and per byte where ``density``, tokens per byte, is known.
+
+    Raises:
+        DataError: If there is no target at all.
+    """
+    loss, targets = mean_loss(batches, judge)
+    bits = None if density is None else loss / math.log(2) * density
+    suffix = "" if bits is None else f", {bits:.4f} bits per byte"
+    text = f"validation loss {loss:.4f} nats per token{suffix}"
+    return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

@@ -27,19 +27,18 @@ from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
-from halfstep.trainer.evaluate import Evaluation
 from halfstep.trainer.loop import Tick
-from halfstep.trainer.run.execute import execute
-from halfstep.trainer.run.folder import (
+from halfstep.trainer.run import (
     default_run_folder,
+    execute,
     keeping_policy,
     require_fresh,
     require_resumable,
     run_config,
     with_run_folder,
 )
-from halfstep.trainer.run.metrics import MetricsSink, require_sinks
 from halfstep.trainer.session import Session, open_session
+from halfstep.trainer.step import Evaluation
 from halfstep.trainer.tasks.module import Loss, Measure, ModuleTask, Parts
 
 _SECTIONS: Mapping[str, type] = {
@@ -120,8 +119,6 @@ class Trainer:
         best_by: A name that ``evaluate`` returns. The highest value is the best; for ``loss``,
             and with a ``-`` before the name, the lowest.
         callbacks: Each is called with a :class:`Tick` after each step, on every rank.
-        loggers: ``tensorboard`` or ``wandb``, or objects with ``write(record)`` and
-            ``close()``.
         plan: What to shard and split, where ``parallel`` does either; None: the plan that the
             model itself provides (:func:`halfstep.distributed.plan_of`).
         name: Goes into the name of the default run folder.
@@ -152,7 +149,6 @@ class Trainer:
         schedule: str | Callable[[int], float] = "cosine",
         best_by: str = "loss",
         callbacks: Sequence[Callable[[Tick], None]] = (),
-        loggers: Sequence[str | MetricsSink] = (),
         plan: ParallelPlan | None = None,
         name: str = "module",
         quiet: bool = False,
@@ -160,11 +156,7 @@ class Trainer:
     ) -> None:
         """Store what is to be trained, and check all that can be checked before training."""
         require_model(model, "Trainer(model)")
-        named = [logger for logger in loggers if isinstance(logger, str)]
-        settings["report_to"] = [*settings.get("report_to", ()), *named]
         self._config: Any = _config_of(name, precision, optimizer, schedule, settings)
-        require_sinks(self._config.run.report_to)
-        self._sinks = [logger for logger in loggers if not isinstance(logger, str)]
         self._parts = Parts(
             model=model,
             train_data=train_data,
@@ -226,9 +218,7 @@ class Trainer:
                 config, no_progress, world=world, opens=self._open
             )
             try:
-                outcome = execute(
-                    session, path, self._say, self._ticked, resuming=resume, sinks=self._sinks
-                )
+                outcome = execute(session, path, self._say, self._ticked, resuming=resume)
             finally:
                 session.precision.close()
                 self._session = None

@@ -1,4 +1,4 @@
-"""Pieces of tensors by their definition, torch.chunk, and whole states cut into them."""
+"""Shards of tensors by their definition, torch.chunk, and whole states cut into them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from halfstep.optim.moments import decode, encode
-from halfstep.trainer.checkpoint.index import Piece
-from halfstep.trainer.checkpoint.store import Checkpoint, Team, save_part
+from halfstep.trainer.checkpoint import Checkpoint, Team, save_snapshot
+from halfstep.trainer.shards import Shard
 
 
 def chunk(tensor, dim, parts, number):
@@ -20,12 +20,12 @@ def chunk(tensor, dim, parts, number):
 
 
 def cut(tensor, how, rank, size):
-    """A rank's part of a tensor, and its piece; ``how`` is a dim, or None where all have it."""
+    """A rank's part of a tensor, and its shard; ``how`` is a dim, or None where all have it."""
     if how is None or tensor.dim() == 0:
-        return tensor.clone(), Piece.whole(tensor.shape, written=rank == 0)
+        return tensor.clone(), Shard.whole(tensor.shape, written=rank == 0)
     part, start = chunk(tensor, how, size, rank)
     offset = tuple(start if dim == how else 0 for dim in range(tensor.dim()))
-    return part.clone(), Piece(tuple(tensor.shape), offset, tuple(part.shape))
+    return part.clone(), Shard(tuple(tensor.shape), offset, tuple(part.shape))
 
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -94,25 +94,25 @@ LAYOUTS = {
 
 def cut_state(whole: Checkpoint, layout, rank, size, eight=()) -> Checkpoint:
     """A rank's state; the moments of parameters in ``eight`` in 8 bits, those of "t" transposed."""
-    weights, optimizer, pieces = {}, {}, {}
+    weights, optimizer, shards = {}, {}, {}
     for name, weight in whole.weights.items():
-        weights[name], pieces[name] = cut(weight, layout[name], rank, size)
+        weights[name], shards[name] = cut(weight, layout[name], rank, size)
     for key, tensor in whole.optimizer.items():
         name, _, kind = key.rpartition("/")
         if name == "rng" or kind == "step":
             optimizer[key] = tensor
             continue
-        part, piece = cut(tensor, layout[name], rank, size)
+        part, shard = cut(tensor, layout[name], rank, size)
         if name in eight:
             if name == "t":
                 part = part.t().contiguous().t()
             part, optimizer[key + "_tops"] = codes(
                 part,
-                sum(piece.offset),
+                sum(shard.offset),
                 signed=SIGNED[kind],  # ranks with the same part agree
             )
         optimizer[key] = part
-    return Checkpoint(weights, optimizer, whole.state, pieces)
+    return Checkpoint(weights, optimizer, whole.state, shards)
 
 
 def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
@@ -124,8 +124,8 @@ def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
         if name in eight and kind in SIGNED:
             values = torch.full(whole.weights[name].shape, torch.nan)
             for state in states:
-                part, piece = state.optimizer[key], state.pieces[name]
-                box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.local, strict=True))
+                part, shard = state.optimizer[key], state.shards[name]
+                box = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.local, strict=True))
                 values[box] = decoded(part, state.optimizer[key + "_tops"], signed=SIGNED[kind])
             optimizer[key] = values
     return Checkpoint(dict(whole.weights), optimizer, whole.state)
@@ -133,7 +133,7 @@ def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
 
 def save_checkpoint(folder, step, checkpoint, keep, team=Team()):  # noqa: B008  (frozen)
     """A save without a thread beside it."""
-    return save_part(folder, step, checkpoint.part(team.rank, step), keep, team)
+    return save_snapshot(folder, step, checkpoint.snapshot(team.rank, step), keep, team)
 
 
 def save_all(folder, step, states, keep=2, token="a.1", timeout=30.0):

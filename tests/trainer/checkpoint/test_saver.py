@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -16,9 +11,7 @@ import safetensors.torch
 import torch
 
 from halfstep.errors import CheckpointError, NonFiniteError
-from halfstep.trainer.checkpoint.saver import Saver
-from halfstep.trainer.checkpoint.shards import Part
-from halfstep.trainer.checkpoint.store import Checkpoint, Team, list_checkpoints, load_checkpoint
+from halfstep.trainer.checkpoint import Checkpoint, Saver, Team, list_checkpoints, load_checkpoint
 from trainer.checkpoint.sharded import (
     LAYOUTS,
     assert_same,
@@ -47,23 +40,6 @@ def state(value=1.0) -> Checkpoint:
     return Checkpoint(
         {"a": torch.full((50, 4), value)}, {"a/exp_avg": torch.full((50, 4), value)}, {"v": value}
     )
-
-
-def test_a_save_is_told_of_once(tmp_path):
-    others = threading.enumerate()  # of libraries that other tests used
-    saver = Saver(tmp_path, keep=2)
-    assert saver.wait() is None
-    assert saver.finished() is None
-    saver.save(3, state())
-    path = tmp_path / "step-00000003"
-    assert saver.wait() == path
-    assert saver.finished() is None
-    assert_same(load_checkpoint(path).weights, state().weights)
-    assert set(threading.enumerate()) <= set(others)
-    saver.save(4, state(2.0))
-    saver.close()
-    assert saver.finished() == tmp_path / "step-00000004"
-    assert saver.wait() is None
 
 
 def test_the_caller_may_change_everything_as_soon_as_save_returns(tmp_path, gate):
@@ -113,36 +89,6 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call_whatever_it_is(tmp_pa
     saver.close()
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_one_copy_of_the_state_at_a_time_and_none_afterwards(tmp_path, monkeypatch, value):
-    """Even after an error, whose traceback would hold the copy."""
-    alive: list[weakref.ref] = []
-    most = 0
-    real = Part.copied
-
-    def copied(self):
-        nonlocal most
-        made = real(self)
-        alive.extend(weakref.ref(own.tensor) for owned in made.tensors.values() for own in owned)
-        most = max(most, sum(ref() is not None for ref in alive))
-        return made
-
-    monkeypatch.setattr(Part, "copied", copied)
-    saver = Saver(tmp_path, keep=1)
-    gc.disable()
-    try:
-        for step in range(1, 4):
-            saver.save(step, state(value))
-            while saver._thread.is_alive():
-                time.sleep(0.01)
-            assert sum(ref() is not None for ref in alive) == 0
-            with pytest.raises(NonFiniteError) if value != value else nullcontext():
-                saver.wait()
-    finally:
-        gc.enable()
-    assert most == 2  # the weight and the moment
-
-
 def test_ranks_save_many_steps_together(tmp_path):
     savers = [Saver(tmp_path, 2, Team(rank, 3, "run", 30)) for rank in range(3)]
 
@@ -177,7 +123,7 @@ def test_rank_0_does_not_wait_for_the_receipt_of_a_dead_rank(tmp_path, ask):
     saver.save(1, states[0])  # rank 1 comes to it, and dies before it leaves a receipt
     with pytest.raises(Gone):  # waiting would raise CheckpointError
         saver.wait() if ask == "wait" else saver.save(2, states[1])
-    with pytest.raises(CheckpointError, match="no receipt of rank 1"):
+    with pytest.raises(CheckpointError, match="no receipt of ranks 1"):
         saver.close()
     assert list_checkpoints(tmp_path) == []
 
@@ -204,44 +150,14 @@ def test_a_step_that_failed_is_saved_again_though_old_receipts_may_lie_there(tmp
     first, second = (Saver(tmp_path, 2, Team(rank, 2, "run", 0.2)) for rank in range(2))
     states = [cut_state(whole_state(), LAYOUTS["rows"], rank, 2) for rank in range(2)]
     first.save(1, states[0])
-    with pytest.raises(CheckpointError, match="no receipt of rank 1"):
+    with pytest.raises(CheckpointError, match="no receipt of ranks 1"):
         first.wait()
     second.save(1, states[1])  # too late: leaves its files and a receipt
     second.wait()
     first.save(1, states[0])
-    with pytest.raises(CheckpointError, match="no receipt of rank 1"):
+    with pytest.raises(CheckpointError, match="no receipt of ranks 1"):
         first.wait()
     assert list_checkpoints(tmp_path) == []
-
-
-PROGRAM = """
-import sys, pathlib, time, torch, safetensors.torch
-from halfstep.trainer.checkpoint.store import Checkpoint
-from halfstep.trainer.checkpoint.saver import Saver
-real = safetensors.torch.save_file
-def slow(*args):
-    time.sleep(0.5)
-    real(*args)
-safetensors.torch.save_file = slow
-for value in (1.0, float("nan")):
-    saver = Saver(pathlib.Path(sys.argv[1]) / str(value), keep=1)
-    saver.save(1, Checkpoint({"a": torch.full((3,), value)}, {}, {}))
-"""
-
-
-def test_the_interpreter_ends_with_the_save_done_or_its_error_told(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0
-    assert load_checkpoint(tmp_path / "1.0" / "step-00000001").weights["a"].tolist() == [1] * 3
-    assert done.stderr.startswith("halfstep: error: a is not finite")
-    assert done.stderr.count("\n") == 1
-    assert list_checkpoints(tmp_path / "nan") == []
 
 
 @pytest.mark.gpu
@@ -260,13 +176,3 @@ def test_device_tensors_are_copied_before_save_returns(tmp_path):
     got = load_checkpoint(saver.wait())
     assert_same(got.weights, mine.weights)
     assert_same(got.optimizer, mine.optimizer)
-
-
-def test_a_state_that_stays_as_it_is_is_saved_without_a_copy(tmp_path, monkeypatch):
-    def copied(_):
-        raise AssertionError("a copy was made")
-
-    monkeypatch.setattr(Part, "copied", copied)
-    saver = Saver(tmp_path, keep=1)
-    saver.save(3, state(), still=True)
-    assert_same(load_checkpoint(saver.wait()).optimizer, state().optimizer)

@@ -84,7 +84,7 @@ class Memory:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which :func:`memory_from_json` reads."""
+        """Plain values."""
         return {**asdict(self), "total": self.total}
 
     def largest_batch(self, have: int) -> int:
@@ -141,26 +141,6 @@ class Memory:
 def _forms(found: Mapping[str, int]) -> str:
     texts = [f"{dtype} {size_text(size)}" for dtype, size in found.items()]
     return ", ".join(texts)
-
-
-def memory_from_json(found: Any) -> Memory | None:
-    """What :meth:`Memory.to_json` gave; None for anything else."""
-    try:
-        parts = {
-            name: {str(form): _bytes(size) for form, size in forms.items()}
-            for name, forms in found["bytes"].items()
-            if name in PARTS
-        }
-        rows, ranks = _bytes(found["rows"]), max(1, _bytes(found["ranks"]))
-        return Memory(str(found["policy"]), bool(found["measured"]), parts, rows, ranks)
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(value)
-    return value
 
 
 def size_text(size: float) -> str:

@@ -76,8 +76,6 @@ class Record:
     flops_per_second: float | None = None
     """Model arithmetic of this step over its seconds: (6 N + 12 L C T) per token for a GPT; 6
     (LoRA: 4) per matrix weight and token for a fine-tuned model."""
-    gemm_share: float | None = None
-    """flops_per_second as a share of the matmul rate measured when the run started."""
     peak_memory_bytes: int | None = None
     """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 

@@ -131,9 +131,6 @@ class RunConfig:
         2, "Checkpoints to keep; older ones are removed after a newer one is safely written."
     )
     output_dir: str = option("", "Run folder; empty: runs/NAME-PRECISION-TIME.")
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = option(
-        (), "Where metrics go besides metrics.jsonl."
-    )
     parallel: Parallel = option(
         "",
         'Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or '

@@ -17,14 +17,13 @@ from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer.checkpoint.tensors import Exported
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Predicting
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.memory import require_host_room
+from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.classifier import (
     SCRATCH,
     PretrainedClassifier,
@@ -35,9 +34,14 @@ from halfstep.trainer.models.classifier import (
     train_tokenizer,
 )
 from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer, open_tokenizer
-from halfstep.trainer.run.model_folder import matrix_parameters, model_folder
-from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
+from halfstep.trainer.step import Batch, Evaluation, Judge
+from halfstep.trainer.tasks.epochs import (
+    FinetuneTask,
+    matrix_parameters,
+    model_folder,
+    pinned,
+    tokenizer_of,
+)
 from halfstep.trainer.tasks.scores import (
     classifier_scores,
     example_batches,

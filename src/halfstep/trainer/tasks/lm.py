@@ -21,7 +21,6 @@ from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import IGNORED, evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
-from halfstep.trainer.evaluate import Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.models.causal_lm import (
     LoraLM,
     PretrainedLM,
@@ -34,9 +33,15 @@ from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
 )
-from halfstep.trainer.run.model_folder import frozen_fingerprint, matrix_parameters, model_folder
-from halfstep.trainer.step import Batch, count_targets
-from halfstep.trainer.tasks.epochs import FinetuneTask, pinned, tokenizer_of
+from halfstep.trainer.step import Batch, Evaluation, Judge, count_targets, mean_loss, perplexity
+from halfstep.trainer.tasks.epochs import (
+    FinetuneTask,
+    frozen_fingerprint,
+    matrix_parameters,
+    model_folder,
+    pinned,
+    tokenizer_of,
+)
 from halfstep.trainer.tasks.task import Measured, Progress, Trained
 
 PROMPT_FILE = "prompt.json"
@@ -121,11 +126,6 @@ class LMTask(FinetuneTask):
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.pad_id)
-
-    def shapes(self, rows: int) -> Batch:
-        """Return the first rows, with positions only where rows hold several documents."""
-        ids_BT, targets_BT, positions_BT = self.batch(0, range(rows))
-        return ids_BT, targets_BT, positions_BT if self.config.data.packing else None
 
     def targets(self, batch: Batch) -> float:
         """Return the number of target tokens that enter the loss."""

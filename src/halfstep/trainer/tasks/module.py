@@ -26,12 +26,10 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.trainer.checkpoint.tensors import Exported
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.run.model_folder import replace_folder
-from halfstep.trainer.step import Batch, tensors_of, to_device
-from halfstep.trainer.tasks.epochs import EpochTask
+from halfstep.trainer.step import Batch, Evaluation, Judge, tensors_of, to_device
+from halfstep.trainer.tasks.epochs import EpochTask, replace_folder
 from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
@@ -82,7 +80,6 @@ class ModuleTask(EpochTask):
         self.evaluates = self.keeps_best = parts.val_data is not None
         self.notes: list[str] = []
         self._parts = parts
-        self.own_optimizer = parts.optimizer is not None
         if world.size > 1:
             assert dist.group.WORLD is not None
             broadcast_(self.model, dist.group.WORLD)
@@ -165,10 +162,6 @@ class ModuleTask(EpochTask):
             for part in micro_batches(self.batch_size(later), *self._share, run.grad_accum):
                 if later > step or part.start >= rows.start:
                     yield later, part
-
-    def shapes(self, rows: int) -> None:
-        """Return None: the user's loss is never called with tensors that hold no numbers."""
-        return
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the user's mean loss times its count, or the sum and count that the user gave."""

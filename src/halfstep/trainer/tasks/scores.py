@@ -13,9 +13,8 @@ from torch.nn import functional
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
-from halfstep.trainer.evaluate import Evaluation, Judge
 from halfstep.trainer.models.classifier import IGNORED_LABEL
-from halfstep.trainer.step import Batch, to_device
+from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
 
 
 def example_batches(

@@ -21,14 +21,12 @@ from halfstep.precision.casting.autocast import Autocast, require_support
 from halfstep.precision.casting.cast import cast_to_policy_
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.trainer.checkpoint.tensors import Exported
+from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.evaluate import Evaluation, Judge
-from halfstep.trainer.optimizer import learning_rate, make_optimizer
-from halfstep.trainer.step import Batch
+from halfstep.trainer.step import Batch, Evaluation, Judge, learning_rate, make_optimizer
 
 Progress = Callable[[str, int, int], None]
 """Called while data is prepared, with what is being done, the amount done and the total."""
@@ -52,8 +50,6 @@ class Task(Protocol):
     """Messages about the data and model for the user, one sentence each."""
     evaluates: bool = True
     """Whether there is validation data."""
-    own_optimizer: bool = False
-    """Whether the user made the optimizer, so that the configuration's names none."""
     keeps_best: bool
     """Whether the state with the best evaluation is kept, besides the newest."""
 
@@ -83,10 +79,6 @@ class Task(Protocol):
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return some rows of a step's batch, on the host; a pure function."""
-
-    def shapes(self, rows: int) -> Batch | None:
-        """Return a micro-batch by which the memory of a step is estimated; None: there is none."""
-        return self.batch(0, range(rows))
 
     def rows(self, step: int) -> Mapping[str, list[int]]:
         """Name a step's rows over all ranks: under what they are, where each of them is found.

@@ -13,8 +13,14 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.precision.policy.policy import DTYPES
-from halfstep.trainer.checkpoint.store import list_checkpoints, load_checkpoint
-from halfstep.trainer.checkpoint.tensors import EXPORTED, exported
+from halfstep.trainer import part
+from halfstep.trainer.checkpoint import (
+    CHECKPOINTS,
+    EXPORTED,
+    exported,
+    list_checkpoints,
+    load_checkpoint,
+)
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import (
@@ -25,14 +31,11 @@ from halfstep.trainer.data.batches import (
 )
 from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from halfstep.trainer.evaluate import Evaluation, Judge, evaluate, perplexity, tokens_per_byte
-from halfstep.trainer.memory import require_host_room
+from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.generation import generate
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
-from halfstep.trainer.run.folder import CHECKPOINTS
-from halfstep.trainer.step import Batch
-from halfstep.trainer.tasks.by_name import part
+from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.tasks.task import Measured, Progress, Task, Trained, share_of
 
 
@@ -97,14 +100,6 @@ class TextTask(Task):
             step=step,
             sequences=rows,
             block_size=self.config.block_size,
-        )
-
-    def shapes(self, rows: int) -> Batch:
-        """Return tokens and targets without memory."""
-        made = (rows, self.config.block_size)
-        return (
-            torch.empty(made, dtype=torch.int64, device="meta"),
-            torch.empty(made, dtype=torch.int64, device="meta"),
         )
 
     def rows(self, step: int) -> Mapping[str, list[int]]:

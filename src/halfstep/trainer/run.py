@@ -1,10 +1,9 @@
-"""Creates, locks and reads the run folder, whose contents are as follows.
+"""Executes a whole run in its folder, for the commands and for :class:`halfstep.Trainer`.
 
-::
+A run folder holds::
 
     config.toml     the resolved configuration
     env.json        the machine that it ran on
-    memory.json     what a step holds, by part, as estimated before the first one
     metrics.jsonl   one JSON object per step
     numerics.jsonl  with --watch: one JSON object per watched step
     causes.jsonl    the first cause of each step that was not finite, where one was searched
@@ -21,43 +20,41 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import torch
 
-from halfstep.diagnostics.memory.table import Memory
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
 from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import Auto
-from halfstep.trainer.checkpoint.store import checkpoint_path, list_checkpoints, load_checkpoint
-from halfstep.trainer.checkpoint.tensors import EXPORTED, Exported, exported
+from halfstep.report.findings import verdict
+from halfstep.report.record import read_run
+from halfstep.trainer.checkpoint import (
+    CHECKPOINTS,
+    EXPORTED,
+    Exported,
+    checkpoint_path,
+    exported,
+    list_checkpoints,
+    load_checkpoint,
+)
 from halfstep.trainer.config.config import config_to_table, config_to_toml, load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment, policy_on
+from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
 
 ENVIRONMENT = "env.json"
-MEMORY = "memory.json"
-CHECKPOINTS = "checkpoints"
 # Files that a process may have left when it was killed while it created the folder.
-_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, MEMORY, "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
 
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunFolder:
-    """An opened run folder; the lock is held until ``close`` or the end of the process."""
-
-    path: Path
-    _lock: IO[str]
-
-    def close(self) -> None:
-        """Release the lock, so that another process may write to the folder."""
-        self._lock.close()
 
 
 def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
@@ -87,8 +84,11 @@ def require_fresh(path: Path) -> None:
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
 
 
-def create_run(path: Path, session: Session) -> RunFolder:
+def create_run(path: Path, session: Session) -> IO[str]:
     """Make the folder and write what describes the run.
+
+    Returns:
+        Its lock, which is held until it is closed or the process ends.
 
     Raises:
         ConfigError: If another process made it in the meantime.
@@ -96,25 +96,19 @@ def create_run(path: Path, session: Session) -> RunFolder:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        folder = RunFolder(path, _lock(path))
+        lock = _lock(path)
         try:
             require_fresh(path)  # another process may have made a run of it in the meantime
             session.task.save(path)
             report = environment(session.device) | {"auto": session.auto}
             (path / ENVIRONMENT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-            write_memory(path, session.memory)
             write_config(path, session.config)  # last: its presence makes the folder a run
         except BaseException:
-            folder.close()
+            lock.close()
             raise
     except OSError as error:
         raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
-    return folder
-
-
-def write_memory(path: Path, memory: Memory) -> None:
-    """Write what a step holds; a resume rewrites it, as its precision may be another."""
-    (path / MEMORY).write_text(json.dumps(memory.to_json(), indent=1), encoding="utf-8")
+    return lock
 
 
 def write_config(path: Path, config: BaseConfig) -> None:
@@ -122,15 +116,15 @@ def write_config(path: Path, config: BaseConfig) -> None:
     write_whole(path / "config.toml", config_to_toml(config))
 
 
-def reopen_run(path: Path) -> RunFolder:
-    """Open an existing run for writing.
+def reopen_run(path: Path) -> IO[str]:
+    """Lock an existing run for writing, as :func:`create_run` does.
 
     Raises:
         ConfigError: If it holds no run, or another process is writing there.
     """
     if not is_run(path):
         raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
-    return RunFolder(path, _lock(path))
+    return _lock(path)
 
 
 def run_config(path: Path) -> BaseConfig:
@@ -144,26 +138,13 @@ def run_config(path: Path) -> BaseConfig:
     return load_config(str(path / "config.toml"), strict=False)
 
 
-def made_by_auto(path: Path) -> str:
-    """Return the name of the device for which ``auto`` took a run's policy; empty if it did not."""
-    try:
-        found: Any = json.loads((path / ENVIRONMENT).read_text(encoding="utf-8"))
-        return str(found["device_name"]) if found["auto"] else ""
-    except (OSError, ValueError, LookupError, TypeError):  # missing, or edited
-        return ""
-
-
 def finish_run(session: Session, path: Path) -> str:
-    """Write the files that a finished run leaves to its user, from its best state; on rank 0.
+    """Write what a finished run leaves to its user, from its best state; return a message.
 
-    Returns:
-        A message about what was written; empty for nothing.
-
-    Raises:
-        CheckpointError: If it cannot be written, or its checkpoint is damaged.
+    On rank 0 alone. The message is empty where nothing is written.
     """
     folder = path / CHECKPOINTS
-    report_best(session, path)  # a kill may have come between a checkpoint and its report
+    session.report_best(path)  # a kill may have come between a checkpoint and its report
 
     def best() -> Exported:
         step = session.best.step if session.best and session.task.keeps_best else None
@@ -171,20 +152,6 @@ def finish_run(session: Session, path: Path) -> str:
         return exported(load_checkpoint(found, kinds=EXPORTED))
 
     return session.task.finish(path, best)
-
-
-def report_best(session: Session, path: Path) -> None:
-    """Write the task's report of the best evaluation so far; on rank 0.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
-    if session.best is None:
-        return
-    try:
-        session.task.improved(path, session.best.step, session.best.evaluation)
-    except OSError as error:
-        raise CheckpointError(f"the report in {path} cannot be written: {error}") from error
 
 
 def _lock(path: Path) -> IO[str]:
@@ -218,22 +185,17 @@ Config = TypeVar("Config", bound=BaseConfig)
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
      "rank_timeout", "threads", "max_steps", "max_seconds", "epochs", "eval_every",
-     "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir",
-     "report_to"}
+     "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir"}
 )  # fmt: skip
 
 
 def resume(session: Session, checkpoints: Path) -> Path | None:
-    """Restore a session from its newest checkpoint; return its path, or None if there is none yet.
-
-    Raises:
-        CheckpointError: If the newest checkpoint is damaged or of another run.
-    """
+    """Restore a session from its newest checkpoint; return its path, or None if there is none."""
     found = list_checkpoints(checkpoints)
     newest = session.world.share(str(found[-1]) if found else "")
     if not newest:
         return None
-    session.restore(load_checkpoint(Path(newest), session.pieces), Path(newest))
+    session.restore(load_checkpoint(Path(newest), session.shards), Path(newest))
     best = session.best
     kept = best is not None and checkpoint_path(checkpoints, best.step).is_dir()
     if not session.world.share("kept" if kept else ""):
@@ -244,16 +206,10 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
 def require_resumable(
     saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
 ) -> None:
-    """Refuse to resume with a configuration that computes something else.
+    """Refuse to resume with a configuration that computes something else, naming every key.
 
-    Args:
-        saved: The run's configuration.
-        wanted: The configuration to resume it with.
-        other_precision: Whether the user asked for another precision by name, which is possible
-            because a checkpoint holds exact masters; whether it is simulated goes with it.
-
-    Raises:
-        ConfigError: Naming every key that differs but must not.
+    Another precision is possible where the user asked for it by name, because a checkpoint holds
+    exact masters; whether it is simulated goes with it.
     """
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision", "simulate"} if other_precision else set())
@@ -284,3 +240,94 @@ def _flat(config: BaseConfig) -> dict[str, object]:
         elif name != "name":
             values[name] = part
     return values
+
+
+# A whole run.
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended."""
+
+    last: Tick | None
+    """The last step's tick; None where there was nothing left to do."""
+    written: str
+    """A message about the files that the run leaves; empty on ranks other than 0."""
+    verdict: str = ""
+    """How the run went, in a line: healthy, or what was wrong; likewise."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run early, with a checkpoint."""
+        return self.last is not None and self.last.stopped_by.startswith("SIG")
+
+
+def execute(
+    session: Session,
+    path: Path,
+    say: Say,
+    ticked: Callable[[Tick], None],
+    *,
+    resuming: bool = False,
+) -> RunOutcome:
+    """Train a session to its end in its run folder; all ranks call it.
+
+    ``say`` prints a line for the user, ``ticked`` is called after each step, on every rank. If
+    ``resuming``, a new session goes on from the folder's newest checkpoint. After a NonFiniteError
+    the best state is written all the same, where the task keeps it, and the message says where.
+    """
+    world, last = session.world, None
+    with ExitStack() as stack:
+        stack.callback(session.task.close)
+        _introduce(session, say)
+        opened = reopen_run if resuming else partial(create_run, session=session)
+        if (lock := world.main_only(lambda: opened(path))) is not None:
+            stack.enter_context(lock)
+        if resuming:
+            _go_on(session, path, say)
+        try:
+            for last in train(session, path):
+                ticked(last)
+        except (NonFiniteError, SpikeError) as error:
+            if session.best is None or not session.task.keeps_best:
+                raise
+            best = world.main_only(lambda: finish_run(session, path))
+            error.args = (f"{error}; the best state before it: {best}",)
+            raise
+        written = ""
+        if not RunOutcome(last, "").interrupted:
+            written = world.main_only(lambda: finish_run(session, path)) or ""
+        policy = session.precision.policy
+        judged = world.main_only(lambda: verdict(read_run(path, policy))) or ""
+        return RunOutcome(last, written, judged)
+
+
+def _introduce(session: Session, say: Say) -> None:
+    """Tell the user what is trained, on which device, in which layout and arithmetic."""
+    config, support, size = session.config, session.precision.support, session.world.size
+    layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
+    say(
+        f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
+        f"({support.how})"
+    )
+    notes = []
+    if session.auto:
+        notes.append(f"precision auto took {config.precision}: {session.auto}")
+    notes += session.task.notes
+    if config.run.compile and support.status == "simulated":
+        notes.append("--compile has no effect: torch compiles nothing around a simulation")
+    for note in notes:
+        say(f"note: {note}")
+
+
+def _go_on(session: Session, path: Path, say: Say) -> None:
+    """Restore a new session from its run's newest checkpoint, and tell the user."""
+    before, now = run_config(path).precision, session.config.precision
+    origin = resume(session, path / CHECKPOINTS)
+    session.world.main_only(lambda: write_config(path, session.config))
+    say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
+    if before != now:
+        say(f"the precision changes from {before} to {now}")

@@ -1,25 +1,109 @@
-"""Replays a captured step in a new process, in the same precision or in another."""
+"""Captures: a step that no loss scale could cure, kept whole, and replayed in a new process.
+
+A capture is a checkpoint of the state before the step, in ``captures/`` of the run folder, with
+what the step found beside it. Its batch is not in it: that follows from data, seed and step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import operator
+import secrets
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from halfstep.distributed.world import World
+from halfstep.diagnostics.recording.metrics import CAPTURES
+from halfstep.distributed.world import SAVING_SECONDS, World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import OnNonFinite, OnSpike
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.trainer.checkpoint.store import load_checkpoint
+from halfstep.trainer.checkpoint import Team, load_checkpoint, save_snapshot
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import attempt
-from halfstep.trainer.run.capture import RANKS, Finding, captured, finding
 from halfstep.trainer.session import Session, open_session
+
+_KEY, RANKS = "captured", "captured_ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a step found, and the number of threads that it was computed with."""
+
+    reason: str
+    loss: float
+    grad_norm: float
+    threads: int
+
+    def same_bits(self, other: Finding) -> bool:
+        """Whether loss, norm and reason are equal in every bit; a NaN equals a NaN."""
+        mine, theirs = ((f.reason, f.loss.hex(), f.grad_norm.hex()) for f in (self, other))
+        return mine == theirs
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with the bits of loss and norm as text."""
+        found = dataclasses.asdict(self)
+        return found | {key: found[key].hex() for key in ("loss", "grad_norm")}
+
+
+def finding(judged: Judged) -> Finding:
+    """What was found about a step that must not be applied."""
+    return Finding(str(judged.reason), judged.loss, judged.norm, torch.get_num_threads())
+
+
+def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], None]:
+    """A function that writes a capture of the step that the session is taking, and keeps a few.
+
+    Several ranks write it together. Where one cannot be written, training goes on with a warning,
+    which is given once.
+    """
+    failed, world = False, session.world
+    token = world.share(secrets.token_hex(8))
+
+    def record(judged: Judged) -> None:
+        nonlocal failed
+        checkpoint = session.checkpoint()
+        state = {**checkpoint.state, _KEY: finding(judged).to_json(), RANKS: world.size}
+        whole = dataclasses.replace(checkpoint, state=state)
+        try:
+            held = whole.snapshot(world.rank, session.step)
+            number = f"{token}.{session.step}" if world.size > 1 else ""
+            team = Team(world.rank, world.size, number, SAVING_SECONDS / 2)
+            save_snapshot(folder / CAPTURES, session.step, held, keep, team)
+        except HalfstepError as error:
+            if not failed:
+                failed = True
+                text = f"no capture of step {session.step + 1}: {error}; training goes on"
+                warnings.warn(text, stacklevel=2)
+
+    return record
+
+
+def captured(state: dict[str, Any], where: Path) -> Finding:
+    """Read what a captured step found, from a file that may come from anywhere.
+
+    Raises:
+        CheckpointError: If it is missing or damaged.
+    """
+    try:
+        found = state[_KEY]
+        loss, norm = (float.fromhex(found[key]) for key in ("loss", "grad_norm"))
+        threads = operator.index(found["threads"])
+        if not 1 <= threads <= 4096:
+            raise ValueError(f"{threads} threads")
+        return Finding(str(found["reason"])[:40], loss, norm, threads)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: no capture: its state has no readable entry {_KEY!r}; allowed: a folder "
+            f"that run.capture wrote into {CAPTURES}/ of a run"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +146,14 @@ def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:
     """Rebuild a run from a capture, and replay the captured step; all ranks call it.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
-    configuration says, and must have the hashes that the run had.
-
-    Args:
-        path: A folder in ``captures/`` of a run.
-        precision: The policy to take the step in; empty: the run's own.
-        world: As many ranks as the run had, in whose order gradients were added up.
+    configuration says, and must have the hashes that the run had. ``precision`` is the policy to
+    take the step in, if not the run's own; ``world`` has as many ranks as the run had, in whose
+    order gradients were added up.
 
     Raises:
         CheckpointError: If it is no capture, is damaged, or is of another model or other data.
         ConfigError: If its configuration cannot be run here.
     """
-    path = Path(path)
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: a link, not a capture; give the folder that it leads to")
     saved = load_checkpoint(path)
     before = captured(saved.state, path)
     ranks = saved.state.get(RANKS, 1)
@@ -92,15 +170,11 @@ def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:
     try:
         session = open_session(config, no_progress, world=world)
         try:
-            session.restore(load_checkpoint(path, session.pieces), path)
+            session.restore(load_checkpoint(path, session.shards), path)
             return _take(session, before, str(own))
         finally:
             session.precision.close()
             session.task.close()
-    except HalfstepError as error:
-        if isinstance(error, NonFiniteError | SpikeError):
-            raise CheckpointError(f"{path}: the weights in it are not usable: {error}") from error
-        raise
     finally:
         torch.set_num_threads(threads)
 
@@ -109,7 +183,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     """Configure a run that stops at what it finds, and writes nothing."""
     guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
     run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
+        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0,
         threads=threads,
     )  # fmt: skip
     return replace(config, run=run)
@@ -141,7 +215,7 @@ def _take(session: Session, before: Finding, own: str) -> Replayed:
 def _config(table: object, where: Path) -> TrainConfig:
     """The configuration in a capture, which may come from anywhere."""
     try:
-        config: BaseConfig | None = config_from_table(table) if isinstance(table, dict) else None
+        config = config_from_table(table) if isinstance(table, dict) else None
     except HalfstepError as error:
         raise CheckpointError(f"{where}: its configuration is damaged: {error}") from error
     if not isinstance(config, TrainConfig):

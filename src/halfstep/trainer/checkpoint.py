@@ -1,0 +1,521 @@
+"""Writes checkpoints atomically, and refuses on loading any in which a bit has flipped.
+
+A checkpoint is a folder ``step-00000020``::
+
+    weights.safetensors    what the optimizer updates: parameters, or fp32 masters
+    optimizer.safetensors  "NAME/exp_avg" ...
+    state.json             step, tokens, precision state, configuration, tokenizer fingerprint
+    manifest.json          SHA-256 of each of the above, and the index of tensors
+
+If N ranks hold shards of the tensors, each writes ``weights-00001-of-0000N.safetensors``, and the
+same for the optimizer, if it has anything to write. The manifest (``shards.py``) says which file
+has which box of which tensor, so that any number of ranks, or one process, reads just what it
+needs, whatever the layout.
+
+N ranks make one checkpoint without a collective, so that a save can run in a thread beside
+training, whose collectives it must not mix with. Every rank writes its files into
+``.unfinished-step-00000100-TOKEN`` and then its receipt there, by rename. Rank 0 waits for all
+receipts, checks that the shards make up every tensor, writes the manifest, syncs what it wrote, and
+renames the folder: ``step-00000100`` exists completely or not at all.
+
+No file format detects a flipped bit by itself, so loading checks every file that it reads against
+the manifest before anything is changed. Nothing is ever unpickled: ``torch.distributed.checkpoint``
+is not used because it reads its ``.metadata`` with an unrestricted unpickler, which runs code from
+the file (observed with torch 2.13).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
+from halfstep.files import read_json, require_sha256, sync, sync_folder
+from halfstep.optim.state import tops_of
+from halfstep.trainer.shards import (
+    FORMAT,
+    MANIFEST,
+    OPTIMIZER,
+    SECTIONS,
+    STATE,
+    WEIGHTS,
+    LocalShard,
+    Reader,
+    SavedTensor,
+    Shard,
+    Snapshot,
+    read_manifest,
+)
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run that holds them."""
+_TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
+_NAME = re.compile(r"step-(\d{8,})")
+
+AVERAGE, BUFFER = "ema", "buffer"
+"""The KEY in ``NAME/KEY`` of tensors saved beside the optimizer's: averaged weights, buffers."""
+EXPORTED = (AVERAGE, BUFFER)
+"""What :func:`exported` needs of a checkpoint, besides its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The contents of a checkpoint in memory, or this rank's shards of them.
+
+    Attributes:
+        weights: Parameter name to tensor.
+        optimizer: ``"NAME/KEY"`` to tensor.
+        state: Plain JSON values; where several ranks save, rank 0's are written. A save adds
+            ``"step"`` if it is missing.
+        shards: Parameter name to the shard that its tensors hold. A parameter's moments hold the
+            same shard, its step counter is whole. A tensor without an entry is whole, and rank 0
+            writes it.
+    """
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+
+    def snapshot(self, rank: int, step: int) -> Snapshot:
+        """Collect what a rank writes for this step; it shares memory with the tensors."""
+        weights = [
+            LocalShard(name, tensor, self._shard(name, tensor, rank))
+            for name, tensor in self.weights.items()
+        ]
+        tops = {tops_of(key) for key in self.optimizer}
+        optimizer = [
+            LocalShard(
+                key,
+                tensor,
+                self._shard(key.rpartition("/")[0], tensor, rank),
+                self.optimizer.get(tops_of(key)),
+            )
+            for key, tensor in self.optimizer.items()
+            if key not in tops  # block tops are written along with their codes
+        ]
+        owned = {WEIGHTS: weights, OPTIMIZER: optimizer}
+        written = {name: [each for each in e if each.shard.written] for name, e in owned.items()}
+        return Snapshot(written, json.dumps({"step": step, **self.state}, indent=1))
+
+    def _shard(self, name: str, tensor: Tensor, rank: int) -> Shard:
+        """The shard of a parameter's tensor, which may be whole where the parameter is not."""
+        shard = self.shards.get(name)
+        if shard is None or tensor.dim() == 0:
+            return Shard.whole(tensor.shape, written=rank == 0)
+        if tuple(tensor.shape) != shard.local == shard.shape:
+            return Shard.whole(tensor.shape, written=shard.written)
+        return shard
+
+
+class Exported(NamedTuple):
+    """The exportable part of a checkpoint, by name: fp32 weights and the modules' buffers."""
+
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """Split a checkpoint's tensors into moments by path, and averages and buffers by name."""
+    moments: dict[str, Tensor] = {}
+    others: dict[str, dict[str, Tensor]] = {AVERAGE: {}, BUFFER: {}}
+    for path, tensor in tensors.items():
+        name, _, kind = path.rpartition("/")
+        if kind in others:
+            others[kind][name] = tensor
+        else:
+            moments[path] = tensor
+    return moments, others[AVERAGE], others[BUFFER]
+
+
+def exported(checkpoint: Checkpoint) -> Exported:
+    """Return a checkpoint's weights for export: their averages, where the run kept some."""
+    _, averages, buffers = by_kind(checkpoint.optimizer)
+    weights = {name: averages.get(name, w).float() for name, w in checkpoint.weights.items()}
+    return Exported(weights, buffers)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path that a step's checkpoint has, whether or not it exists."""
+    return folder / f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the complete checkpoints of a run's ``checkpoints`` folder, oldest first.
+
+    A folder without a manifest does not count: a save renames its folder with the manifest in it.
+    """
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if os.path.lexists(path / MANIFEST)]
+
+
+# Reading.
+
+
+def load_checkpoint(
+    path: Path, wanted: Mapping[str, Shard] | None = None, kinds: Collection[str] | None = None
+) -> Checkpoint:
+    """Read a checkpoint, or a rank's shards of it, whatever layout saved it.
+
+    Every file is checked against its SHA-256 before anything is read from it, and only the files
+    that hold some of what is wanted are read, so that N ranks need not each read everything. A
+    moment in 8-bit codes comes with its block tops, bit for bit, if its shard is one that a rank
+    saved; otherwise decoded to fp32, which :meth:`Session.restore` converts to the run's format.
+
+    Args:
+        path: The checkpoint's folder.
+        wanted: For every parameter, the shard that this rank holds; its moments are read in the
+            same shard. None reads whole tensors.
+        kinds: The KEYs of the optimizer's tensors ``NAME/KEY`` that are read; None reads them all.
+
+    Raises:
+        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format, of
+            another step than its folder's name says or, where shards are wanted, of another model.
+    """
+    manifest = read_manifest(read_json(path / MANIFEST), path / MANIFEST)
+    require_sha256(path / STATE, manifest.files[STATE])
+    state, named = read_json(path / STATE), _NAME.fullmatch(path.name)
+    if named and state.get("step") != int(named[1]):  # after which steps would be miscounted
+        raise CheckpointError(
+            f"{path} holds step {state.get('step')!r:.40}: it was renamed or copied. Remove it to "
+            "go on from the checkpoint before it, or give it its own name back"
+        )
+    if wanted is not None:
+        _require_model(path, manifest.tensors[WEIGHTS], wanted)
+    found: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
+    with ExitStack() as stack:
+        reader = Reader(path, manifest, stack)
+        for section, tensors in found.items():
+            for name, saved in manifest.tensors[section].items():
+                parameter, _, kind = name.rpartition("/")
+                if section == WEIGHTS:
+                    parameter = name
+                elif kinds is not None and kind not in kinds:
+                    continue
+                shard = _wanted(path, name, saved, (wanted or {}).get(parameter))
+                tensors |= reader.tensor(section, name, shard)
+    return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
+
+
+def _require_model(
+    path: Path, saved: Mapping[str, SavedTensor], wanted: Mapping[str, Shard]
+) -> None:
+    odd = sorted(set(saved) ^ set(wanted)) or [
+        f"{name} is {entry.shape}, the model's {wanted[name].shape}"
+        for name, entry in saved.items()
+        if entry.shape != wanted[name].shape
+    ]
+    if odd:
+        raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
+
+
+def _wanted(path: Path, name: str, saved: SavedTensor, shard: Shard | None) -> Shard | None:
+    """Return the part of a tensor that matches its parameter's shard; None means all."""
+    if shard is None or not saved.shape or shard.local == shard.shape:
+        return None
+    if saved.shape != shard.shape:
+        raise CheckpointError(
+            f"{path}: {name} has shape {saved.shape}, its parameter {shard.shape}: it cannot be "
+            "sharded as the parameter is; resume on ranks that hold the parameter whole"
+        )
+    return shard
+
+
+# Writing.
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The processes that write a checkpoint together."""
+
+    rank: int = 0
+    size: int = 1
+    token: str = ""
+    """Letters and digits, perhaps followed by ``.NUMBER``: the same on all ranks, but another for
+    each attempt to save, with higher numbers for later ones. One process needs none."""
+    timeout: float = 600.0
+    """Seconds that rank 0 waits for the others' receipts."""
+
+
+def save_snapshot(
+    folder: Path,
+    step: int,
+    snapshot: Snapshot,
+    keep: int,
+    team: Team = Team(),
+    spared: int | None = None,
+) -> Path:
+    """Write this rank's part of a checkpoint; on rank 0, complete it and remove old ones.
+
+    Of the older ones, the newest ``keep`` stay, and that of the step ``spared``; none is removed
+    before the new one is complete. The ranks of the team need not call this at the same time. If
+    the same checkpoint exists, it stays.
+
+    Raises:
+        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0.
+        CheckpointError: If this rank's files cannot be written; on rank 0, also if any rank's
+            cannot. No incomplete checkpoint stays, and no other is removed.
+    """
+    final = checkpoint_path(folder, step)
+    temporary = folder / f"{_TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if team.rank == 0:
+            _remove_leftovers(folder, team)
+        temporary.mkdir(exist_ok=team.size > 1)
+        _write_together(snapshot, temporary, final, team)
+    except (OSError, SafetensorError, HalfstepError) as error:
+        if team.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, HalfstepError):
+            raise
+        raise _unwritten(final, str(error)) from error
+    if team.rank == 0:
+        _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
+    return final
+
+
+def _write_together(snapshot: Snapshot, temporary: Path, final: Path, team: Team) -> None:
+    """Write this rank's files; on rank 0, also wait for the others' and commit."""
+    report = _written(snapshot, temporary, team)
+    if team.rank:
+        _hand_in(temporary, team.rank, report)
+        _require_good([report], final)
+        return
+    try:
+        reports = [report, *_receipts(temporary, final, team)]
+    except CheckpointError:
+        _require_good([report], final)  # this rank's own error says more than a missing receipt
+        raise
+    _require_good(reports, final)
+    _commit(temporary, final, reports)
+
+
+def _written(snapshot: Snapshot, temporary: Path, team: Team) -> dict[str, Any]:
+    """Write a rank's files; return a report on them, or on why they could not be written."""
+    if broken := snapshot.first_nonfinite():
+        return {"nonfinite": broken}
+    try:
+        return snapshot.write(temporary, team.rank, team.size)
+    except (OSError, SafetensorError) as error:
+        return {"error": str(error)}
+
+
+def _hand_in(temporary: Path, rank: int, report: dict[str, Any]) -> None:
+    """Give rank 0 a receipt, also for an error, so that it does not wait in vain."""
+    if "error" not in report:
+        _write_receipt(temporary, rank, report)
+        return
+    for path in temporary.glob(f"*-{rank + 1:05d}-of-*"):  # makes room on a full disk
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # rank 0 then names the missing receipt
+        _write_receipt(temporary, rank, report)
+
+
+def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None:
+    manifest = _merged(reports, final)
+    read_manifest(manifest, final / MANIFEST)
+    (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    for rank in range(1, len(reports)):
+        (temporary / _receipt(rank)).unlink()
+    if os.path.lexists(final):
+        with suppress(CheckpointError):
+            if read_json(final / MANIFEST) == manifest:
+                shutil.rmtree(temporary)
+                return
+        why = "something else is there under its name"
+        raise _unwritten(final, why, f"Look at {final} and move it away or remove it")
+    sync_folder(temporary)
+    os.rename(temporary, final)
+    sync(final.parent)
+
+
+def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
+    """Merge all ranks' reports into one manifest."""
+    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, **{s: {} for s in SECTIONS}}
+    for rank, report in enumerate(reports):
+        manifest["files"] |= report["files"]
+        for section in SECTIONS:
+            for name, entry in report[section].items():
+                whole = manifest[section].setdefault(name, {**entry, "pieces": []})
+                if any(whole[key] != entry[key] for key in ("shape", "dtype")):
+                    raise _unwritten(
+                        final,
+                        f"{name} is {entry['dtype']} of shape {entry['shape']} on rank {rank}, "
+                        f"{whole['dtype']} of shape {whole['shape']} on a rank before it",
+                        "Give every rank the same model and precision",
+                    )
+                whole["pieces"] += entry["pieces"]
+    return manifest
+
+
+def _receipt(rank: int) -> str:
+    return f"receipt-{rank + 1:05d}.json"
+
+
+def _write_receipt(folder: Path, rank: int, report: dict[str, Any]) -> None:
+    path = folder / _receipt(rank)
+    unnamed = path.with_suffix(".writing")
+    unnamed.write_text(json.dumps(report), encoding="utf-8")
+    os.rename(unnamed, path)
+
+
+def _receipts(folder: Path, final: Path, team: Team) -> list[dict[str, Any]]:
+    """Wait for the reports of ranks 1, 2, ... and return them."""
+    begin, pause = time.monotonic(), 0.002
+    while True:
+        missing = [rank for rank in range(1, team.size) if not (folder / _receipt(rank)).exists()]
+        if not missing:
+            return [read_json(folder / _receipt(rank)) for rank in range(1, team.size)]
+        if time.monotonic() - begin > team.timeout:
+            raise _unwritten(
+                final,
+                f"no receipt of ranks {', '.join(map(str, missing))} after {team.timeout:g} s",
+                "Look for what stopped them, and see that all ranks share the run's folder",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _require_good(reports: list[dict[str, Any]], final: Path) -> None:
+    """Raise the error in one of the reports, if there is one."""
+    broken = tuple(dict.fromkeys(r["nonfinite"] for r in reports if "nonfinite" in r))
+    if broken:
+        raise NonFiniteError(
+            f"{broken[0]} is not finite: no checkpoint is written from it, and the last one stays "
+            "as it is",
+            cause="weights",
+            parameters=broken,
+        )
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            whose = f"rank {rank}: " if len(reports) > 1 else ""
+            raise _unwritten(final, f"{whose}{report['error']}")
+
+
+def _unwritten(
+    final: Path,
+    why: str,
+    advice: str = "Free space or move the run's folder to another disk",
+) -> CheckpointError:
+    kept = list_checkpoints(final.parent)
+    last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
+    return CheckpointError(
+        f"checkpoint {final} cannot be written: {why}; {last}. {advice}, then go on with --resume"
+    )
+
+
+def _remove_leftovers(folder: Path, team: Team) -> None:
+    """Remove what killed saves left, but not what other ranks already write for this or later ones.
+
+    What cannot be removed stays: that is no reason to save no checkpoint.
+    """
+    start, _, number = team.token.partition(".")
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        other, _, later = path.name.rpartition("-")[2].partition(".")
+        if not (team.size > 1 and other == start and int(later or 0) >= int(number or 0)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
+    for old in list_checkpoints(folder)[:-keep]:
+        if old in spared:
+            continue
+        try:  # rename first, so that a kill leaves no half-deleted checkpoint under its name
+            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
+        except OSError as error:
+            raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
+
+
+class Saver:
+    """Writes a run's checkpoints in a thread: a step waits for a copy of the state, not the disk.
+
+    Every rank has one, and calls :meth:`save` and :meth:`wait` for the same steps in the same
+    order. The thread runs no collectives, which could interleave with those of training. Host
+    memory holds one copy of this rank's part of the state at a time. An error in a save is raised
+    once, by the next call of any method: a NonFiniteError or a CheckpointError.
+
+    ``meet`` waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
+    calls it once, after the other ranks have written their parts and before rank 0 waits for their
+    receipts, which a dead rank would never send.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        team: Team = Team(),
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._keep, self._team, self._meet = folder, keep, team, meet
+        self._saves = 0
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None  # a completed checkpoint that was not yet returned
+        self._error: BaseException | None = None  # an error that was not yet raised
+
+    def save(self, step: int, checkpoint: Checkpoint, *, spared: int | None = None) -> None:
+        """Save the state as it is now; the caller may change it as soon as this returns.
+
+        This first waits for the save before it. The checkpoint of the step ``spared`` is not
+        removed, whatever its age.
+        """
+        self._settle()
+        self._saves += 1
+        token = self._team.token
+        team = replace(self._team, token=token and f"{token}.{self._saves}")
+        held = checkpoint.snapshot(team.rank, step).copied()
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(step, held, team, spared),
+            name=f"save-step-{step}",
+            daemon=False,  # else it is what the thread that trains is
+        )
+        self._thread.start()
+
+    def finished(self) -> Path | None:
+        """Return the checkpoint completed since the last call, if any, without waiting."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.close()
+        path, self._path = self._path, None
+        return path
+
+    def wait(self) -> Path | None:
+        """Wait for the running save, then return as :meth:`finished` does."""
+        self._settle()
+        return self.finished()
+
+    def close(self) -> None:
+        """Wait for the running save, whether or not other ranks are alive."""
+        if self._thread is not None:
+            self._thread.join()  # if interrupted, the thread is kept, and the next call joins it
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _settle(self) -> None:
+        """Wait for the running save, provided that all ranks are alive to finish it."""
+        if self._team.rank and self._thread is not None:
+            self._thread.join()  # close() raises its error later: rank 0 waits in meet() first
+        self._meet()
+        self.close()
+
+    def _work(self, step: int, held: Snapshot, team: Team, spared: int | None) -> None:
+        try:
+            self._path = save_snapshot(self._folder, step, held, self._keep, team, spared)
+        except BaseException as error:
+            self._error = error
