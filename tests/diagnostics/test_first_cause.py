@@ -18,8 +18,8 @@ from halfstep import (
     Precision,
     trace_nonfinite,
 )
+from halfstep.diagnostics.nonfinite.first_cause import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import count, inputs, kind_of, operation
-from halfstep.diagnostics.nonfinite.trace import ModuleCalls
 from halfstep.precision.casting.simulate import SimulatedProducts
 
 INF = math.inf

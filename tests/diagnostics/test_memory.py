@@ -6,10 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import halfstep
-from halfstep.diagnostics.memory.table import PARTS, Memory
+from halfstep.diagnostics.memory import PARTS, Memory
 from halfstep.errors import PrecisionError
-from halfstep.kernels.library import loaded
-from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -138,21 +136,6 @@ class Chain(nn.Module):
         return self.b(self.a(x).relu()).float().square().mean()
 
 
-@pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
-@pytest.mark.skipif(not cpu_has_bf16(), reason="no block is fused where products are simulated")
-def test_a_fused_block_tells_casted_weights_from_activations(monkeypatch):
-    monkeypatch.undo()  # with the kernels
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=VOCABULARY))
-    precision = halfstep.Precision("bf16-mixed", model, torch.optim.AdamW(model.parameters()))
-    batch = tuple(torch.randint(VOCABULARY, (2, 3, 32)))
-    with halfstep.MemoryMeter(precision, batch) as meter:
-        with precision.autocast():
-            loss = model.loss_sum(batch)[0]
-        precision.step(loss)
-    # each block keeps its four matrices and the one bias that a product adds
-    assert meter.memory.bytes["cast copies"] == {"bf16": 2 * 2 * (12 * 64 * 64 + 3 * 64)}
-
-
 def test_every_byte_of_a_small_chain():
     """fp32: x (8) is the batch; relu's result (16) and the output (4) are saved, each once.
 
@@ -228,16 +211,6 @@ def test_the_largest_batch_that_fits():
     memory = Memory("fp32", False, {"weights": {"fp32": 100}, "activations": {"fp32": 40}}, rows=4)
     assert [memory.largest_batch(have) for have in (100, 109, 110, 150, 90)] == [0, 0, 1, 5, 0]
     assert Memory("fp32", False, {}).largest_batch(10**9) == 0
-
-
-def test_the_sentence_says_why_it_is_not_half():
-    batch = batch_of("gpt2")
-    found = halfstep.estimate(gpt2(), "bf16-mixed", batch, logits=VOCABULARY)
-    said = found.why_not_half()
-    for part in ("weights, gradients and optimizer state", "logits in fp32", "16-bit copies"):
-        assert part in said
-    share = found.part("logits") / found.total
-    assert f"{share:.0%} are logits in fp32" in said
 
 
 def test_what_cannot_be_estimated_says_so():

@@ -421,7 +421,7 @@ def lost_updates() -> Seen:
         optimizer.step()
     (report,) = meter.report()
     meter.close()
-    return {"report": [number(report.lost), number(report.frozen_below), report.verdict]}
+    return {"report": [number(report.lost), report.verdict]}
 
 
 def watched() -> Seen:

@@ -79,8 +79,14 @@ def test_the_iteration_has_the_bits_of_torch_s(shape, steps):
 def test_momentum_and_what_is_orthogonalized_are_the_definition_s(nesterov):
     p = parameter((20, 30))
     optimizer = Muon([p], momentum=0.9, nesterov=nesterov, lr=0.1, weight_decay=0.3, ns_steps=2)
-    seen = []
-    optimizer.on_direction = lambda _, direction, factor: seen.append((direction.clone(), factor))
+    seen, directions = [], optimizer._directions
+
+    def recorded(*given):
+        for moved in directions(*given):
+            seen.append((moved[2].clone(), moved[3]))
+            yield moved
+
+    optimizer._directions = recorded
     for t in range(1, 6):
         before, state = p.detach().double().numpy(), optimizer.state[p]
         held = state["momentum_buffer"].double().numpy() if t > 1 else np.zeros((20, 30))

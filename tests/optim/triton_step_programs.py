@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from triton_kernel_programs import OPTIONS, make_tasks, same
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from halfstep.diagnostics.memory.table import Memory
-from halfstep.report.page import make_report, sentence
+from halfstep.diagnostics.memory import Memory
+from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line
 
@@ -33,39 +33,21 @@ def run(folder):
     return write
 
 
-def test_the_sentence_is_the_library_s_own():
-    """The English of the page is :meth:`Memory.why_not_half`, to the letter."""
-    low = {"weights": {"bf16": 10}, "activations": {"bf16": 10}}
-    for memory in (MIXED, WIDE, Memory("bf16-split", True, low)):
-        assert sentence(memory, "en") == memory.why_not_half()
-    said = sentence(MIXED, "zh")
-    # 64, 40, 10, 8 and 36 of 158 MB
-    for share in ("41%", "25%", "6%", "5%", "23%"):
-        assert share in said
-        assert share in MIXED.why_not_half()
-    assert "halved" not in WIDE.why_not_half()
-
-
 def test_a_page_shows_the_memory(run):
     report = make_report([run()])
-    page, text = report.to_html(), report.to_markdown()
-    for shown in (page, text):
-        assert "Memory of a step" in shown
-        assert "158 MB" in shown
-        assert "500 MB" in shown  # the measured peak of report/conftest.py
-        assert "which a" in shown
+    page = report.to_html()
+    assert "Memory of a step" in page
+    assert "158 MB" in page
+    assert "500 MB" in page  # the measured peak of report/conftest.py
     assert "一步占用的内存" in make_report([run("zh")], "zh").to_html()
 
 
 def test_runs_beside_each_other(run, folder):
     runs = [run("mixed"), run("wide", WIDE), read_run(folder([line(1)], "older"))]
     page = make_report(runs).to_html()
-    assert "<b>mixed:</b>" in page
-    assert "<b>wide:</b>" in page
-    assert "<b>older:</b>" not in page
-    text = make_report(runs).to_markdown()
-    assert "\n| mixed " in text
-    assert "\n| older " not in text
+    table = page[page.index("Memory of a step") :]
+    table = table[: table.index("</table>")]
+    assert [name in table for name in ("mixed", "wide", "older")] == [True, True, False]
 
 
 def test_an_older_run_has_no_such_section(folder):
@@ -93,4 +75,3 @@ def test_hostile_names_are_text(run):
     page = report.to_html()
     assert "<script" not in page
     assert "<img" not in page
-    assert "<script" not in report.to_markdown()

@@ -10,7 +10,7 @@ import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, thinned
-from halfstep.report.page import _one_line, make_report
+from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line, tensor, watch
 
@@ -137,16 +137,6 @@ def test_both_languages(folder, language):
     assert ("Lost updates" in page) is (language == "en")
 
 
-def test_several_runs_with_a_band(folder):
-    runs = [
-        read_run(folder([line(s, val_loss=4 + seed / 10) for s in range(1, 30)], f"s{seed}"))
-        for seed in range(3)
-    ]
-    page = make_report(runs).to_html()
-    assert "mean ± s.d. of 3 runs" in page
-    assert page.count('class="verdict healthy"') == 3
-
-
 def test_a_broken_run_has_a_page(folder):
     path = folder([])
     (path / "metrics.jsonl").unlink()
@@ -164,34 +154,20 @@ def test_without_matplotlib_the_page_says_so(folder, monkeypatch):
     assert "halfstep[plot]" in make_report([run]).to_html()
 
 
-@pytest.mark.parametrize("suffix", ["html", "md"])
-def test_forms(folder, tmp_path, suffix):
+def test_a_page_is_written_whole(folder, tmp_path):
     report = make_report([read_run(folder([line(s) for s in range(1, 30)]))])
-    path = report.write(tmp_path / "new" / f"r.{suffix}")
-    text = path.read_text(encoding="utf-8")
-    assert "healthy" in text
+    path = report.write(tmp_path / "new" / "r.html")
+    assert "healthy" in path.read_text(encoding="utf-8")
     assert not [p for p in path.parent.iterdir() if p != path]
 
 
 def test_a_name_that_cannot_be_written(folder, tmp_path):
     report = make_report([read_run(folder([line(1)]))])
-    with pytest.raises(ConfigError, match=r"ends in \.html or \.md"):
+    with pytest.raises(ConfigError, match=r"ends in \.html"):
         report.write(tmp_path / "r.pdf")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write(tmp_path / "file" / "r.html")
-
-
-def test_markdown_of_hostile_names(folder):
-    for number, text in enumerate(HOSTILE):
-        page = make_report([run_named(folder, text, number)]).to_markdown()
-        assert "<script" not in page
-        assert "](javascript" not in page
-        assert not re.search(r"^# heading", page, re.MULTILINE)
-
-
-def test_signs_of_markdown_are_shown_as_they_are():
-    assert _one_line("6 > 5 & [a](b) #1\n|x|") == r"6 &#62; 5 &#38; \[a\]\(b\) \#1 \|x\|"
 
 
 def test_long_curves_keep_their_extremes():

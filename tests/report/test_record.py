@@ -17,7 +17,6 @@ def test_a_whole_run(folder):
     assert run.groups("lost_updates") == {"g": ([3], [0.5])}
     assert (run.policy, run.planned_steps, run.name) == ("bf16-mixed", 3, "run")
     assert run.damaged == {}
-    assert run.missing == ["causes.jsonl", "exclude.jsonl", "memory.json", "numerics.jsonl"]
 
 
 def test_a_resumed_step_counts_once_by_its_last_line(folder):

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.diagnostics.memory.saved import MemoryMeter
-from halfstep.diagnostics.memory.table import PARTS, memory_from_json
+from halfstep.diagnostics.memory import PARTS, MemoryMeter, memory_from_json
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.optim.state import REMAINDER

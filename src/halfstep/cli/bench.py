@@ -15,7 +15,7 @@ from halfstep.cli.commands import Bench
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.grammar import read_words
 from halfstep.cli.train import require_trust
-from halfstep.diagnostics.lost_updates.report import lost_share
+from halfstep.diagnostics.lost_updates import lost_share
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import parse_policy

@@ -101,7 +101,6 @@ class Trace(OneStep):
     """
 
     precision: str = option("", "Policy; default: that of the run or configuration.")
-    save: str = option("", "Write the trace to this file, for the report or for Trace.check.")
 
 
 @dataclass(frozen=True, kw_only=True)

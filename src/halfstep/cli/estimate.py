@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from halfstep.cli.commands import Estimate
-from halfstep.diagnostics.memory.table import PARTS, Memory, size_text
+from halfstep.diagnostics.memory import PARTS, Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import name_of

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.cli.console import RunDisplay
-from halfstep.diagnostics.memory import table
-from halfstep.diagnostics.memory.saved import MemoryMeter
+from halfstep.diagnostics.memory import PARTS, Memory as Held, MemoryMeter, size_text
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.shown import aligned
@@ -34,8 +33,6 @@ def _trace(arguments: Trace) -> int:
         with trace(session.task.model, session.precision) as ran:
             attempt(session)
         policy = session.precision.policy
-    if arguments.save:
-        ran.save(arguments.save)
     differences = ran.differences()
     verdict = f"all operations ran as {policy} says"
     if differences:
@@ -51,20 +48,17 @@ def _memory(arguments: Memory) -> int:
     if arguments.json:
         print(json.dumps({"policies": [each.to_json() for each in found]}, indent=1))
         return 0
-    parts = [part for part in table.PARTS if any(each.part(part) for each in found)]
+    parts = [part for part in PARTS if any(each.part(part) for each in found)]
     rows = [("policy", *parts, "total", "of the first")]
     for each in found:
-        sizes = [table.size_text(each.part(p)) if each.part(p) else "-" for p in parts]
+        sizes = [size_text(each.part(p)) if each.part(p) else "-" for p in parts]
         share = f"{each.total / found[0].total:.2f}"
-        rows.append((each.policy, *sizes, table.size_text(each.total), share))
+        rows.append((each.policy, *sizes, size_text(each.total), share))
     print(aligned(rows, range(1, len(rows[0]))))
-    for each in found[1:]:
-        if each.part("gradients"):
-            print(f"\n{each.policy}: {each.why_not_half()}")
     return 0
 
 
-def _measured(arguments: Memory, policy: str) -> table.Memory:
+def _measured(arguments: Memory, policy: str) -> Held:
     with _opened(arguments, policy) as session:
         batches, _ = session.micro_batches()
         with MemoryMeter(session.precision, batches[0]) as meter:

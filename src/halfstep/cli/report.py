@@ -8,7 +8,6 @@ from halfstep.cli.commands import Report
 from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from halfstep.shown import aligned
 
 
 def run(arguments: Report) -> int:
@@ -22,10 +21,6 @@ def run(arguments: Report) -> int:
     for row in report.rows:
         print(f"{row.record.name}: {row.verdict}")
     if report.comparison:
-        unlike, shared = report.cards()
-        rows = [(label, *shown) for label, shown in unlike.items()]
-        print("", aligned(rows, range(1, 1 + len(report.rows))), sep="\n")
-        alike = "; ".join(f"{label}: {shown}" for label, shown in shared.items())
-        print(f"The same in all: {alike}", "", *report.comparison.verdict, "", sep="\n")
+        print("", *report.comparison.verdict, "", sep="\n")
     print(f"Written: {path}")
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.fabric import PolicyPlugin, check_strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -105,8 +105,6 @@ class Muon(LowPrecisionOptimizer):
     """
 
     algorithm = MUON
-    on_direction: Callable[[Tensor, Tensor, float], None] | None = None
-    """Called in a step with each matrix, the direction that it moves along, and its factor."""
     ranks: dist.ProcessGroup | None = None
     """The ranks that divide matrices among them, where all of them step together with the same
     gradients: each orthogonalizes its share and sends the directions to the others. To be set."""
@@ -217,8 +215,6 @@ class Muon(LowPrecisionOptimizer):
             super()._run(group, plan, members)
             return
         for parameter, task, direction, factor in self._directions(group, plan, members):
-            if self.on_direction is not None:
-                self.on_direction(parameter, direction, factor)
             # element-wise again, so one kernel stores it in any rounding mode
             move = StepTask(
                 weight=task.weight,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnostics.memory.estimate import estimate_state, with_saved
-from halfstep.diagnostics.memory.table import Memory, size_text
+from halfstep.diagnostics.estimate import estimate_state, with_saved
+from halfstep.diagnostics.memory import Memory, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.casting.autocast import support

@@ -15,10 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.metrics import (
+from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
+from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.metrics import (
     CAPTURES,
     METRICS,
     NUMERICS,
@@ -26,6 +25,7 @@ from halfstep.diagnostics.recording.metrics import (
     MetricsFile,
     Record,
 )
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -375,8 +375,6 @@ def _record(
         learning_rate=taken.learning_rate,
         first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
-        or None,
         sent_bytes=sent.total or None,
         sent_bytes_fp32=fp32.total or None,
         tokens=session.tokens,

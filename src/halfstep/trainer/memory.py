@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.diagnostics.memory.table import size_text
+from halfstep.diagnostics.memory import size_text
 from halfstep.errors import ConfigError
 
 _TOKEN_BYTES = 16

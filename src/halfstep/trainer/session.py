@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.memory.table import Memory
+from halfstep.diagnostics.memory import Memory
 from halfstep.distributed.consistency import check_agreement
 from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout

@@ -28,7 +28,7 @@ FORMATS = [FP16, BF16, E4M3FN, E5M2]
 def statistics(x: Tensor, shift: int = 0, name: str = "w") -> TensorStatistics:
     row = torch.zeros(ROW, dtype=torch.float64)
     count_into_(row, x)
-    return TensorStatistics.from_row("gradient", name, x.dtype, row.tolist(), shift)
+    return TensorStatistics.from_row("gradient", name, x.dtype, row.tolist(), 2.0**-shift)
 
 
 def truth(x: Tensor, form: FloatFormat, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,9 +1,8 @@
 """What is known of the numbers of one tensor: how many have which exponent, and their extremes.
 
-It is made from a row of 284 fp64 counts: zeros; one count for each exponent from -149 (the smallest
-fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude;
-numbers that were subnormal before a factor; the mantissa bits in use. Counts of several tensors add
-up in one row, merge over ranks by sums, and are kept as JSON in ``numerics.jsonl``.
+It is made from a row of 282 fp64 counts: zeros; one count for each exponent from -149 (the smallest
+fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude.
+Counts of several tensors add up in one row, and are kept as JSON in ``numerics.jsonl``.
 
 **Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
 subnormal numbers have those from -149 to -127.
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -22,33 +21,25 @@ from torch import Tensor
 from halfstep.errors import DataError
 
 Kind = Literal["weight", "activation", "activation_gradient", "gradient", "update"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 LEAST, MOST = -149, 127
 """The exponents of the smallest and of the largest fp32 number."""
 ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
 """Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
-SQUARES, LARGEST, SUBNORMAL, DIGITS, ROW = 280, 281, 282, 283, 284
+SQUARES, LARGEST, ROW = 280, 281, 282
 _COPIES = 64
 _AT_ONCE = 1 << 22
 
 
 @torch.no_grad()
-def count_into_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
+def count_into_(row: Tensor, x: Tensor) -> None:
     """Count a tensor's numbers in a row; nothing waits for the device.
 
     Args:
-        row: ``(284,)`` fp64, zeros at first, on the tensor's device.
+        row: ``(282,)`` fp64, zeros at first, on the tensor's device.
         x: Floating-point, of any shape. Exponents of fp64 numbers beyond those of fp32 count as
             the nearest that fp32 has.
-        factor: Multiplies each number first, rounded to fp32. Multiply by powers of two afterwards
-            instead, by moving the counts.
     """
     x = x.detach()
-    if factor != 1.0:
-        least = torch.finfo(x.dtype).smallest_normal
-        magnitude = x.abs() if x.dtype.itemsize > 1 else x.float().abs()
-        row[SUBNORMAL] += ((magnitude > 0) & (magnitude < least)).sum()
-        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * factor
     for part in torch.split(x.reshape(-1), _AT_ONCE) if x.numel() else ():
         magnitude = (part if part.dtype == torch.float64 else part.float()).abs()
         finite = magnitude.isfinite()
@@ -64,9 +55,6 @@ def count_into_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
         row[:SQUARES] += counts.view(_COPIES, SQUARES).sum(0)
         row[SQUARES] += numbers.double().square().sum()
         row[LARGEST] = torch.maximum(row[LARGEST], numbers.amax().double())
-        bits = magnitude.float().view(torch.int32)
-        digits = torch.where(bits & 0x1FFF != 0, 23, torch.where(bits & 0xFFFF != 0, 10, 7))
-        row[DIGITS] = torch.maximum(row[DIGITS], digits.amax().double())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +87,6 @@ class TensorStatistics:
     """Numbers that are NaN."""
     inf: int
     """Infinities of either sign."""
-    mantissa_bits: int
-    """7 where all numbers are bf16 numbers, 10 where fp16 has their mantissas, otherwise 23. Below
-    23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
 
@@ -117,61 +102,53 @@ class TensorStatistics:
         name: str,
         dtype: torch.dtype,
         row: Sequence[float],
-        shift: int = 0,
-        *,
-        multiplied: bool = False,
+        scale: float = 1.0,
     ) -> Self:
-        """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does.
+        """Read a row of counts of numbers that were multiplied by a loss scale.
 
-        ``multiplied`` says that its numbers were multiplied by a factor before they were counted:
-        which of them had been subnormal was counted apart.
+        One that is no power of two moves the exponents by the nearest one.
         """
+        shift = round(-math.log2(scale))
         raw = {e: int(n) for e, n in enumerate(row[FIRST : FIRST + MOST - LEAST + 1], LEAST) if n}
-        normal = min_exponent(dtype)
+        normal = int(math.log2(torch.finfo(dtype).smallest_normal))
         zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
         finite = zeros + sum(raw.values())
-        small = sum(count for e, count in raw.items() if e < normal)
         return cls(
             kind=kind,
             name=name,
             dtype=str(dtype).removeprefix("torch."),
             elements=finite + nan + inf,
-            absmax=math.ldexp(row[LARGEST], shift),
+            absmax=row[LARGEST] / scale,
             # an fp64 square may overflow, and the mean is at most the maximum
-            rms=math.ldexp(min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]), shift),
+            rms=min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]) / scale,
             zeros=zeros,
-            subnormal=int(row[SUBNORMAL]) if multiplied else small,
+            subnormal=sum(count for e, count in raw.items() if e < normal),
             nan=nan,
             inf=inf,
-            mantissa_bits=int(row[DIGITS]),
             exponents={e + shift: count for e, count in raw.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them: no NaN, no infinity, exponents as text."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        return fields | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
+        return asdict(self) | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_dict` gave.
 
         Raises:
             DataError: If a field is missing or not what it must be.
         """
         try:
-            exponents = {int(e): _count(n) for e, n in fields["exponents"].items()}
-            read = {name: _FIELDS[name](fields[name]) for name in _FIELDS}
-            if read["kind"] not in KINDS:
-                raise ValueError(read["kind"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DataError(f"not the statistics of a tensor: {str(fields)[:80]}") from error
+            read = {field.name: table[field.name] for field in fields(cls)}
+            exponents = {int(e): n for e, n in read.pop("exponents").items()}
+            texts = [read[name] for name in ("kind", "name", "dtype")]
+            numbers = [*exponents.values(), *(v for v in read.values() if v not in texts)]
+            if texts[0] not in get_args(Kind) or not all(0 <= n < math.inf for n in numbers):
+                raise ValueError(texts[0])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"not the statistics of a tensor: {str(table)[:80]}") from error
         return cls(exponents=exponents, **read)
-
-
-def min_exponent(dtype: torch.dtype) -> int:
-    """The exponent of the smallest normal number of a floating dtype."""
-    return int(math.log2(torch.finfo(dtype).smallest_normal))
 
 
 def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
@@ -193,34 +170,5 @@ def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
         subnormal=sum(one.subnormal for one in several),
         nan=sum(one.nan for one in several),
         inf=sum(one.inf for one in several),
-        mantissa_bits=max(one.mantissa_bits for one in several),
         exponents=counts,
     )
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
-
-
-def _magnitude(value: Any) -> float:
-    number = float(value)
-    if not 0 <= number < math.inf:
-        raise ValueError(value)
-    return number
-
-
-_FIELDS: dict[str, Any] = {
-    "kind": str,
-    "name": str,
-    "dtype": str,
-    "elements": _count,
-    "absmax": _magnitude,
-    "rms": _magnitude,
-    "zeros": _count,
-    "subnormal": _count,
-    "nan": _count,
-    "inf": _count,
-    "mantissa_bits": _count,
-}

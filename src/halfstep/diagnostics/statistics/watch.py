@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,16 +22,19 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
-from halfstep.diagnostics.recording.metrics import keep_lines
-from halfstep.diagnostics.statistics.collect import Collector
+from halfstep.diagnostics.metrics import keep_lines
+from halfstep.diagnostics.module_calls import Call, ModuleCalls
 from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.diagnostics.statistics.values import ROW, Kind, TensorStatistics, count_into_, merged
 from halfstep.errors import (
     CheckpointError,
     NonFiniteError,
@@ -58,7 +63,6 @@ class Watch:
         to: Path | None,
         start: int,
     ) -> None:
-        """Use :func:`watch`, which checks the arguments."""
         self._model, self._source, self._scaler = bare_model(model), source, scaler
         self._every, self._to, self._start = every, to, start
         self._step = start
@@ -298,7 +302,6 @@ class PrecisionSteps:
     """The steps of a :class:`halfstep.Precision`; weights are its masters, where it has some."""
 
     def __init__(self, precision: Precision, listener: Watch) -> None:
-        """Watch ``precision.step``."""
         self._precision, self._listener = precision, listener
         self._wants_gradients = False
         self._replaced = [
@@ -370,14 +373,7 @@ class OptimizerSteps:
         scaler: Any,
         listener: Watch,
     ) -> None:
-        """Watch the optimizers' ``step``, and a scaler's ``unscale_`` and ``update``.
-
-        Args:
-            optimizers: All of the loop's; if empty, any that holds a named parameter.
-            names: Parameter to name.
-            scaler: torch's or halfstep's GradScaler, or None.
-            listener: Told of the steps.
-        """
+        """Watch the optimizers' ``step``; without optimizers any that holds a named parameter."""
         self._optimizers, self._names = optimizers, names
         self._scaler, self._listener = scaler, listener
         self._stepped: list[Optimizer] = []
@@ -427,35 +423,31 @@ class OptimizerSteps:
             self._flags.append(found.detach().clone())
         for name, weight in self._trained(optimizer):
             self._listener.before(name, weight)
-        own, *given = args  # torch hands the optimizer itself over as well
-        closure, *others = [*given, options.get("closure")]
-        if closure is None:
-            self._finished(optimizer)
-            return None
-        measured = _measured_once(closure, partial(self._finished, optimizer))
-        if given:
-            return (own, measured, *others[:-1]), options
-        return args, {**options, "closure": measured}
+        if not _has_closure(args, options):
+            self._measure(optimizer)
+        return None
 
     @torch.no_grad()
-    def _finished(self, optimizer: Optimizer) -> None:
-        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
-        if optimizer not in self._unscaled:
-            scale = getattr(optimizer, "grad_scale", None)
-            self._measure(optimizer, 1.0 if scale is None else float(scale))
-
-    @torch.no_grad()
-    def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not self._ours(optimizer):
             return
         if self._listener.watching:
+            if _has_closure(args, options):  # which has made the gradients within the step
+                self._measure(optimizer)
             for name, weight in self._trained(optimizer):
                 self._listener.after(name, weight)
         self._stepped.append(optimizer)
         if self._scaler is None and all(o in self._stepped for o in self._optimizers):
             self._end()
 
-    def _measure(self, optimizer: Optimizer, scale: float) -> None:
+    def _measure(self, optimizer: Optimizer) -> None:
+        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
+        if optimizer in self._unscaled:
+            return
+        scale = getattr(optimizer, "grad_scale", None)
+        self._count(optimizer, 1.0 if scale is None else float(scale))
+
+    def _count(self, optimizer: Optimizer, scale: float) -> None:
         for name, parameter in self._trained(optimizer):
             if parameter.grad is not None:
                 self._listener.gradient(name, parameter.grad, scale)
@@ -464,7 +456,7 @@ class OptimizerSteps:
     def _unscale(self, original: Callable[..., Any], optimizer: Any) -> Any:
         bare = bare_optimizer(optimizer)
         if self._listener.watching and self._ours(bare) and bare not in self._unscaled:
-            self._measure(bare, self.scale())
+            self._count(bare, self.scale())
             self._unscaled.append(bare)
         return original(optimizer)
 
@@ -480,19 +472,9 @@ class OptimizerSteps:
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 
 
-def _measured_once(closure: Callable[[], Any], measure: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that makes the gradients itself; after its first call they are the step's."""
-    due = True
-
-    def call() -> Any:
-        nonlocal due
-        value = closure()
-        if due:
-            due = False
-            measure()
-        return value
-
-    return call
+def _has_closure(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    # torch hands the optimizer itself over as well
+    return (args[1] if len(args) > 1 else options.get("closure")) is not None
 
 
 def bare_optimizer(optimizer: Any) -> Any:
@@ -519,3 +501,141 @@ class _Replaced:
             setattr(self._owner, self._name, self._old)
         else:
             delattr(self._owner, self._name)
+
+
+_Key = tuple[Kind, str, torch.dtype, torch.device, float]
+
+
+# Counts of the numbers of one step as they are made.
+
+
+class Collector:
+    """The counts of one step; hooks are attached by making it, and removed by :meth:`close`.
+
+    Each module's outputs are counted after its forward, and the gradients with respect to them when
+    backward has them complete. Counts stay on the device until :meth:`read`.
+
+    Not counted: a forward without gradients outside of one with them, such as an evaluation or a
+    teacher; a forward that activation checkpointing repeats in backward; a tensor that a module
+    passes on as it got it from a module inside; what runs inside of ``torch.func``, as ``vmap``,
+    where tensors have no memory, or as a scripted module.
+    """
+
+    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+        """Attach hooks to every module.
+
+        Args:
+            model: The model, whose modules' names are those of the tensors.
+            scale: Tells the loss scale of the backward that is running; asked once.
+        """
+        self._ask, self._scale = scale, 0.0
+        self._rows: dict[_Key, Tensor] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._modules = ModuleCalls(model, self._ended)
+        self._modules.hook()
+
+    def close(self) -> None:
+        """Remove the hooks, those that wait on tensors for their gradients included."""
+        for handle in self._handles:
+            handle.remove()
+        self._modules.unhook()
+        self._handles = []
+
+    def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
+        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
+
+        A complex number counts as two.
+        """
+        x = local_part(x)
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
+        if x.is_sparse:
+            x = x.coalesce().values()
+        if not x.is_floating_point() or x.is_meta:
+            return
+        scale = scale if 0 < scale < math.inf else 1.0
+        count_into_(self._row((kind, name, x.dtype, x.device, scale)), x)
+
+    def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
+        """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
+        if after.is_complex():
+            after, before = torch.view_as_real(after), torch.view_as_real(before)
+        if not after.is_floating_point():
+            return
+        after, before = after.detach(), before.detach()
+        wide = torch.promote_types(torch.promote_types(after.dtype, before.dtype), torch.float32)
+        row = self._row(("update", name, wide, after.device, 1.0))
+        count_into_(row, after.to(wide) - before.to(wide))
+
+    def _row(self, key: _Key) -> Tensor:
+        if key not in self._rows:
+            self._rows[key] = torch.zeros(ROW, dtype=torch.float64, device=key[3])
+        return self._rows[key]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the step's backward."""
+        return self._scale or self._ask()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been counted."""
+        return not self._rows
+
+    def read(self) -> list[TensorStatistics]:
+        """Copy the counts to the host, in one transfer for each device."""
+        read: dict[_Key, list[float]] = {}
+        for device in {key[3] for key in self._rows}:
+            keys = [key for key in self._rows if key[3] == device]
+            rows = torch.stack([self._rows[key] for key in keys]).tolist()
+            read |= dict(zip(keys, rows, strict=True))
+        found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
+        for key in self._rows:  # in the order of their first numbers
+            kind, name, dtype, _, scale = key
+            one = TensorStatistics.from_row(kind, name, dtype, read[key], scale)
+            found.setdefault((kind, name, dtype), []).append(one)
+        return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
+
+    def _ended(self, call: Call, output: Any) -> None:
+        """Count a module's outputs, and wait for the gradients with respect to them."""
+        for key, tensor in tensors_in(output):
+            evaluated = not call.learns and not tensor.requires_grad
+            if not evaluated and not is_functorch_wrapped_tensor(tensor):
+                self._output(f"{call.name or call.class_name}{key}", tensor, call.learns)
+
+    def _output(self, name: str, x: Tensor, counted: bool) -> None:
+        version = -1 if x.is_inference() else x._version
+        last = self._seen.get(id(x))
+        if last is not None and last[0]() is x and last[1] == version:
+            return
+        self._seen[id(x)] = (weakref.ref(x), version)
+        if counted:
+            self.add("activation", name, x.detach())
+        if x.requires_grad and x.dim():  # a loss's is 1 over and over
+            wait = partial(self._gradient, name)
+            self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._scale = self.scale
+        self.add("activation_gradient", name, gradient.detach(), self._scale)
+
+
+def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's output with their keys: none for one tensor, or the first of some.
+
+    An output may be a tensor, or a tuple, list, mapping or dataclass of outputs.
+    """
+    if isinstance(output, Tensor):
+        yield key, output
+        return
+    if isinstance(output, Mapping):
+        parts = [(f"{key}[{name}]", part) for name, part in output.items()]
+    elif isinstance(output, tuple | list):
+        parts = [(f"{key}[{i}]" if i else key, part) for i, part in enumerate(output)]
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [(f"{key}[{f.name}]", getattr(output, f.name)) for f in fields(output)]
+    else:
+        return
+    for inner, part in parts:
+        yield from tensors_in(part, inner)

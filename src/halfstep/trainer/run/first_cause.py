@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from halfstep.diagnostics.metrics import CAUSES, append_line, keep_lines
 from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.metrics import CAUSES, append_line, keep_lines
 from halfstep.errors import NonFiniteError
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.config.config import load_config, shipped_configs

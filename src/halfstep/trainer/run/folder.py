@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from halfstep.diagnostics.memory.table import Memory
+from halfstep.diagnostics.memory import Memory
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import Auto

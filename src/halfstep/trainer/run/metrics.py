@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from halfstep.diagnostics.recording.metrics import Record
+from halfstep.diagnostics.metrics import Record
 from halfstep.errors import ConfigError
 
 
