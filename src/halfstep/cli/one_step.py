@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,9 +44,6 @@ def _memory(arguments: Memory) -> int:
     """Print what a step holds under each policy, and why 16 bits did not halve it all."""
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
-    if arguments.json:
-        print(json.dumps({"policies": [each.to_json() for each in found]}, indent=1))
-        return 0
     parts = [part for part in PARTS if any(each.part(part) for each in found)]
     rows = [("policy", *parts, "total", "of the first")]
     for each in found:
@@ -95,8 +91,8 @@ def _config(arguments: OneStep, precision: str) -> BaseConfig:
         config = config_from_table(given)
     if not config.COMMAND:
         raise ConfigError(
-            f"{arguments.run}: this run's model is your program's; look at a step there, with "
-            "halfstep.trace or halfstep.MemoryMeter around it"
+            f"{arguments.run}: this run's model is your program's; use halfstep.trace or "
+            "halfstep.MemoryMeter there"
         )
     # the step of one process, whatever layout the run had
     return replace(config, run=replace(config.run, parallel=""))

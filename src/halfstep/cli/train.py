@@ -13,8 +13,8 @@ from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import Auto, parse_later
-from halfstep.trainer.config.config import load_config, read_table
-from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run.execute import execute
@@ -62,7 +62,6 @@ def _train(
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, world=world)
-        session.task.notes.extend(_warmup_note(request, config, resuming))
         outcome = execute(
             session,
             path,
@@ -81,16 +80,6 @@ def _train(
     return INTERRUPTED if outcome.interrupted else 0
 
 
-def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[str]:
-    """Return a note if the warm-up is shorter than the configuration says."""
-    if resuming or "schedule.warmup_steps" in request.given:
-        return []
-    schedule = read_table(_spec(request))[1].get("schedule", {})
-    kept = schedule.get("warmup_steps", ScheduleConfig().warmup_steps)
-    used = config.schedule.warmup_steps
-    return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
-
-
 def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
     """Keep the run's layout if it fits the number of ranks; otherwise use data over all ranks.
 
@@ -102,11 +91,6 @@ def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
 
 
-def _spec(request: Request) -> str:
-    """Name the configuration that a new run starts from."""
-    return request.start.config or request.kind.shipped(request.given)
-
-
 def _requested(request: Request) -> BaseConfig:
     """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
@@ -114,7 +98,8 @@ def _requested(request: Request) -> BaseConfig:
         if named is None:
             raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
-    config = load_config(_spec(request), list(request.given.items()))
+    spec = request.start.config or request.kind.shipped(request.given)
+    config = load_config(spec, list(request.given.items()))
     require_trust(request.given, config)
     if type(config) is not request.kind:
         raise ConfigError(
@@ -169,25 +154,18 @@ def require_trust(given: Mapping[str, Any], config: BaseConfig) -> None:
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if last is None:
-        steps = session.config.run.max_steps
-        return f"{path}: step {session.step} of {steps}: nothing to do"
+        return f"{path}: step {session.step} of {session.config.run.max_steps}: nothing to do"
     record = last.record
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
         parts.append(last.evaluation.text)
-    best = session.best if session.task.keeps_best else None
-    if best is not None:
-        parts.append(f"best at step {best.step}")
+    if session.best is not None and session.task.keeps_best:
+        parts.append(f"best at step {session.best.step}: {session.best.evaluation.text}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:
         in_fp32 = megabytes(record.sent_bytes_fp32 or 0)
-        parts.append(
-            f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step "
-            f"(in fp32 {in_fp32})"
-        )
-    if best is not None and best.step != record.step:
-        parts.append(f"the best state has {best.evaluation.text}")
+        parts.append(f"each rank sent {megabytes(record.sent_bytes)} a step (in fp32 {in_fp32})")
     if last.stopped_by:
         parts.append(f"stopped by {last.stopped_by}")
     return "; ".join(parts)

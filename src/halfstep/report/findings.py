@@ -87,7 +87,7 @@ def verdict(run: RunRecord, language: str = "en") -> str:
         return gettext("{worst} ({skipped} of {steps} steps skipped)", language).format(
             **counts, worst=worst.text(language)
         )
-    shares = [*_lost_shares(run).values()]
+    shares = [*lost_shares(run).values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
     elif shares:
@@ -236,7 +236,7 @@ def _left_out(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-def _lost_shares(run: RunRecord) -> dict[str, float]:
+def lost_shares(run: RunRecord) -> dict[str, float]:
     """The share of updates that each parameter group lost, where measured steps tell."""
     rates = dict(zip(*run.series("learning_rate"), strict=True))
     peak = max(filter(math.isfinite, rates.values()), default=math.nan)
@@ -251,7 +251,7 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
     policy = run.parsed
     fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
-    for group, share in sorted(_lost_shares(run).items(), key=lambda item: -item[1])[:3]:
+    for group, share in sorted(lost_shares(run).items(), key=lambda item: -item[1])[:3]:
         values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
         if share > LOUD and policy.master_dtype == torch.float32:
             yield RunFinding(
