@@ -102,7 +102,6 @@ def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
     cause = trace.first_cause
     assert (cause.op, cause.kind, cause.direction) == ("aten.add.Tensor", "overflow", "forward")
     assert (cause.module, cause.class_name) == ("blocks.layers.1", "Block")
-    assert cause.block == cause.module
     assert (cause.dtype, cause.inf, cause.nan) == (torch.float16, cause.elements, 0)
     assert cause.share == 1.0
     stream, branch = cause.inputs
@@ -111,7 +110,6 @@ def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
     assert branch.largest == pytest.approx(32000, abs=16)
     text = str(cause)
     assert text.startswith("overflow: aten.add.Tensor in fp16, forward of blocks.layers.1 (Block)")
-    assert "4.10e4 + 3.20e4 > 65504" in text
     assert "test_first_cause.py:" in text.splitlines()[-2]
     assert text.splitlines()[-1].startswith("  to do: overflow in a residual sum: keep the resid")
 
@@ -194,7 +192,6 @@ def test_counts_and_ranges_of_the_first_cause():
     tensor, number = cause.inputs
     assert (tensor.name, tensor.dtype, tensor.largest) == ("self", torch.float16, 4.0)
     assert (number.name, number.dtype, number.largest) == ("other", None, 30000.0)
-    assert "4 * 3.00e4 > 65504" in str(cause)
 
 
 def test_a_broken_weight_is_named():
@@ -356,16 +353,6 @@ def test_modules_may_return_anything(form):
     assert "forward of the model (Wrapped)" in str(cause)
 
 
-def test_blocks_of_sequentials():
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.ReLU())
-    with torch.no_grad():
-        inner[1].weight.fill_(INF)
-    cause = trace_of(model, X, model=model)
-    assert (cause.module, cause.block) == ("0.0.1", "0.0")
-    assert "forward of 0.0.1 (Linear) in block 0.0" in str(cause)
-
-
 def test_autocast_and_what_runs_in_it():
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -430,9 +417,9 @@ def test_an_overflow_of_the_backward_names_node_and_module(checkpointing):
         (model(x).mean() * 1e25).backward()
     cause = trace.first_cause
     assert (cause.direction, cause.kind) == ("backward", "overflow")
-    assert (cause.module, cause.class_name, cause.block) == ("layers.1.fc", "Linear", "layers.1")
+    assert (cause.module, cause.class_name) == ("layers.1.fc", "Linear")
     assert (cause.op, cause.node, cause.source) == ("aten.mm.default", "AddmmBackward0", "")
-    assert "backward of layers.1.fc (Linear) in block layers.1, AddmmBackward0" in str(cause)
+    assert "backward of layers.1.fc (Linear), AddmmBackward0" in str(cause)
     model.zero_grad()
     x.grad = None
     with trace_nonfinite(model) as trace:

@@ -44,6 +44,7 @@ def tensor(name="layer", kind="activation_gradient", exponents=None, absmax=1e-6
     counts = exponents or {"-21": 80, "-26": 20}
     made = {"kind": kind, "name": name, "dtype": "float16", "elements": sum(counts.values())}
     made |= {"absmax": absmax, "rms": absmax / 2, "zeros": 0, "subnormal": 0, "nan": 0, "inf": 0}
+    made["mantissa_bits"] = 10
     return {**made, "exponents": counts, **more}
 
 

@@ -105,7 +105,7 @@ def read_value(text: str) -> float:
         return float.fromhex(text) if "0x" in text.lower() else float(text)
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"VALUE {text!r} is not a number of fp64; allowed: decimal (0.1, -1e-8), hexadecimal "
+            f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8), hexadecimal "
             "(0x1.8p-3), inf, nan"
         ) from None
 

@@ -159,13 +159,17 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:
         parts.append(last.evaluation.text)
-    if session.best is not None and session.task.keeps_best:
-        parts.append(f"best at step {session.best.step}: {session.best.evaluation.text}")
+    best = session.best if session.task.keeps_best else None
+    if best is not None:
+        parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if record.sent_bytes:
         in_fp32 = megabytes(record.sent_bytes_fp32 or 0)
-        parts.append(f"each rank sent {megabytes(record.sent_bytes)} a step (in fp32 {in_fp32})")
+        sent = f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step"
+        parts.append(f"{sent} (in fp32 {in_fp32})")
+    if best is not None and best.step != record.step:
+        parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:
         parts.append(f"stopped by {last.stopped_by}")
     return "; ".join(parts)

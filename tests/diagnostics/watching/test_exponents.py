@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnostics.statistics.values import (
+    DIGITS,
     FIRST,
     INFINITE,
     LARGEST,
@@ -41,6 +42,10 @@ def oracle(x: Tensor) -> np.ndarray:
             row[FIRST + int(np.frexp(abs(value))[1]) - 1 - LEAST] += 1
             row[SQUARES] += value * value
             row[LARGEST] = max(row[LARGEST], abs(value))
+    if x.numel():  # how many of the 24 bits of a finite number, or of a NaN's, are not needed
+        bits = x.detach().float().contiguous().view(torch.int32)
+        digits = {16: 7, 13: 10, 0: 23}
+        row[DIGITS] = digits[next(low for low in digits if not (bits % 2**low).any())]
     return row
 
 
@@ -86,6 +91,15 @@ def test_8_bits(dtype):
     row = empty_row()
     count_into_(row, x)
     same(row, oracle(x))
+
+
+def test_fp32_numbers_that_have_been_through_16_bits():
+    for dtype, digits in ((torch.bfloat16, 7), (torch.float16, 10), (torch.float32, 23)):
+        row = empty_row()
+        count_into_(row, torch.linspace(-1, 1, 777).to(dtype).float())
+        assert row[DIGITS] == digits
+        count_into_(row, torch.ones(3))
+        assert row[DIGITS] == digits
 
 
 def test_fp64_beyond_the_exponents_of_fp32_counts_at_their_ends():

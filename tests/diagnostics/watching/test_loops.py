@@ -58,25 +58,6 @@ def test_a_closures_gradients_are_those_of_its_step(given, found, tmp_path):
             assert updates[name] == pytest.approx(0.5 * gradient, rel=1e-4)
 
 
-def test_the_first_evaluation_of_several_is_the_steps_gradient():
-    model, norms = network(), []
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(X).square().mean()
-        loss.backward()
-        norms.append(float(model[0].weight.grad.abs().max()))
-        return loss
-
-    with watch(model, optimizer, every=1) as watched:
-        for _ in range(2):
-            norms.clear()
-            optimizer.step(closure)
-            assert len(norms) > 2
-            assert of(watched.report(), "gradient")["0.weight"] == norms[0]
-
-
 @pytest.mark.parametrize("policy", ["", "fp32", "bf16-mixed", "bf16-split"])
 def test_copies_and_pickles_made_inside_are_plain(policy):
     model = network()

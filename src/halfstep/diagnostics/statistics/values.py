@@ -1,8 +1,9 @@
 """What is known of the numbers of one tensor: how many have which exponent, and their extremes.
 
-It is made from a row of 282 fp64 counts: zeros; one count for each exponent from -149 (the smallest
-fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude.
-Counts of several tensors add up in one row, and are kept as JSON in ``numerics.jsonl``.
+It is made from a row of 283 fp64 counts: zeros; one count for each exponent from -149 (the smallest
+fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude;
+the mantissa bits in use. Counts of several tensors add up in one row, and are kept as JSON in
+``numerics.jsonl``.
 
 **Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
 subnormal numbers have those from -149 to -127.
@@ -25,7 +26,7 @@ LEAST, MOST = -149, 127
 """The exponents of the smallest and of the largest fp32 number."""
 ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
 """Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
-SQUARES, LARGEST, ROW = 280, 281, 282
+SQUARES, LARGEST, DIGITS, ROW = 280, 281, 282, 283
 _COPIES = 64
 _AT_ONCE = 1 << 22
 
@@ -35,7 +36,7 @@ def count_into_(row: Tensor, x: Tensor) -> None:
     """Count a tensor's numbers in a row; nothing waits for the device.
 
     Args:
-        row: ``(282,)`` fp64, zeros at first, on the tensor's device.
+        row: ``(283,)`` fp64, zeros at first, on the tensor's device.
         x: Floating-point, of any shape. Exponents of fp64 numbers beyond those of fp32 count as
             the nearest that fp32 has.
     """
@@ -55,6 +56,9 @@ def count_into_(row: Tensor, x: Tensor) -> None:
         row[:SQUARES] += counts.view(_COPIES, SQUARES).sum(0)
         row[SQUARES] += numbers.double().square().sum()
         row[LARGEST] = torch.maximum(row[LARGEST], numbers.amax().double())
+        bits = magnitude.float().view(torch.int32)
+        digits = torch.where(bits & 0x1FFF != 0, 23, torch.where(bits & 0xFFFF != 0, 10, 7))
+        row[DIGITS] = torch.maximum(row[DIGITS], digits.amax().double())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,9 @@ class TensorStatistics:
     """Numbers that are NaN."""
     inf: int
     """Infinities of either sign."""
+    mantissa_bits: int
+    """7 where all numbers are bf16 numbers, 10 where fp16 has their mantissas, otherwise 23. Below
+    23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
 
@@ -125,6 +132,7 @@ class TensorStatistics:
             subnormal=sum(count for e, count in raw.items() if e < normal),
             nan=nan,
             inf=inf,
+            mantissa_bits=int(row[DIGITS]),
             exponents={e + shift: count for e, count in raw.items()},
         )
 
@@ -170,5 +178,6 @@ def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
         subnormal=sum(one.subnormal for one in several),
         nan=sum(one.nan for one in several),
         inf=sum(one.inf for one in several),
+        mantissa_bits=max(one.mantissa_bits for one in several),
         exponents=counts,
     )

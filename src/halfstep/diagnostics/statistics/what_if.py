@@ -100,7 +100,7 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
 
     Example:
         >>> tiny = TensorStatistics(kind="gradient", name="w", dtype="float32", elements=4,
-        ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0,
+        ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0, mantissa_bits=23,
         ...     exponents={-26: 3})
         >>> what_if(tiny, "fp16").flushed, what_if(tiny, "fp16", 10).flushed
         (1.0, 0.0)
@@ -108,9 +108,12 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
     form = as_format(form)
     half = form.min_exponent - form.mantissa_bits - 1  # the exponent of what is flushed at most
     at = values.exponents.get
-    # Half of the smallest subnormal goes to 0, the even one: it is known to be there where nothing
-    # is larger.
-    ties = at(half - k, 0) if values.absmax == math.ldexp(1.0, half - k) else 0
+    # Half of the smallest subnormal goes to 0, the even one. Of numbers with few bits many are just
+    # that: all from half a gap above it to half of the finer gap below, as dense as on both sides.
+    dense = math.sqrt(2 * at(half - k, 0) * at(half - k - 1, 0))
+    ties = min(0.75 * dense * 2.0**-values.mantissa_bits, at(half - k, 0))
+    if values.absmax == math.ldexp(1.0, half - k):  # nothing in their binade is larger
+        ties = at(half - k, 0)
     flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
     low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent)
     # of the last binade below it, this part rounds to the smallest normal number
