@@ -5,18 +5,15 @@ In one process: each case would take seconds as a program of its own.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.trainer.classifiers import checkpoint_of, metrics
 
 from halfstep.cli.main import main
 from halfstep.trainer import memory
-from halfstep.trainer.memory import memory_bytes, require_host_room, require_rows
+from halfstep.trainer.memory import require_host_room, require_rows
 from halfstep.trainer.models.gpt.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -130,35 +127,10 @@ def test_a_policy_file_that_is_none(refused, tmp_path, text):
     refused("explain", path, words="cannot be read")
 
 
-def test_a_lock_that_is_a_folder(refused, corpus, tmp_path):
-    (tmp_path / "r" / "run.lock").mkdir(parents=True)
-    line = refused("train", *TINY, "--data", corpus, "--output-dir", "r", words="run.lock")
-    assert "must be a plain file" in line
-
-
-def test_a_classifier_of_more_positions_than_fit(refused, tmp_path):
-    data = tmp_path.parent / "labelled.csv"
-    data.write_text("text,label\n" + "good day,a\nbad night,b\n" * 20)
-    refused("finetune", "classify", "--train", data, "--model", "scratch:tiny", "--max-length",
-            10**12, "--output-dir", "r", "--device", "cpu", "--precision", "fp32", "--quiet",
-            "--batch-size", 4, words="needs at least|--max-length")  # fmt: skip
-    assert not os.path.exists("r")
-
-
 @pytest.mark.parametrize("verb", ["predict", "evaluate"])
 def test_more_texts_at_once_than_fit(refused, verb):
     extra = ["--input", "-"] if verb == "predict" else ["--data", "x.csv"]
     refused(verb, "--model", ".", *extra, "--batch-size", "9" * 20, words="--batch-size|texts")
-
-
-def test_a_column_for_a_model_that_reads_text(refused, tmp_path):
-    folder = tmp_path.parent / "gpt-folder"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    refused(
-        "evaluate", "--model", folder, "--data", "x.txt", "--text-column", "t", words="--text-c"
-    )
 
 
 def test_an_error_line_does_not_steer_the_terminal(refused):
@@ -233,9 +205,3 @@ def test_the_host_s_bound_is_exact_at_its_border(monkeypatch):
     require_rows(10, "--batch-size")
     with pytest.raises(ValueError, match="--batch-size 11 texts"):
         require_rows(11, "--batch-size")
-
-
-def test_the_memory_is_that_of_this_machine():
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory_bytes(torch.device("cpu")) <= pages
-    assert sys.maxsize > pages

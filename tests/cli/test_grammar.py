@@ -1,6 +1,5 @@
 """Options follow from dataclasses: their spellings, values, help and suggestions."""
 
-import dataclasses
 import sys
 
 import pytest
@@ -89,13 +88,6 @@ def test_help_shows_defaults_and_both_spellings(capsys):
     )
     assert "--report-to tensorboard|wandb" in text
     assert "exit codes: 0 done" in text
-
-
-def test_every_command_is_a_dataclass_with_a_docstring():
-    for name, kind in COMMANDS.items():
-        assert dataclasses.is_dataclass(kind), name
-        assert not (kind.__doc__ or "").startswith(f"{kind.__name__}("), f"{name} has no docstring"
-        assert all(option.text for option in leaves(kind)), name
 
 
 def test_a_missing_package_is_answered_with_the_line_that_installs_it(monkeypatch, capsys):

@@ -162,21 +162,6 @@ def test_groups_have_names_and_their_own_shares():
     assert [r.stored for r in reports.values()] == ["bf16", "bf16", "fp32"]
 
 
-def test_several_optimizers_and_equal_names():
-    a, b, c = (nn.Parameter(torch.ones(8)) for _ in range(3))
-    first = torch.optim.SGD([{"params": [a], "name": "x"}, {"params": [b], "name": "x"}], lr=1.0)
-    second = torch.optim.SGD([("c.weight", c)], lr=1.0)
-    meter = LostUpdateMeter([first, second], every=1)
-    for p in (a, b, c):
-        p.grad = torch.ones_like(p)
-    first.step()
-    second.step()
-    names = [report.group for report in meter.report()]
-    assert names == [
-        "optimizer 0 x", "optimizer 0 x (group 1)", "optimizer 1 group 0 (weight decay 0)",
-    ]  # fmt: skip
-
-
 def test_zero_gradients_are_no_updates():
     rows = nn.Parameter(torch.ones(10, 100, dtype=torch.bfloat16))
     gradient = torch.zeros(10, 100)
@@ -217,20 +202,6 @@ def test_a_sample_is_close_to_the_whole():
     # Binomial: 4 standard deviations of a share of 4096 are at most 4 * 0.5 / 64.
     assert lost[0] == pytest.approx(lost[1], abs=0.032)
     assert lost[0] != lost[1]
-
-
-def test_masters_are_measured():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    precision = Precision("bf16-master", model, optimizer)
-    meter = LostUpdateMeter(precision, every=1, samples=ALL)
-    with precision.autocast():
-        loss = model(torch.randn(8, 64)).square().mean()
-    precision.step(loss)
-    (report,) = meter.report()
-    assert report.stored == "fp32"
-    assert report.lost == report.unmoved == 0
 
 
 def test_a_skipped_step_is_not_counted():
@@ -338,21 +309,6 @@ def test_every_counts_from_where_a_run_was_resumed():
         optimizer.step()
         seen += [r.step for r in meter.report()] if meter.fresh else []
     assert seen == [20, 30]
-
-
-def test_parameters_may_be_replaced_and_added():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(100))], lr=1.0)
-    meter = LostUpdateMeter(optimizer, every=1)
-    for size in (100, 7):
-        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(size))]
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(size)
-        optimizer.step()
-        assert [report.elements for report in meter.report()] == [size]
-    more = nn.Parameter(torch.ones(5))
-    more.grad = torch.ones(5)
-    optimizer.add_param_group({"params": [more]})
-    optimizer.step()
-    assert [report.elements for report in meter.report()] == [7, 5]
 
 
 def test_learning_rate_in_a_tensor_and_of_zero():

@@ -67,11 +67,6 @@ def test_a_seed_that_comes_twice_is_no_repetition(made):
     assert "fp32 (3.0000; seeds: 1)" in said([one, one, made("bf16-pure", 1, 4.0)])
 
 
-def test_no_step_in_common(made):
-    text = said([made("fp32", 1, 3.0), made("bf16-mixed", 1, 3.0, step=15)])
-    assert "no step at which all of them were evaluated" in text
-
-
 def test_accuracies_are_better_when_higher(made):
     found = compare([made("fp32", s, 0.5 + s / 1000, key="val_accuracy") for s in (1, 2, 3)]
                     + [made("bf16-pure", s, 0.9 + s / 1000, key="val_accuracy") for s in (1, 2, 3)]

@@ -1,7 +1,5 @@
 """Skipped steps and spikes, by what caused them."""
 
-import json
-
 import pytest
 from matplotlib.figure import Figure
 
@@ -30,14 +28,6 @@ from report.conftest import line
 def test_kinds(folder, reason, more, kind):
     path = folder([line(1), line(2, applied=False, skip_reason=reason, **more)])
     assert [(event.step, event.kind) for event in read_run(path).events] == [(2, kind)]
-
-
-def test_batches_of_a_spike_are_counted(folder):
-    path = folder([line(1), line(2, applied=False, skip_reason="loss_spike", rolled_back=True)])
-    listed = [{"spike_step": 2}, {"spike_step": 2}, {"spike_step": 9}, {"spike_step": [2]}]
-    (path / "exclude.jsonl").write_text("".join(json.dumps(each) + "\n" for each in listed))
-    (event,) = read_run(path).events
-    assert (event.batches, event.rolled_back) == (2, True)
 
 
 def test_overflows_are_told_together_and_the_others_one_by_one(folder):

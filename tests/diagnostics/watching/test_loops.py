@@ -140,43 +140,6 @@ def test_complex_empty_and_scalar_parameters():
     assert "weight empty" in watched.table(rows=None)
 
 
-def test_a_long_evaluation_between_steps_keeps_nothing():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer, every=1) as watched:
-        with torch.no_grad():
-            for _ in range(50):
-                model(X)
-        assert not watched._collector._seen
-        model(X).mean().backward()
-        optimizer.step()
-    assert watched.report().of("activation")[0].elements == 16 * 8
-
-
-def test_functional_transforms_and_scripted_modules_run_as_without():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = nn.Sequential(model[0], nn.ReLU(), model[2])
-    with watch(plain, optimizer, every=1) as watched, watch(model, optimizer, every=1) as scripted:
-        values = {name: p.detach() for name, p in plain.named_parameters()}
-
-        def loss(values, x):
-            return torch.func.functional_call(plain, values, x).sum()
-
-        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, X)  # of each sample
-        assert each["0.weight"].shape == (16, 4, 4)
-        model(X).sum().backward()
-        optimizer.step()
-    assert {one.name for one in scripted.report().of("activation")} == {"0", "2"}
-    assert {one.name: one.elements for one in watched.report().of("activation")} == {
-        "0": 64, "2": 16,
-    }  # fmt: skip
-    with watch(nn.Linear(4, 4).to("meta"), every=1):
-        pass
-
-
 def test_a_file_that_is_gone_does_not_stop_the_loop(tmp_path):
     model, path = network(), tmp_path / "numerics.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
