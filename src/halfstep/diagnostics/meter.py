@@ -259,7 +259,7 @@ def intended_updates(
     own, kind = is_own(optimizer), type(optimizer)
     if not own and (kind not in _RULES or options.get("amsgrad")):
         return f"the rule of {kind.__name__} is not one of those that are replayed"
-    if isinstance(optimizer, Muon) and optimizer.is_directed(options):
+    if isinstance(optimizer, Muon) and options["use_muon"]:
         return "the directions of Muon are those of whole matrices"
     rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]
     if options.get("maximize"):

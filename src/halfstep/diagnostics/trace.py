@@ -43,12 +43,6 @@ _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _SIMULATED = simulate.SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
 _PRODUCTS = {*AUTOCAST["half"], "attention", *PRODUCTS}
-_ROOT = Path(__file__).parents[1]
-_UPDATES = (  # code that runs in a step's update, or in the check before it
-    *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
-    *(str(_ROOT / "precision" / f"{name}.py") for name in ("step", "recovery", "after_step")),
-    str(Path(torch.__file__).parent / "optim"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +205,7 @@ def _short(forms: Sequence[str]) -> str:
     return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
 
 
-def trace(
-    model: nn.Module,
-    precision: Precision | None = None,
-    *,
-    policy: str | PrecisionPolicy | None = None,
-) -> Trace:
+def trace(model: nn.Module, precision: Precision | None = None) -> Trace:
     """Record what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
@@ -225,13 +214,12 @@ def trace(
     Args:
         model: The model whose modules are named. It has hooks until the context is left.
         precision: The :class:`halfstep.Precision` that trains it, with whose policy to compare.
-        policy: The policy to compare with; None: that of ``precision``.
 
     Returns:
         A context manager that gives a :class:`Ran`, complete when the context is left.
 
     Raises:
-        PrecisionError: If an argument is of another type, or the policy is unknown.
+        PrecisionError: If an argument is of another type.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -248,11 +236,7 @@ def trace(
     require_model(model, "trace(model)")
     if precision is not None:
         require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
-    if policy is not None:
-        named: PrecisionPolicy | None = parse_policy(policy)
-    else:
-        named = None if precision is None else precision.policy
-    return Trace(model, named)
+    return Trace(model, None if precision is None else precision.policy)
 
 
 class Trace(TorchDispatchMode):
@@ -293,7 +277,7 @@ class Trace(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        simulated, low_bit, updates = _frames()
+        simulated, low_bit = _frames()
         low = None
         if simulated is not None:
             if simulated["func"] is not func:
@@ -306,7 +290,7 @@ class Trace(TorchDispatchMode):
             given, made = given[:3], made[:1]
         place = self._modules.place(self._names)
         direction: str = place.direction
-        if updates and direction == "forward" and not place.class_name:
+        if direction == "forward" and not place.class_name and not torch.is_grad_enabled():
             direction = "update"
         op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
         outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
@@ -319,25 +303,17 @@ class Trace(TorchDispatchMode):
         return result
 
 
-def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
-    """What the operation is a part of.
-
-    Returns:
-        The locals of the 16-bit simulation that runs, if any; those of a matmul of a layer below
-        16 bits; and whether an update runs.
-    """
+def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Locals of the 16-bit simulation, and of the matmul below 16 bits, that this is part of."""
     frame: FrameType | None = sys._getframe(2)
-    simulated, low_bit, updates = None, None, False
+    simulated, low_bit = None, None
     while frame is not None:
-        code = frame.f_code
-        if low_bit is None and code is _PRODUCT:
+        if low_bit is None and frame.f_code is _PRODUCT:
             low_bit = frame.f_locals
-        if code is _SIMULATED and simulated is None:
+        if simulated is None and frame.f_code is _SIMULATED:
             simulated = frame.f_locals
-        if code.co_filename.startswith(_UPDATES) and code.co_name != "backward":
-            updates = True
         frame = frame.f_back
-    return simulated, low_bit, updates
+    return simulated, low_bit
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

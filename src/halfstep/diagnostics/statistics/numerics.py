@@ -78,14 +78,6 @@ class StepNumerics:
         flushed = _shares(gradients, form)
         if flushed > FLUSHED_AT_MOST:
             said[-1] += f"; without a scale {flushed:.1%} of them would be flushed to 0"
-        still = [(what_if(one, form, fit.high).flushed, _title(one)) for one in gradients]
-        still = [pair for pair in still if pair[0] > FLUSHED_AT_MOST]
-        if still:
-            share, name = max(still)
-            said.append(
-                f"even at 2^{fit.high}, {len(still)} of {len(gradients)} gradients lose more than "
-                f"1 % to 0, most {name} with {share:.1%}"
-            )
         return tuple(said)
 
     def in_16_bits(self) -> tuple[TensorStatistics, ...]:
