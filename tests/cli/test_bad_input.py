@@ -127,12 +127,6 @@ def test_a_policy_file_that_is_none(refused, tmp_path, text):
     refused("explain", path, words="cannot be read")
 
 
-@pytest.mark.parametrize("verb", ["predict", "evaluate"])
-def test_more_texts_at_once_than_fit(refused, verb):
-    extra = ["--input", "-"] if verb == "predict" else ["--data", "x.csv"]
-    refused(verb, "--model", ".", *extra, "--batch-size", "9" * 20, words="--batch-size|texts")
-
-
 def test_an_error_line_does_not_steer_the_terminal(refused):
     line = refused("export", "--run", "\x1b[31mred\x07", "--to", "hf", "--output", "o")
     assert "\x1b" not in line

@@ -71,20 +71,6 @@ def test_a_run_writes_what_it_promises(finished_run):
     ]  # fmt: skip
 
 
-# of torch's own, on the way to its compiler; Python does not show it to users
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_a_simulated_run_says_that_compile_changes_nothing(corpus, tmp_path, halfstep):
-    losses = {}
-    for name, more in (("plain", []), ("compiled", ["--compile"])):
-        done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 6, "--precision",
-                        "fp16-mixed", "--output-dir", tmp_path / name, *more)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert ("note: --compile has no effect" in done.stderr) == bool(more)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-    assert losses["compiled"] == losses["plain"]
-
-
 def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     path, _ = finished_run
     first = halfstep("generate", "--run", path, "--prompt", "the quick", "--max-new-tokens", 20)

@@ -10,13 +10,11 @@ import time
 
 import pytest
 from tests.cli.ranks import (
-    TORCHRUN,
     Run,
     alive,
     alone,
     assert_same_state,
     await_that,
-    cut_to,
     numbers,
     ranks,
     steps_of,
@@ -159,26 +157,6 @@ def test_a_killed_rank_starts_again_in_any_layout(corpus, tmp_path, parallel):
     assert_same_state(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", ["halfstep", "torchrun"])
-def test_a_run_without_a_named_folder_starts_again_in_the_same(
-    corpus, tmp_path, references, rank, launcher
-):
-    words = [*tiny(corpus, "", steps=60)[:-2], "--quiet"]
-    if launcher == "torchrun":
-        run = Run(words, command=[*TORCHRUN[:3], "--max-restarts=3", *TORCHRUN[3:]], cwd=tmp_path)
-    else:
-        run = Run(["--nproc", 2, *words, "--", "--max-restarts", 3], cwd=tmp_path)
-    await_that(lambda: any(steps_of(p) > 20 for p in tmp_path.glob("runs/*")), run.process)
-    os.kill(run.ranks()[rank], signal.SIGKILL)
-    code, _, err = run.end()
-    assert code == 0, err
-    (path,) = (tmp_path / "runs").iterdir()
-    reference = references("--grad-accum", "2", steps=60)
-    assert numbers(path) == numbers(reference)
-    assert_same_state(path, reference)
-
-
 def test_a_restart_does_not_go_on_with_what_another_run_left(corpus, tmp_path, references):
     path = tmp_path / "r"
     shutil.copytree(references(), path)
@@ -238,16 +216,3 @@ def test_a_stopped_rank_ends_the_run_in_time(corpus, tmp_path, rank):
     assert time.monotonic() - start < 5 + TORCHS_PATIENCE + 15
     assert (code, out) == (1, "")
     assert not any(map(alive, found.values()))
-
-
-@pytest.mark.parametrize("file", ["weights*", "optimizer*", "manifest.json", "state.json"])
-def test_a_damaged_checkpoint_is_refused_once(corpus, tmp_path, references, file):
-    path = cut_to(references(), tmp_path / "r", 8)
-    (damaged,) = list_checkpoints(path / "checkpoints")[-1].glob(file)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    code, out, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
-    assert (code, out) == (2, "")
-    assert "step-00000008" in err
-    assert damaged.name in err

@@ -59,10 +59,6 @@ def test_a_run_that_ended_in_nan(folder):
     assert text == "Step 10 was not finite, and the run ended there (1 of 10 steps skipped)"
 
 
-def test_a_last_step_that_was_skipped_ended_nothing(folder):
-    assert names(folder([line(1), line(2, applied=False)])) == []
-
-
 def test_a_run_that_was_interrupted_is_a_note(folder):
     path = folder([line(s) for s in range(1, 50)], steps=100)
     assert names(path) == ["unfinished"]
@@ -81,12 +77,6 @@ def test_a_loss_that_became_nan_and_went_on(folder):
     losses = [*noisy(0)[:200], *["nan"] * 100]
     path = folder([line(step, loss=loss) for step, loss in enumerate(losses, 1)])
     assert names(path) == ["diverged"]
-
-
-def test_a_spike_that_came_back_is_none(folder):
-    losses = noisy(3)
-    losses[150:160] = [9.0] * 10
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
 
 
 def test_skips_beyond_what_a_growing_scale_explains(folder):
@@ -119,16 +109,6 @@ def test_a_schedule_that_ends_near_0_loses_nothing_by_it(folder):
         assert names(path) == []
         known = "0.0% of updates lost" if every == 50 else "lost updates were not measured"
         assert known in verdict(read_run(path))
-
-
-def test_a_run_that_loses_at_its_peak_is_told_although_it_ends_well(folder):
-    lines = [
-        line(s, learning_rate=rate, lost_updates={"a": 0.4 if rate > 3e-5 else 0.0})
-        for s, rate in enumerate(cosine(100), 1)
-    ]
-    path = folder(lines, precision="bf16-pure")
-    assert names(path) == ["lost_updates"]
-    assert "40% of the updates of a" in verdict(read_run(path))
 
 
 def test_faults_come_first(folder):

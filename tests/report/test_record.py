@@ -66,7 +66,7 @@ def test_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("given", "read"),
     [(1, 1.0), (2.5, 2.5), (True, None), ("inf", math.inf), ("-inf", -math.inf), ("1.0", None),
-     (None, None), ([1], None), (10**400, math.inf), (-(10**400), -math.inf)],
+     (None, None), ([1], None)],
 )  # fmt: skip
 def test_numbers(given, read):
     assert number(given) == read

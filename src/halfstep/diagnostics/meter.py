@@ -14,6 +14,7 @@ The loop needs no change, results stay the same bit for bit, and nothing waits f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.diagnostics.lost_updates import (
     Chooser,
     GroupReport,
-    GroupSample,
     Sample,
     StepSample,
     after_step,
@@ -208,32 +208,22 @@ class _Watch:
             samples = [s.on_cpu() for s in group.samples if s.gradient.numel()]
             if samples:
                 name = self._name(number, group.options, {r.group for r in reports})
+                options = {key: plain(value) for key, value in group.options.items()}
                 multiplier = float(step.multiplier) / scale
-                reports.append(self._measure(name, step, group, samples, multiplier))
+                updates = intended_updates(self._optimizer, options, samples, multiplier)
+                note = f"{group.sparse} tensors with sparse gradients were not measured"
+                rate = options.get("lr")
+                reports.append(
+                    measure(
+                        name,
+                        step.number,
+                        math.nan if rate is None else float(rate),
+                        samples,
+                        updates,
+                        note if group.sparse else "",
+                    )
+                )
         return tuple(reports)
-
-    def _measure(
-        self,
-        name: str,
-        step: StepSample,
-        group: GroupSample,
-        samples: Sequence[Sample],
-        multiplier: float,
-    ) -> GroupReport:
-        options = {key: plain(value) for key, value in group.options.items()}
-        updates = intended_updates(self._optimizer, options, samples, multiplier)
-        notes = []
-        if group.sparse:
-            notes.append(f"{group.sparse} tensors with sparse gradients were not measured")
-        rate = options.get("lr")
-        return measure(
-            name,
-            step.number,
-            float("nan") if rate is None else float(rate),
-            samples,
-            updates,
-            "; ".join(notes),
-        )
 
     def _name(self, number: int, options: Mapping[str, Any], taken: set[str]) -> str:
         decay = options.get("weight_decay")

@@ -64,9 +64,8 @@ class Comparison:
         measure: ``val_loss``, ``val_accuracy``, or empty where runs cannot be compared.
         step: The last step at which all runs were measured.
         groups: The groups, best first.
-        differs: Keys that differ between the groups, with each group's value, in ``order``.
+        differs: Keys that differ between the groups, with each group's value.
         verdict: What follows, in sentences.
-        order: The groups' names in the order of the values in ``differs``.
     """
 
     measure: str
@@ -74,7 +73,6 @@ class Comparison:
     groups: Sequence[Group]
     differs: Mapping[str, Sequence[str]]
     verdict: Sequence[str]
-    order: Sequence[str]
 
 
 def grouped(runs: Sequence[RunRecord]) -> list[Group]:
@@ -106,7 +104,7 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
     if len(runs) < 2:
         return None
     groups = grouped(runs)
-    differs, order = _differences(groups), [group.name for group in groups]
+    differs = _differences(groups)
     unlike = [k for k in differs if k == "task" or k.startswith("data.") or k == "model.source"]
     measure, step = ("", 0) if unlike else _measure(runs)
     if not measure:
@@ -121,12 +119,12 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
                 "evaluated. Give them the same run.eval_every.",
                 language,
             )
-        return Comparison("", 0, groups, differs, [why], order)
+        return Comparison("", 0, groups, differs, [why])
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
     groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
     said = _verdict(groups, measure, step, language)
-    return Comparison(measure, step, groups, differs, said, order)
+    return Comparison(measure, step, groups, _differences(groups), said)
 
 
 def _differences(groups: Sequence[Group]) -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from halfstep.report.compare import grouped
@@ -28,20 +28,12 @@ _OF_THE_PAGE = {
 _LINES = ("-", "--", ":", "-.")
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of a page: its title, and SVG without a header."""
-
-    title: str
-    svg: str
-
-
 Draw = Callable[[Any, Sequence[RunRecord], str], bool]
 """Draws runs into axes, in a language; False where there is nothing to draw."""
 
 
-def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
-    """The curves of some runs; empty without matplotlib."""
+def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
+    """The curves of some runs as titles and SVG without a header; empty without matplotlib."""
     found = []
     for title, draw in CURVES.items():
         figure = new_figure()
@@ -50,7 +42,7 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
         axes = figure.subplots()
         if draw(axes, runs, language):
             styled(axes, gettext("Step", language))
-            found.append(Figure(gettext(title, language), as_svg(figure, salt=title)))
+            found.append((gettext(title, language), as_svg(figure, salt=title)))
     return found
 
 
@@ -180,8 +172,12 @@ def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:
 
 
 def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = any(v != 1.0 for r in runs for v in r.series("loss_scale")[1])
-    if drawn and _each(axes, runs, "loss_scale"):
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        if any(value != 1.0 for value in run.series("loss_scale")[1]):
+            how = {"color": colour, "drawstyle": "steps-post"}
+            drawn |= _plot(axes, run, "loss_scale", label=_label(run, runs), **how)
+    if drawn:
         axes.set_yscale("log", base=2)
     return drawn
 

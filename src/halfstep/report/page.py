@@ -113,7 +113,7 @@ class Report:
             gettext=said,
             names=NAMES,
             language=self.language,
-            figures=[(f.title, Markup(f.svg)) for f in figures(runs, self.language)],
+            figures=[(title, Markup(svg)) for title, svg in figures(runs, self.language)],
             formats=FORMATS,
             parts=parts,
         )

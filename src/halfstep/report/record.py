@@ -165,10 +165,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
+        return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 

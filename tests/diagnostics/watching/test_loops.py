@@ -203,30 +203,6 @@ def evaluated_by_another_thread(model: nn.Sequential, meeting: Meeting):
         thread.join()
 
 
-def test_an_evaluation_in_another_thread_is_not_counted():
-    meeting = Meeting()
-    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(meeting, nn.Linear(8, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Loop(nn.Module):  # whose forward runs while the other thread's does
-        def forward(self, x):
-            thread = threading.Thread(target=lambda: self.evaluate(x))
-            thread.start()
-            thread.join()
-            return x
-
-        def evaluate(self, x):
-            with torch.no_grad():
-                model[0](x)
-
-    whole = nn.Sequential(Loop(), model)
-    with watch(whole, optimizer, every=1) as watched:
-        whole(X).mean().backward()
-        optimizer.step()
-    counted = {one.name: one.elements for one in watched.report().of("activation")}
-    assert counted == {"0": 16 * 4, "1.0": 16 * 8, "1.1.1": 16 * 2}
-
-
 def test_a_trace_names_the_module_of_its_own_thread():
     meeting = Meeting()
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(meeting, nn.Linear(8, 2)))
