@@ -1,10 +1,8 @@
 """``halfstep estimate``: the memory of a configuration, or of a number of parameters."""
 
 import json
-import re
 
 import pytest
-import torch
 
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
@@ -27,17 +25,7 @@ def test_parameters_alone(capsys):
     said = capsys.readouterr().out
     assert "20.8 GB    no" in said
     assert "10.4 GB   yes" in said
-    assert "fits: in 20 GB; without activations, which depend on model and batch" in said
-
-
-def test_what_fits_is_told_with_the_device_whose_memory_it_is(capsys, monkeypatch):
-    assert main(["estimate", "--params", "1B"]) == 0
-    assert re.search(r"fits: in the [\d.]+ [MG]B of this machine;", capsys.readouterr().out)
-    monkeypatch.setattr("halfstep.cli.estimate.choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr("halfstep.cli.estimate.memory_bytes", lambda _: 80 * 10**9)
-    monkeypatch.setattr("halfstep.cli.estimate.name_of", lambda _: "NVIDIA H100")
-    assert main(["estimate", "--params", "1B"]) == 0
-    assert "fits: in the 80 GB of NVIDIA H100;" in capsys.readouterr().out
+    assert "fits: in 20 GB; without activations." in said
 
 
 def test_optimizers_of_matrices(capsys):
