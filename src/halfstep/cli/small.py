@@ -268,13 +268,14 @@ def _estimate(arguments: Estimate) -> None:
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
         return
     parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
-    rows = [("policy", *parts, "total", "fits", "largest batch")]
+    batched = bool(found[0].rows)
+    rows = [("policy", *parts, "total", "fits", *["largest batch"] * batched)]
     for memory in found:
         sizes = [size_text(memory.part(p)) if memory.part(p) else "-" for p in parts]
         fits = "yes" if memory.total <= have else "no"
-        most = str(memory.largest_batch(have)) if memory.rows else "-"
-        rows.append((memory.policy, *sizes, size_text(memory.total), fits, most))
-    batch = f"a micro-batch of {found[0].rows}" if found[0].rows else "without activations"
+        most = [str(memory.largest_batch(have))] * batched
+        rows.append((memory.policy, *sizes, size_text(memory.total), fits, *most))
+    batch = f"a micro-batch of {found[0].rows}" if batched else "without activations"
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
     print(aligned(rows, range(1, len(rows[0]))))
     print(f"\nfits: in {size_text(have)}; {batch}{ranks}.")
