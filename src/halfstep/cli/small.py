@@ -70,13 +70,12 @@ def _explain(arguments: Explain) -> None:
                 pages.append(str(explain_model(parse_policy(text, device), model)))
         print("\n\n".join(pages))
         return
-    rows = [("policy", "bytes/param", "scale", f"on {device}")]
+    rows = [("policy", "bytes/param with AdamW", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
         size = f"{sum(bytes_per_parameter(policy).values()):g}"
         rows.append((name, size, policy.loss_scale.kind, support(policy, device).how))
     taken = choose(device)
     print(f"{aligned(rows, {1})}\n\nauto is {taken.policy} here: {taken.reason}.")
-    print("halfstep explain POLICY shows one in full. Bytes are with AdamW.")
 
 
 # --- formats --------------------------------------------------------------------------------------
