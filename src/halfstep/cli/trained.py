@@ -60,7 +60,7 @@ def _predict(arguments: Predicting) -> None:
     texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)
-    if arguments.output == "-":
+    if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)
     else:
         rows = [*found]  # before the file is opened, which may be the input
