@@ -326,7 +326,7 @@ def test_bad_bytes_on_stdin(runs, predict):
         (["--input", "in.csv"], "in.csv"),
         (["--input", "ok.txt", "--batch-size", "0"], "--batch-size 0; allowed: integers >= 1"),
         (["--input", "ok.txt", "--output", "no/such/out.jsonl"], "no/such/out.jsonl"),
-        (["--input", "ok.txt", "--output", "."], "--output"),
+        (["--input", "ok.txt", "--output", "."], "Is a directory"),
         (["--input", "ok.txt", "--precision", "fp31"], "unknown precision policy 'fp31'"),
         (["--input", "ok.txt", "--precision", "tf32"], "tf32"),
     ],
