@@ -31,7 +31,6 @@ from .precision.agreement import (
 )
 from .precision.casting.autocast import support as support
 from .precision.casting.cast import autocast as autocast
-from .precision.casting.masks import mask_value as mask_value
 from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.policy.spelling import parse_policy as parse_policy
