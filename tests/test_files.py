@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from halfstep import watch
-from halfstep.diagnostics.recording.metrics import MetricsFile, keep_lines
+from halfstep.diagnostics.metrics import MetricsFile, keep_lines
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole

@@ -1,13 +1,15 @@
 """The public names of halfstep; each is loaded on first use."""
 
 from . import distributed as distributed, formats as formats, optim as optim
-from .diagnostics.lost_updates.meter import LostUpdateMeter as LostUpdateMeter
-from .diagnostics.memory.estimate import estimate as estimate
-from .diagnostics.memory.saved import MemoryMeter as MemoryMeter
+from .diagnostics.estimate import estimate as estimate
+from .diagnostics.memory import MemoryMeter as MemoryMeter
+from .diagnostics.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.nonfinite.cause import Cause as Cause
-from .diagnostics.nonfinite.first_cause import first_cause as first_cause
-from .diagnostics.nonfinite.trace import trace_nonfinite as trace_nonfinite
-from .diagnostics.recording.recorder import Recorder as Recorder
+from .diagnostics.nonfinite.first_cause import (
+    first_cause as first_cause,
+    trace_nonfinite as trace_nonfinite,
+)
+from .diagnostics.recorder import Recorder as Recorder
 from .diagnostics.sensitivity import sensitivity as sensitivity
 from .diagnostics.statistics.numerics import load_numerics as load_numerics
 from .diagnostics.statistics.watch import watch as watch

@@ -5,18 +5,15 @@ In one process: each case would take seconds as a program of its own.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tests.trainer.classifiers import checkpoint_of, metrics
 
 from halfstep.cli.main import main
 from halfstep.trainer import environment
-from halfstep.trainer.environment import memory_bytes, require_host_room
+from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -86,7 +83,6 @@ def test_a_mistake_is_one_line(refused, words, message):
         (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
         (["--learning-rate", "9" * 5000], "optimizer.learning_rate"),
         (["--output-dir", LONG], "a name is too long for this file system"),
-        (["--output-dir", "a\0b"], "NUL"),
         (["--config", LONG], "unknown configuration"),
         (["--config", LONG + ".toml"], "cannot be read"),
         (["--precision", LONG + ".toml"], "policy file"),
@@ -129,31 +125,6 @@ def test_a_policy_file_that_is_none(refused, tmp_path, text):
     refused("explain", path, words="cannot be read")
 
 
-def test_a_lock_that_is_a_folder(refused, corpus, tmp_path):
-    (tmp_path / "r" / "run.lock").mkdir(parents=True)
-    line = refused("train", *TINY, "--data", corpus, "--output-dir", "r", words="run.lock")
-    assert "must be a plain file" in line
-
-
-def test_a_classifier_of_more_positions_than_fit(refused, tmp_path):
-    data = tmp_path.parent / "labelled.csv"
-    data.write_text("text,label\n" + "good day,a\nbad night,b\n" * 20)
-    refused("finetune", "classify", "--train", data, "--model", "scratch:tiny", "--max-length",
-            10**12, "--output-dir", "r", "--device", "cpu", "--precision", "fp32", "--quiet",
-            "--batch-size", 4, words="needs at least|--max-length")  # fmt: skip
-    assert not os.path.exists("r")
-
-
-def test_a_column_for_a_model_that_reads_text(refused, tmp_path):
-    folder = tmp_path.parent / "gpt-folder"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    refused(
-        "evaluate", "--model", folder, "--data", "x.txt", "--text-column", "t", words="--text-c"
-    )
-
-
 def test_an_error_line_does_not_steer_the_terminal(refused):
     line = refused("export", "--run", "\x1b[31mred\x07", "--to", "hf", "--output", "o")
     assert "\x1b" not in line
@@ -161,12 +132,9 @@ def test_an_error_line_does_not_steer_the_terminal(refused):
     assert r"\x1b[31mred\x07" in line
 
 
-def test_a_run_shorter_than_the_warm_up_has_a_shorter_one_and_says_so(corpus, tmp_path, capfd):
-    words = [word for word in TINY if word != "--quiet"]
-    assert main(["train", *words, "--data", str(corpus), "--max-steps", "3", "--output-dir",
-                 str(tmp_path / "r")]) == 0  # fmt: skip
-    err = " ".join(capfd.readouterr().err.split())
-    assert "note: the warm-up is 3 steps instead of 20: as long as the run" in err
+def test_a_run_shorter_than_the_warm_up_has_a_shorter_one(corpus, tmp_path):
+    words = ["train", *TINY, "--data", corpus, "--max-steps", 3, "--output-dir", tmp_path / "r"]
+    assert main([str(word) for word in words]) == 0
     assert "warmup_steps = 3" in (tmp_path / "r" / "config.toml").read_text()
 
 
@@ -221,9 +189,3 @@ def test_the_host_s_bound_is_exact_at_its_border(monkeypatch):
         else:
             with pytest.raises(ValueError, match=r"needs at least .* Lower --x"):
                 require_host_room(1000, 40, "--x")
-
-
-def test_the_memory_is_that_of_this_machine():
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory_bytes(torch.device("cpu")) <= pages
-    assert sys.maxsize > pages

@@ -27,7 +27,7 @@ def test_each_policy_has_a_run_and_a_row_and_a_refused_one_says_why(halfstep, co
 def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_path, monkeypatch):
     asked = []
 
-    def made_up(config, folder, *, quiet):
+    def made_up(config, folder):
         asked.append(config)
         folder.mkdir(parents=True)
         lines = [{"step": n, "loss": 4.0 - n, "tokens_per_second": 10.0 * n, "applied": True,

@@ -70,20 +70,6 @@ def test_a_run_writes_what_it_promises(finished_run):
     ]  # fmt: skip
 
 
-# of torch's own, on the way to its compiler; Python does not show it to users
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_a_simulated_run_says_that_compile_changes_nothing(corpus, tmp_path, halfstep):
-    losses = {}
-    for name, more in (("plain", []), ("compiled", ["--compile"])):
-        done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 6, "--precision",
-                        "fp16-mixed", "--output-dir", tmp_path / name, *more)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert ("note: --compile has no effect" in done.stderr) == bool(more)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-    assert losses["compiled"] == losses["plain"]
-
-
 def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     path, _ = finished_run
     first = halfstep("generate", "--run", path, "--prompt", "the quick", "--max-new-tokens", 20)
@@ -255,26 +241,6 @@ def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(
         for p in (cut, tmp_path / "whole")
     ]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_changed_resume_is_refused_by_name(finished_run, halfstep):
-    path, _ = finished_run
-    done = halfstep("train", "--resume", "--output-dir", path, "--seed", "7")
-    assert done.returncode == 2
-    assert "cannot change seed=7 (the run has 1337)" in done.stderr
-
-
-def test_a_damaged_checkpoint_is_refused_by_file(corpus, tmp_path, halfstep):
-    path = tmp_path / "r"
-    done = halfstep("train", *SMALL, "--data", corpus, "--max-steps", 3, "--output-dir", path)
-    assert done.returncode == 0, done.stderr
-    weights = list_checkpoints(path / "checkpoints")[-1] / "weights.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-5] ^= 1
-    weights.write_bytes(data)
-    done = halfstep("train", "--resume", "--output-dir", path, "--max-steps", 5)
-    assert done.returncode == 2
-    assert "weights.safetensors: contents do not match the manifest" in done.stderr
 
 
 def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, tmp_path, halfstep):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +58,7 @@ def fakes(monkeypatch):
 def test_it_ends_with_a_table_a_verdict_and_a_page(config, halfstep, fakes, cpu, tmp_path):
     cpu("avx512_bf16")
     fakes(here)
-    done = halfstep("demo", "--config", config, "--max-steps", 3, "--output-dir", "d")
+    done = halfstep("demo", "--config", config, "--steps", 3, "--out", "d")
     assert done.returncode == 0, done.stderr
     shown = done.stdout[done.stdout.index("policy ") :]
     header, *rows = shown.splitlines()[:4]
@@ -70,46 +69,3 @@ def test_it_ends_with_a_table_a_verdict_and_a_page(config, halfstep, fakes, cpu,
     page = (tmp_path / "d/report.html").read_text()
     assert "fp16-mixed" in page
     assert page.count("<svg") >= 1
-
-
-@pytest.mark.parametrize(
-    ("precision", "words"),
-    [
-        ("tf32", "cannot be honoured"),
-        ("bf61", "unknown precision policy"),
-    ],
-)
-def test_every_precision_is_checked_before_the_first_run(
-    precision, words, config, halfstep, fakes, tmp_path
-):
-    fakes(lambda *_, **__: pytest.fail("a run was started"))
-    done = halfstep("demo", "--config", config, "--precision", "fp32", precision, "--max-steps", 2)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_is_compared_where_none_is_named(config, halfstep, fakes, cpu, tmp_path):
-    started = []
-
-    def broken(command, **_):
-        # the data was prepared before, or it would count for the first run's memory and seconds
-        assert len([*(tmp_path / "cache").rglob("tokens.bin")]) == 2
-        started.append(Path(command[command.index("--config") + 1]).stem)
-        return subprocess.CompletedProcess(command, 0 if started[-1] != "fp16-mixed" else 7, "", "")
-
-    fakes(broken)
-    cpu("bf16")
-    assert halfstep("demo", "--config", config).returncode == 7  # that of the run
-    assert started == ["fp32", "bf16-mixed", "fp16-mixed"]
-    started.clear()
-    cpu("avx2")
-    assert halfstep("demo", "--config", config).returncode == 7
-    assert started == ["fp32", "fp16-mixed"]
-
-
-def test_a_configuration_of_another_task_is_refused(halfstep, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = halfstep("demo", "--config", "classify-scratch")
-    assert done.returncode == 2
-    assert "trains language models" in done.stderr

@@ -6,19 +6,15 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 
 import pytest
 from tests.cli.ranks import (
-    TORCHRUN,
     Run,
     alive,
     alone,
     assert_same_state,
     await_that,
-    cut_to,
-    losses,
     numbers,
     ranks,
     steps_of,
@@ -32,11 +28,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(120
 LONG = 300  # steps; some seconds
 KILLS = 20
 TORCHS_PATIENCE = 30  # seconds that torchrun's agent gives a rank to end after SIGTERM
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +70,6 @@ def test_what_cannot_be_run_is_refused_in_one_line(corpus, tmp_path, name):
     assert time.monotonic() - start < 60
 
 
-def test_a_folder_that_another_run_writes_is_refused(corpus, tmp_path):
-    path = tmp_path / "r"
-    first = Run([*tiny(corpus, path, steps=1_000_000), "--quiet", "--run.rank_timeout", 20])
-    first.await_step(path, 3)
-    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
-    first.process.kill()
-    first.end()
-    assert code == 2
-    assert "is being written by another process (pid " in err
-
-
 @pytest.mark.parametrize("receivers", ["launcher", "all", "one rank", "all, ranks first"])
 def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, references, receivers):
     path = tmp_path / "r"
@@ -118,16 +98,6 @@ def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, referen
     one = references("--grad-accum", "2", steps=LONG, save=0)
     assert numbers(path) == numbers(one)
     assert_same_state(path, one)
-
-
-def test_sigterm_before_the_first_step_ends_all_ranks(corpus, tmp_path):
-    run = Run(["--nproc", 2, *tiny(corpus, tmp_path / "r"), "--quiet", "--", "--max-restarts", 3])
-    await_that(lambda: len(run.ranks()) == 2, run.process)
-    found = run.ranks()
-    run.process.send_signal(signal.SIGTERM)
-    code, out, _err = run.end()
-    assert (code, out) == (128 + signal.SIGTERM, "")
-    assert not any(map(alive, found.values()))
 
 
 def test_twenty_kills_at_random_times_change_nothing(corpus, tmp_path, references, capsys):
@@ -185,26 +155,6 @@ def test_a_killed_rank_starts_again_in_any_layout(corpus, tmp_path, parallel):
         assert code == 0, err
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "killed")
     assert_same_state(tmp_path / "whole", tmp_path / "killed")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("launcher", ["halfstep", "torchrun"])
-def test_a_run_without_a_named_folder_starts_again_in_the_same(
-    corpus, tmp_path, references, rank, launcher
-):
-    words = [*tiny(corpus, "", steps=60)[:-2], "--quiet"]
-    if launcher == "torchrun":
-        run = Run(words, command=[*TORCHRUN[:3], "--max-restarts=3", *TORCHRUN[3:]], cwd=tmp_path)
-    else:
-        run = Run(["--nproc", 2, *words, "--", "--max-restarts", 3], cwd=tmp_path)
-    await_that(lambda: any(steps_of(p) > 20 for p in tmp_path.glob("runs/*")), run.process)
-    os.kill(run.ranks()[rank], signal.SIGKILL)
-    code, _, err = run.end()
-    assert code == 0, err
-    (path,) = (tmp_path / "runs").iterdir()
-    reference = references("--grad-accum", "2", steps=60)
-    assert numbers(path) == numbers(reference)
-    assert_same_state(path, reference)
 
 
 def test_a_restart_does_not_go_on_with_what_another_run_left(corpus, tmp_path, references):
@@ -266,35 +216,3 @@ def test_a_stopped_rank_ends_the_run_in_time(corpus, tmp_path, rank):
     assert time.monotonic() - start < 5 + TORCHS_PATIENCE + 15
     assert (code, out) == (1, "")
     assert not any(map(alive, found.values()))
-
-
-@pytest.mark.parametrize("file", ["weights*", "optimizer*", "manifest.json", "state.json"])
-def test_a_damaged_checkpoint_is_refused_once(corpus, tmp_path, references, file):
-    path = cut_to(references(), tmp_path / "r", 8)
-    (damaged,) = list_checkpoints(path / "checkpoints")[-1].glob(file)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    code, out, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
-    assert (code, out) == (2, "")
-    assert "step-00000008" in err
-    assert damaged.name in err
-
-
-@pytest.mark.parametrize("victim", [None, 0, 1])
-def test_two_launchers_train_one_run(corpus, tmp_path, references, victim):
-    path = tmp_path / "r"
-    words = ["--nproc", 1, *tiny(corpus, path, steps=60), "--quiet", "--", "--nnodes", 2,
-             "--master-addr", "127.0.0.1", "--master-port", free_port(),
-             "--max-restarts", 3]  # fmt: skip
-    runs = [Run([*words, "--node-rank", node]) for node in (0, 1)]
-    if victim is not None:
-        runs[0].await_step(path, 20)
-        os.kill(runs[victim].ranks()[victim], signal.SIGKILL)
-    (zero, said, err), (one, nothing, complaint) = [run.end() for run in runs]
-    assert (zero, one) == (0, 0), err + complaint
-    assert f"{path}: step 60; validation loss" in said
-    assert nothing == ""
-    reference = references("--grad-accum", "2", steps=60)
-    assert losses(path) == losses(reference)
-    assert_same_state(path, reference)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from halfstep.cli.commands import COMMANDS
 from halfstep.cli.main import main
 
@@ -27,14 +25,3 @@ def test_defaults_are_those_of_the_configuration_that_a_command_starts_from(caps
         for each in told:
             assert each in text
         assert "Default: ." not in text
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_of_help_keep_to_the_terminal(width, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    for name in COMMANDS:
-        assert main([*name.split(), "--help"]) == 0
-        for line in capsys.readouterr().out.splitlines():
-            # The spellings of one option stand on one line, and the usage of argparse is its own.
-            if not line.lstrip().startswith(("-", "[", "usage")):
-                assert len(line) <= width, line

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.ranks import RANK_VARIABLES, TORCHRUN, Run, await_that
+from tests.cli.ranks import RANK_VARIABLES, Run, await_that
 
 from halfstep.cli import launch, main as program
 from halfstep.cli.grammar import read_words
@@ -68,13 +68,6 @@ def test_a_rank_launches_no_ranks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main(["train", "--nproc", "2"]) == 2
     assert "RANK is set" in capsys.readouterr().err
-
-
-def test_options_that_torchrun_has_not_end_with_its_own_complaint(monkeypatch, capsys):
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert main(["train", "--nproc", "2", "--", "--no-such"]) == 2
-    assert "unrecognized arguments: --no-such" in capsys.readouterr().err
 
 
 def test_each_rank_complains_in_one_line(monkeypatch, capsys):
@@ -164,30 +157,3 @@ def test_two_machines_meet_by_c10d(tmp_path):  # statically: test_faults.py
     ends = [run.end() for run in runs]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert "DONE steps=60" in "".join(out for _, out, _ in ends)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_refusal_on_one_machine_ends_the_other(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = ["--nproc", "1", "--", "--nnodes", "2", "--max-restarts", "1",
-              "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
-    runs = [
-        Launched(tmp_path, [*common, "--node-rank", str(node)], job="refuse rank 1")
-        for node in (0, 1)
-    ]
-    (zero, _, said), (one, _, cause) = [run.end() for run in runs]
-    assert zero in (1, 2)
-    assert one in (1, 2)
-    assert "halfstep: error: rank 1: no GPU on this rank\n" in cause
-    assert "the run is over, by rank 1: no GPU on this rank" in said
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_under_plain_torchrun_each_rank_says_its_own(tmp_path):
-    command = [*TORCHRUN[:-3], str(SCRIPT), "train"]
-    code, _, err = Launched(tmp_path, [], job="refuse rank 1", command=command).end()
-    assert code == 1
-    assert "halfstep: error: rank 1: no GPU on this rank\n" in err

@@ -1,7 +1,5 @@
 """``halfstep report`` on a run that was really trained, and the verdict at a run's end."""
 
-import json
-
 import pytest
 
 
@@ -38,25 +36,10 @@ def test_a_page_of_a_run(trained, halfstep):
 
 def test_chinese_and_several_runs(trained, halfstep, tmp_path):
     run, _ = trained
-    done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.md")
+    done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.html")
     assert done.returncode == 0, done.stderr
     assert "正常" in done.stdout
-    assert "The same in all: " in done.stdout
-    assert (tmp_path / "r.md").read_text().count("**run**") == 2
-
-
-def test_two_runs_are_compared_in_the_terminal(tmp_path, halfstep):
-    for name, loss, memory in (("a", 2.5, 1e9), ("b", 2.25, 5e8)):
-        folder = tmp_path / name
-        folder.mkdir()
-        line = {"step": 1, "applied": True, "loss": 3.0, "val_loss": loss}
-        (folder / "metrics.jsonl").write_text(json.dumps({**line, "peak_memory_bytes": memory}))
-    done = halfstep("report", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "r.html")
-    assert done.returncode == 0, done.stderr
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "Validation loss 2.5000 2.2500" in lines
-    assert "Peak memory 1,000 MB 500 MB" in lines
-    assert any(line.startswith("The same in all: ") and "Skipped: 0" in line for line in lines)
+    assert 'lang="zh-CN"' in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +48,7 @@ def test_two_runs_are_compared_in_the_terminal(tmp_path, halfstep):
         ([], "give the folder of a run"),
         (["/nowhere"], "holds no run"),
         (["RUN", "--lang", "fr"], "allowed: en, zh"),
-        (["RUN", "--out", "r.pdf"], ".html or .md"),
+        (["RUN", "--out", "r.pdf"], "ends in .html"),
     ],
 )
 def test_what_cannot_be_reported(tmp_path, halfstep, words, said):

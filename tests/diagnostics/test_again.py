@@ -1,7 +1,5 @@
 """A search of the first cause leaves everything around it as it was."""
 
-import copy
-import io
 import random
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep import Precision, PrecisionError, first_cause, trace, trace_nonfinite
+from halfstep import Precision, PrecisionError, first_cause
 
 NAN = float("nan")
 
@@ -128,16 +126,3 @@ def test_an_overflow_of_equal_gradients_is_no_mask():
     assert not precision.step(value).applied
     cause = first_cause(precision, lambda: loss(x))
     assert (cause.direction, cause.cause_class) == ("backward", "overflow in the backward")
-
-
-@pytest.mark.parametrize("context", [trace_nonfinite, trace], ids=["nonfinite", "what ran"])
-def test_copies_and_pickles_made_under_a_trace_are_plain(context):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with context(model):
-        copied, saved = copy.deepcopy(model), io.BytesIO()
-        torch.save(model, saved)
-    for module in copied.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-    assert b"halfstep" not in saved.getvalue()
-    assert not any("__reduce_ex__" in vars(module) for module in model.modules())

@@ -2,8 +2,6 @@
 
 import math
 import threading
-import warnings
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -18,8 +16,8 @@ from halfstep import (
     Precision,
     trace_nonfinite,
 )
+from halfstep.diagnostics.nonfinite.first_cause import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import count, inputs, kind_of, operation
-from halfstep.diagnostics.nonfinite.trace import ModuleCalls
 from halfstep.precision.casting.simulate import SimulatedProducts
 
 INF = math.inf
@@ -102,7 +100,6 @@ def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
     cause = trace.first_cause
     assert (cause.op, cause.kind, cause.direction) == ("aten.add.Tensor", "overflow", "forward")
     assert (cause.module, cause.class_name) == ("blocks.layers.1", "Block")
-    assert cause.block == cause.module
     assert (cause.dtype, cause.inf, cause.nan) == (torch.float16, cause.elements, 0)
     assert cause.share == 1.0
     stream, branch = cause.inputs
@@ -111,7 +108,6 @@ def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
     assert branch.largest == pytest.approx(32000, abs=16)
     text = str(cause)
     assert text.startswith("overflow: aten.add.Tensor in fp16, forward of blocks.layers.1 (Block)")
-    assert "4.10e4 + 3.20e4 > 65504" in text
     assert "test_first_cause.py:" in text.splitlines()[-2]
     assert text.splitlines()[-1].startswith("  to do: overflow in a residual sum: keep the resid")
 
@@ -194,7 +190,6 @@ def test_counts_and_ranges_of_the_first_cause():
     tensor, number = cause.inputs
     assert (tensor.name, tensor.dtype, tensor.largest) == ("self", torch.float16, 4.0)
     assert (number.name, number.dtype, number.largest) == ("other", None, 30000.0)
-    assert "4 * 3.00e4 > 65504" in str(cause)
 
 
 def test_a_broken_weight_is_named():
@@ -320,52 +315,6 @@ def test_memory_that_nothing_seen_has_written_is_reported_when_it_is_read():
 # Modules, and what they return
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: tuple
-    count: int = 1
-
-
-class Wrapped(nn.Module):
-    def __init__(self, form) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.form = form
-
-    def forward(self, x):
-        y = self.inner(x)
-        return self.form(y.log())
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda y: {"y": y, "ids": torch.arange(3)},
-        lambda y: (y, (None, "text")),
-        lambda y: Output(y, (y,)),
-        lambda y: y.argmax(),
-    ],
-)
-def test_modules_may_return_anything(form):
-    model = Wrapped(form)
-    nn.init.zeros_(model.inner.weight)
-    nn.init.zeros_(model.inner.bias)
-    cause = trace_of(model, X, model=model)
-    assert (cause.op, cause.module, cause.class_name) == ("aten.log.default", "", "Wrapped")
-    assert "forward of the model (Wrapped)" in str(cause)
-
-
-def test_blocks_of_sequentials():
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model = nn.Sequential(nn.Sequential(inner, nn.ReLU()), nn.ReLU())
-    with torch.no_grad():
-        inner[1].weight.fill_(INF)
-    cause = trace_of(model, X, model=model)
-    assert (cause.module, cause.block) == ("0.0.1", "0.0")
-    assert "forward of 0.0.1 (Linear) in block 0.0" in str(cause)
-
-
 def test_autocast_and_what_runs_in_it():
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -405,15 +354,6 @@ def test_simulated_products_are_named_whichever_mode_is_outside(grad, low):
     assert set(seen) <= {"aten.mm.default", "aten.linear.default"}
 
 
-def test_a_nan_of_a_simulated_product_is_told_in_fp16():
-    a = torch.zeros(2, 2).half().requires_grad_()
-    with trace_nonfinite(nn.Identity()) as trace, SimulatedProducts(torch.float16):
-        a @ torch.full((2, 2), -INF).half()
-    cause = trace.first_cause
-    assert (cause.op, cause.dtype) == ("aten.mm.default", torch.float16)
-    assert cause.kind == "inf - inf or 0 * inf"
-
-
 # Backward
 
 
@@ -430,9 +370,9 @@ def test_an_overflow_of_the_backward_names_node_and_module(checkpointing):
         (model(x).mean() * 1e25).backward()
     cause = trace.first_cause
     assert (cause.direction, cause.kind) == ("backward", "overflow")
-    assert (cause.module, cause.class_name, cause.block) == ("layers.1.fc", "Linear", "layers.1")
+    assert (cause.module, cause.class_name) == ("layers.1.fc", "Linear")
     assert (cause.op, cause.node, cause.source) == ("aten.mm.default", "AddmmBackward0", "")
-    assert "backward of layers.1.fc (Linear) in block layers.1, AddmmBackward0" in str(cause)
+    assert "backward of layers.1.fc (Linear), AddmmBackward0" in str(cause)
     model.zero_grad()
     x.grad = None
     with trace_nonfinite(model) as trace:
@@ -620,17 +560,6 @@ def test_hooks_go_on_exceptions_and_the_trace_can_go_on():
     assert (trace.first_cause.module, trace.first_cause.class_name) == ("", "")
 
 
-def test_traces_do_not_nest():
-    with trace_nonfinite(nn.Identity()) as trace:
-        with pytest.raises(RuntimeError, match="leave the outer one"):
-            trace_nonfinite(nn.Identity()).__enter__()
-        with pytest.raises(RuntimeError, match="leave the outer one"):
-            trace.__enter__()
-        X.log()
-    assert trace.first_cause is not None
-    X.log()  # nothing is left on
-
-
 def test_sparse_gradients_and_batch_norm():
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.BatchNorm1d(8))
     with trace_nonfinite(model) as trace:
@@ -655,22 +584,3 @@ def test_layers_of_torch_with_masks_and_fused_paths():
     assert trace.first_cause is None
     lstm = nn.LSTM(8, 8)
     assert trace_of(lambda: lstm(x)[0].sum().backward(), model=lstm) is None
-
-
-def test_a_lazy_module():
-    model = nn.LazyLinear(2)
-    cause = trace_of(lambda: model(X * 1e38 * 1e38), model=model)
-    assert cause.op == "aten.mul.Tensor"
-
-
-def test_a_scripted_module_takes_no_hooks_and_is_traced():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = nn.Sequential(torch.jit.script(nn.ReLU()), nn.LogSigmoid())
-    model[1].forward = torch.log
-    assert trace_of(model, X, model=model).module == "1"
-
-
-def test_a_compiled_function_runs_as_it_is_written():
-    compiled = torch.compile(lambda x: (x + 1).log(), backend="eager")
-    assert trace_of(compiled, X - 1).op == "aten.log.default"

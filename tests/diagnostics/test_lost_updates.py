@@ -1,14 +1,11 @@
 """The lost-update meter against NumPy, against real training, and around other people's loops."""
 
-import copy
-import math
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.optim.optimizers import SGD, AdamW
 from halfstep.precision.step import Precision
 
@@ -80,9 +77,8 @@ def test_pure_bf16_gains_stand_still_and_the_meter_says_so():
     assert report.step == 200
     assert report.lost == 1.0
     assert report.stuck == ("tensor 0 of shape (512,)",)
-    assert report.verdict.startswith(
-        "100 % of updates are lost at lr 0.001: use bf16-split, bf16-kahan, bf16-sr or bf16-master;"
-        " below lr 0.00"
+    assert report.verdict == (
+        "100 % of updates are lost at lr 0.001: use bf16-split, bf16-kahan, bf16-sr or bf16-master"
     )
 
 
@@ -104,7 +100,6 @@ def test_other_ways_move(policy):
     (report,) = meter.report()
     assert report.lost == 0
     assert report.stuck == ()
-    assert report.frozen_below < 1e-5
     if policy == "bf16-sr":  # most single updates leave the weight, and that is no loss
         assert report.unmoved > 0.5
         assert report.verdict.startswith("moves on average;")
@@ -112,86 +107,13 @@ def test_other_ways_move(policy):
         assert report.verdict == "none lost"
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_training_below_the_freezing_rate_moves_nothing_and_above_everything(sign):
-    def train(lr, steps):
-        gain = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-        optimizer = torch.optim.AdamW([gain], lr=lr, weight_decay=0.0, fused=True)
-        meter = LostUpdateMeter(optimizer, every=1)
-        for _ in range(steps):
-            gain.grad = torch.full_like(gain, sign)
-            optimizer.step()
-        return gain.detach(), meter.report()[0]
-
-    _, report = train(1e-4, 1)
-    # Towards 0 the gap at 1 is 2^-8, away from it 2^-7; the first step of Adam is lr.
-    assert report.frozen_below == pytest.approx(2**-9 if sign > 0 else 2**-8, rel=1e-6)
-    below, report = train(0.98 * report.frozen_below, 50)
-    assert torch.equal(below, torch.ones_like(below))
-    assert report.lost == 1
-    above, report = train(1.02 * report.frozen_below, 1)
-    assert bool((above != 1).all())
-    assert report.lost == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "dtype"),
-    [
-        (torch.optim.SGD, {}, torch.bfloat16),
-        (torch.optim.SGD, {}, torch.float16),
-        (torch.optim.SGD, {}, torch.float32),
-        (torch.optim.AdamW, {"weight_decay": 0.5, "fused": True}, torch.bfloat16),
-        (SGD, {"update": "nearest"}, torch.bfloat16),
-        (SGD, {"update": "kahan"}, torch.bfloat16),
-        (SGD, {"update": "split"}, torch.bfloat16),
-        (SGD, {"update": "stochastic"}, torch.bfloat16),
-    ],
-)
-def test_freezing_rates_of_many_elements_come_true(kind, options, dtype):
-    torch.manual_seed(0)
-    start = torch.randn(20_000).to(dtype)
-    gradient = torch.randn(20_000).to(dtype)
-
-    def lost(lr):
-        weight = nn.Parameter(start.clone())
-        (report,) = measured(kind([weight], lr=lr, **options), {weight: gradient})
-        return report
-
-    found = lost(1e-4 if dtype != torch.float32 else 1e-8)
-    # At the rate itself, half a gap is a tie; 1 % is far from it and moves few elements.
-    assert lost(0.99 * found.frozen_below).lost >= 0.5 > lost(1.01 * found.frozen_below).lost - 0.01
-    assert lost(1.5 * found.frozen_below).lost < 0.5
-
-
-def test_a_kahan_residual_freezes_at_its_own_gap():
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(20_000).bfloat16())
-    optimizer = AdamW([weight], lr=1e-3, weight_decay=0.0, update="kahan")
-    for _ in range(3):
-        weight.grad = torch.randn_like(weight)
-        optimizer.step()
-
-    def lost(lr):
-        copied = copy.deepcopy(optimizer)
-        copied.param_groups[0]["lr"] = lr
-        (parameter,) = copied.param_groups[0]["params"]
-        torch.manual_seed(1)
-        return measured(copied, {parameter: torch.randn(20_000)})[0]
-
-    found = lost(1e-4)
-    assert found.stored == "bf16 kahan"
-    assert 1e-8 < found.frozen_below < 1e-5  # bf16's own is 1e-3, fp32's 1e-8
-    rate = found.frozen_below
-    assert lost(0.9 * rate).lost >= 0.49 > lost(1.2 * rate).lost - 0.01
-
-
 def test_the_loss_scale_and_the_clip_factor_are_taken_out():
-    def rate(step, kind, **options):
+    def lost(rate, step, kind, **options):
         weight = nn.Parameter(torch.ones(100))
-        optimizer = kind([weight], lr=1e-3, **options)
+        optimizer = kind([weight], lr=rate, **options)
         meter = LostUpdateMeter(optimizer, every=1)
         step(weight, optimizer)
-        return meter.report()[0].frozen_below
+        return meter.report()[0].lost
 
     def plain(weight, optimizer):
         (weight * 0.25).sum().backward()
@@ -207,12 +129,16 @@ def test_the_loss_scale_and_the_clip_factor_are_taken_out():
         optimizer.step(gradients=gradients, multiplier=0.25 / 16)
 
     sgd = torch.optim.SGD
-    expected = 2**-25 / 0.25  # half the gap below 1 over the gradient
-    assert rate(plain, sgd) == pytest.approx(expected)
-    assert rate(scaled, sgd, fused=True) == pytest.approx(expected)
-    assert rate(scaled, sgd, fused=False) == pytest.approx(expected)
-    assert rate(scaled, SGD) == pytest.approx(expected)
-    assert rate(multiplied, SGD) == pytest.approx(expected)
+    half_a_gap = 2**-25 / 0.25  # below 1, over the gradient
+    for step, kind, options in (
+        (plain, sgd, {}),
+        (scaled, sgd, {"fused": True}),
+        (scaled, sgd, {"fused": False}),
+        (scaled, SGD, {}),
+        (multiplied, SGD, {}),
+    ):
+        shares = [lost(near * half_a_gap, step, kind, **options) for near in (0.99, 1.01)]
+        assert shares == [1, 0], (step, kind, options)
 
 
 def test_groups_have_names_and_their_own_shares():
@@ -234,21 +160,6 @@ def test_groups_have_names_and_their_own_shares():
     assert [r.lost for r in reports.values()] == [1.0, 0.0, 0.0]
     assert [r.learning_rate for r in reports.values()] == [1e-3, 1e-2, 1e-3]
     assert [r.stored for r in reports.values()] == ["bf16", "bf16", "fp32"]
-
-
-def test_several_optimizers_and_equal_names():
-    a, b, c = (nn.Parameter(torch.ones(8)) for _ in range(3))
-    first = torch.optim.SGD([{"params": [a], "name": "x"}, {"params": [b], "name": "x"}], lr=1.0)
-    second = torch.optim.SGD([("c.weight", c)], lr=1.0)
-    meter = LostUpdateMeter([first, second], every=1)
-    for p in (a, b, c):
-        p.grad = torch.ones_like(p)
-    first.step()
-    second.step()
-    names = [report.group for report in meter.report()]
-    assert names == [
-        "optimizer 0 x", "optimizer 0 x (group 1)", "optimizer 1 group 0 (weight decay 0)",
-    ]  # fmt: skip
 
 
 def test_zero_gradients_are_no_updates():
@@ -293,20 +204,6 @@ def test_a_sample_is_close_to_the_whole():
     assert lost[0] != lost[1]
 
 
-def test_masters_are_measured():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    precision = Precision("bf16-master", model, optimizer)
-    meter = LostUpdateMeter(precision, every=1, samples=ALL)
-    with precision.autocast():
-        loss = model(torch.randn(8, 64)).square().mean()
-    precision.step(loss)
-    (report,) = meter.report()
-    assert report.stored == "fp32"
-    assert report.lost == report.unmoved == 0
-
-
 def test_a_skipped_step_is_not_counted():
     model = Gain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -336,8 +233,6 @@ def test_grad_scaler_loop(fused):
     step(torch.ones(100))
     (first,) = meter.report()
     assert first.lost == 0
-    # The scale is divided out: Adam's first step is lr whatever the scale, and so is the rate.
-    assert first.frozen_below == pytest.approx(2**-25, rel=1e-3)
     step(torch.full((100,), float("inf")))  # a fused optimizer is called all the same
     assert meter.report() == (first,)
     step(torch.ones(100))
@@ -416,21 +311,6 @@ def test_every_counts_from_where_a_run_was_resumed():
     assert seen == [20, 30]
 
 
-def test_parameters_may_be_replaced_and_added():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(100))], lr=1.0)
-    meter = LostUpdateMeter(optimizer, every=1)
-    for size in (100, 7):
-        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(size))]
-        optimizer.param_groups[0]["params"][0].grad = torch.ones(size)
-        optimizer.step()
-        assert [report.elements for report in meter.report()] == [size]
-    more = nn.Parameter(torch.ones(5))
-    more.grad = torch.ones(5)
-    optimizer.add_param_group({"params": [more]})
-    optimizer.step()
-    assert [report.elements for report in meter.report()] == [7, 5]
-
-
 def test_learning_rate_in_a_tensor_and_of_zero():
     weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([weight], lr=torch.tensor(1e-3), fused=True, weight_decay=0.0)
@@ -439,43 +319,19 @@ def test_learning_rate_in_a_tensor_and_of_zero():
     assert report.lost == 1
     (report,) = measured(torch.optim.SGD([weight], lr=0.0), {weight: torch.ones(8)})
     assert report.zero == 1
-    assert math.isnan(report.frozen_below)
-
-
-@pytest.mark.parametrize("options", [{"every": -1}, {"samples": 0}])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match="allowed: every >= 0, samples >= 1"):
-        LostUpdateMeter(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **options)
 
 
 @pytest.mark.parametrize(
     ("dtype", "options", "advice"),
     [
-        (torch.bfloat16, {}, ": use bf16-split, bf16-kahan, bf16-sr or bf16-master;"),
-        (torch.bfloat16, {"update": "kahan"}, ": use bf16-split or bf16-master;"),
-        (torch.float16, {}, ": use fp16-master;"),
-        (torch.float32, {}, ";"),
+        (torch.bfloat16, {}, ": use bf16-split, bf16-kahan, bf16-sr or bf16-master"),
+        (torch.bfloat16, {"update": "kahan"}, ": use bf16-split or bf16-master"),
+        (torch.float16, {}, ": use fp16-master"),
+        (torch.float32, {}, ""),
     ],
 )
 def test_a_verdict_names_what_helps(dtype, options, advice):
     weight = nn.Parameter(torch.ones(100, dtype=dtype))
     kind = SGD if options else torch.optim.SGD
     (report,) = measured(kind([weight], lr=1e-9, **options), {weight: torch.ones(100)})
-    assert report.verdict.startswith(f"100 % of updates are lost at lr 1e-09{advice} below lr ")
-
-
-def test_moments_that_have_fallen_back_are_named():
-    p = nn.Parameter(torch.zeros(4096))
-    optimizer = AdamW([("w", p)], moments="8bit", lr=1e-3, weight_decay=0.0, eps=1e-30)
-    meter = LostUpdateMeter(optimizer, every=10)
-
-    def train() -> None:
-        for step in range(50):
-            g = torch.randn(4096, generator=torch.Generator().manual_seed(step)) + 0.5
-            p.grad = torch.where(torch.arange(4096) % 4 == 0, g / 1e7, g)
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match="moments of w"):
-        train()
-    (report,) = meter.report()
-    assert report.verdict == "none lost; 8-bit moments of 1 tensors have gone over to bf16"
+    assert report.verdict == f"100 % of updates are lost at lr 1e-09{advice}"

@@ -6,10 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import halfstep
-from halfstep.diagnostics.memory.table import PARTS, Memory
+from halfstep.diagnostics.memory import PARTS, Memory
 from halfstep.errors import PrecisionError
-from halfstep.kernels.library import loaded
-from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -114,19 +112,6 @@ def test_the_estimate_is_what_a_step_holds(name, policy):
     assert guess.total == pytest.approx(found.total, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_a_model_on_the_meta_device_needs_no_memory(name):
-    torch.manual_seed(0)
-    batch = batch_of(name)
-    here = halfstep.estimate(MODELS[name](), "bf16-mixed", batch, loss=loss_of)
-    with torch.device("meta"):
-        model = MODELS[name]()
-    meta = {key: value.to("meta") for key, value in batch.items()}
-    there = halfstep.estimate(model, "bf16-mixed", meta, loss=loss_of)
-    assert there.bytes == here.bytes
-    assert all(p.is_meta for p in model.parameters())
-
-
 class Chain(nn.Module):
     """Two products and a sum of squares, of which every saved tensor is known."""
 
@@ -136,21 +121,6 @@ class Chain(nn.Module):
 
     def forward(self, x):
         return self.b(self.a(x).relu()).float().square().mean()
-
-
-@pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
-@pytest.mark.skipif(not cpu_has_bf16(), reason="no block is fused where products are simulated")
-def test_a_fused_block_tells_casted_weights_from_activations(monkeypatch):
-    monkeypatch.undo()  # with the kernels
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=VOCABULARY))
-    precision = halfstep.Precision("bf16-mixed", model, torch.optim.AdamW(model.parameters()))
-    batch = tuple(torch.randint(VOCABULARY, (2, 3, 32)))
-    with halfstep.MemoryMeter(precision, batch) as meter:
-        with precision.autocast():
-            loss = model.loss_sum(batch)[0]
-        precision.step(loss)
-    # each block keeps its four matrices and the one bias that a product adds
-    assert meter.memory.bytes["cast copies"] == {"bf16": 2 * 2 * (12 * 64 * 64 + 3 * 64)}
 
 
 def test_every_byte_of_a_small_chain():
@@ -230,16 +200,6 @@ def test_the_largest_batch_that_fits():
     assert Memory("fp32", False, {}).largest_batch(10**9) == 0
 
 
-def test_the_sentence_says_why_it_is_not_half():
-    batch = batch_of("gpt2")
-    found = halfstep.estimate(gpt2(), "bf16-mixed", batch, logits=VOCABULARY)
-    said = found.why_not_half()
-    for part in ("weights, gradients and optimizer state", "logits in fp32", "16-bit copies"):
-        assert part in said
-    share = found.part("logits") / found.total
-    assert f"{share:.0%} are logits in fp32" in said
-
-
 def test_what_cannot_be_estimated_says_so():
     class Depends(nn.Module):
         def __init__(self):
@@ -259,13 +219,3 @@ def test_what_cannot_be_estimated_says_so():
     precision = halfstep.Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(PrecisionError, match="no step has ended"):
         _ = halfstep.MemoryMeter(precision).memory
-
-
-def test_the_model_and_its_training_are_left_as_they_were():
-    model = gpt2()
-    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    halfstep.estimate(model, "bf16-master", batch_of("gpt2"))
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name][0]
-        assert torch.equal(parameter, before[name][1])
-        assert parameter.grad is None

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
-from halfstep.diagnostics.sensitivity import bias_and_variance
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -55,15 +54,6 @@ def data(seed, count=4):
 
 def loss_fn(model, batch):
     return (model(batch[0]).float() - batch[1]).square().mean()
-
-
-def test_bias_and_variance_are_those_of_known_draws():
-    generator = torch.Generator().manual_seed(0)
-    draws = [[0.5 + 0.1 * torch.randn(10000, generator=generator)] for _ in range(4)]
-    bias, variance = bias_and_variance(draws)
-    assert bias / 10000 == pytest.approx(0.25, rel=0.01)
-    assert variance / 10000 == pytest.approx(0.01, rel=0.05)
-    assert not math.isfinite(bias_and_variance([[torch.tensor([math.inf])]])[0])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -66,24 +64,6 @@ def test_simulated_products_and_compiled_kernels_show_as_what_they_mean(
     assert not attends
 
 
-def test_what_is_stored():
-    ran, model, _ = traced("gpt", "bf16-master")
-    stored = {(h.kind, h.dtype): h.bytes for h in ran.holdings}
-    n = sum(p.numel() for p in model.parameters())
-    assert stored == {
-        ("weights", "bf16"): 2 * n,
-        ("masters", "fp32"): 4 * n,
-        ("gradients", "bf16"): 2 * n,
-        ("optimizer exp_avg", "fp32"): 4 * n,
-        ("optimizer exp_avg_sq", "fp32"): 4 * n,
-    }
-    ran, _, _ = traced("gpt", "bf16-split", AdamW)
-    kinds = {h.kind: h.dtype for h in ran.holdings}
-    assert (kinds["weights"], kinds["gradients"]) == ("bf16", "bf16")
-    assert "masters" not in kinds
-    assert [k for k, form in kinds.items() if k.startswith("optimizer") and form == "int16"]
-
-
 class Aside(nn.Module):
     """Leaves the policy: its product is in fp32."""
 
@@ -110,35 +90,18 @@ def test_an_operation_that_leaves_the_policy_is_named():
 
 
 def test_a_golden_file_tells_what_changed(tmp_path):
-    golden = tmp_path / "golden.json"
+    golden = tmp_path / "golden.txt"
     ran, _, _ = traced("gpt", "bf16-mixed")
     ran.save(golden)
     again, _, _ = traced("gpt", "bf16-mixed")
     again.check(golden)
     other, _, _ = traced("gpt", "bf16-mixed,keep_fp32=layers.1.mlp.up")
-    with pytest.raises(PrecisionError, match=r"differs from .*golden\.json in \d+ lines") as error:
+    with pytest.raises(PrecisionError, match=r"differs from .*golden\.txt in \d+ lines") as error:
         other.check(golden)
     lines = str(error.value).splitlines()[1:]
     assert "-addmm in forward of layers.1.mlp.up (Linear): 3 bf16 -> bf16, 1 call" in lines
     assert "+addmm in forward of layers.1.mlp.up (Linear): 3 fp32 -> fp32, 1 call" in lines
     assert not any("layers.0" in line for line in lines)
-    for text in ("", "[1]", "{}"):
-        golden.write_text(text)
-        with pytest.raises(PrecisionError, match="cannot read a trace from it"):
-            again.check(golden)
-    with pytest.raises(PrecisionError, match="cannot read a trace from it"):
-        again.check(tmp_path / "none.json")
-
-
-def test_the_table_and_the_json():
-    ran, _, _ = traced("gpt", "bf16-mixed")
-    head, *body = ran.table().splitlines()
-    assert head.split()[:4] == ["module", "class", "direction", "operation"]
-    assert len({len(line) for line in body[: len(ran.operations)]} | {len(head)}) == 1
-    table = json.loads(json.dumps(ran.to_json()))
-    assert table["policy"] == "bf16-mixed"
-    assert len(table["operations"]) == len(ran.operations)
-    assert {row["direction"] for row in table["operations"]} == {"forward", "backward", "update"}
 
 
 def test_a_trace_changes_no_bit_and_leaves_no_hook(monkeypatch):
@@ -176,27 +139,13 @@ def test_without_a_precision_a_policy_is_needed_to_compare():
         trace(model, "bf16-mixed")
 
 
-def test_lazy_and_complex_weights():
-    class Phases(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lazy = nn.LazyLinear(4)
-            self.turn = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
-
-        def forward(self, x):
-            return (self.lazy(x).to(torch.complex64) @ self.turn).abs().sum()
-
-    model = Phases()
-    with trace(model) as ran:  # which must not fail, nor leave hooks on the others
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(4))
+    with trace(model):  # which must not fail
         pass
-    stored = {(held.kind, held.dtype): held.bytes for held in ran.holdings}
-    assert stored == {("weights", "complex64"): 64}
-    assert not model.turn._post_accumulate_grad_hooks
     with trace(model) as ran:
-        model(torch.ones(2, 3)).backward()
-    stored = {(held.kind, held.dtype): held.bytes for held in ran.holdings}
-    assert stored["weights", "fp32"] == 4 * (3 * 4 + 4)
-    assert stored["gradients", "complex64"] == 64
+        model(torch.ones(2, 3)).sum().backward()
+    assert rows(ran, "addmm")[0].module == "0"
 
 
 def low_bit_model():
@@ -254,26 +203,3 @@ def test_a_layer_that_ran_in_bf16_against_its_recipe_is_a_difference():
     assert line.startswith("wgrad in backward of 0 (Linear): 2 mxfp8 simulated -> bf16, 1 call")
     assert line.endswith("says nvfp4")
     assert len(ran.differences("bf16-mixed")) == 5
-
-
-def test_a_trace_and_explain_model_agree_on_recipes():
-    policy = "nvfp4,simulate=yes,rules=2:mxfp8/bf16/nvfp4-unmixed"
-    ran, model, _ = traced_below_16_bits(policy)
-    found = schemes(ran)
-    for line in str(halfstep.explain_model(policy, model)).splitlines()[1:-1]:
-        name, recipe = line.split()[0], line.split()[3]
-        parts = recipe.split("/") if "/" in recipe else [recipe] * 3
-        for product, part in zip(("fprop", "dgrad", "wgrad"), parts, strict=True):
-            if (name, product) != ("0", "dgrad"):  # nobody asks for the input's gradient
-                assert found.pop((name, product)).split()[0] == part
-    assert not found
-
-
-def test_a_golden_file_pins_what_products_ran_in(tmp_path):
-    golden = tmp_path / "golden.json"
-    ran, _, _ = traced_below_16_bits("mxfp8,simulate=yes")
-    ran.save(golden)
-    traced_below_16_bits("mxfp8,simulate=yes")[0].check(golden)
-    other, _, _ = traced_below_16_bits("mxfp8,simulate=yes,rules=2:mxfp8/mxfp8/nvfp4")
-    with pytest.raises(PrecisionError, match=r"\+wgrad in backward of 2 .*nvfp4 simulated"):
-        other.check(golden)

@@ -233,10 +233,10 @@ estimate --params many
 memory split --precision fp32 bf16-split
 trace split
 trace mixed --precision bf16-master
-report mixed split --out two.md
-report nan --out nan.md
-report scaled --out scaled.md
-report pure --out pure.md
+report mixed split --out two.html
+report nan --out nan.html
+report scaled --out scaled.html
+report pure --out pure.html
 report nothing
 replay nan/captures/step-00000001
 replay nan/captures/step-00000001 --precision fp32
@@ -257,7 +257,7 @@ def command(text: str) -> Seen:
     if "--output-dir" in given and (run := Path(given["--output-dir"])).is_dir():
         seen |= run_seen(run)
     for path in (Path(given[name]) for name in ("--out", "--output") if name in given):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".html":
             seen["file"] = lines(path.read_text(encoding="utf-8"))
         elif path.is_dir():
             seen["tensors"] = file_digests(path)
@@ -421,7 +421,7 @@ def lost_updates() -> Seen:
         optimizer.step()
     (report,) = meter.report()
     meter.close()
-    return {"report": [number(report.lost), number(report.frozen_below), report.verdict]}
+    return {"report": [number(report.lost), report.verdict]}
 
 
 def watched() -> Seen:

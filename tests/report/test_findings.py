@@ -3,12 +3,10 @@
 import json
 import math
 import random
-import re
 
 import pytest
 
-from halfstep.diagnostics.nonfinite.cause import CHANGES, REMEDIES
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.diagnostics.nonfinite.cause import remedy_of
 from halfstep.report.findings import findings, verdict
 from halfstep.report.record import read_run
 from report.conftest import line, tensor, watch
@@ -24,7 +22,7 @@ def noisy(seed, count=300, floor=3.0, noise=0.3):
     return [floor + 4 * math.exp(-step / 40) + draw.gauss(0, noise) for step in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_healthy_runs_have_no_finding(folder, seed):
     draw = random.Random(100 + seed)
     lines, scale = [], 65536.0
@@ -61,17 +59,13 @@ def test_a_run_that_ended_in_nan(folder):
     assert text == "Step 10 was not finite, and the run ended there (1 of 10 steps skipped)"
 
 
-def test_a_last_step_that_was_skipped_ended_nothing(folder):
-    assert names(folder([line(1), line(2, applied=False)])) == []
-
-
 def test_a_run_that_was_interrupted_is_a_note(folder):
     path = folder([line(s) for s in range(1, 50)], steps=100)
     assert names(path) == ["unfinished"]
     assert verdict(read_run(path)).startswith("healthy")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_loss_that_rose_and_stayed(folder, seed):
     losses = noisy(seed)
     losses[200:] = [loss + 3 for loss in losses[200:]]
@@ -85,27 +79,9 @@ def test_a_loss_that_became_nan_and_went_on(folder):
     assert names(path) == ["diverged"]
 
 
-def test_a_spike_that_came_back_is_none(folder):
-    losses = noisy(3)
-    losses[150:160] = [9.0] * 10
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
-
-
 def test_skips_beyond_what_a_growing_scale_explains(folder):
     lines = [line(s, applied=s % 20 != 0, loss_scale=1024.0) for s in range(1, 201)]
     assert names(folder([*lines, line(201)])) == ["many_skips"]
-
-
-def test_a_scale_that_fell(folder):
-    lines = [line(s, loss_scale=65536.0 if s < 100 else 64.0) for s in range(1, 201)]
-    path = folder(lines, precision="fp16-mixed")
-    assert names(path) == ["scale_fell"]
-    assert "from 2^16 to 2^6" in verdict(read_run(path))
-
-
-def test_a_run_resumed_without_a_scale_lost_none(folder):
-    lines = [line(s, loss_scale=65536.0 if s < 100 else 1.0) for s in range(1, 201)]
-    assert names(folder(lines, precision="bf16-mixed")) == []
 
 
 def test_lost_updates_name_the_worst_groups(folder):
@@ -135,51 +111,6 @@ def test_a_schedule_that_ends_near_0_loses_nothing_by_it(folder):
         assert known in verdict(read_run(path))
 
 
-def test_a_run_that_loses_at_its_peak_is_told_although_it_ends_well(folder):
-    lines = [
-        line(s, learning_rate=rate, lost_updates={"a": 0.4 if rate > 3e-5 else 0.0})
-        for s, rate in enumerate(cosine(100), 1)
-    ]
-    path = folder(lines, precision="bf16-pure")
-    assert names(path) == ["lost_updates"]
-    assert "40% of the updates of a" in verdict(read_run(path))
-
-
-def test_one_measurement_of_many_condemns_no_run(folder):
-    lines = [
-        line(s, learning_rate=1e-3, lost_updates={"a": 0.5 if s == 30 else 0.01})
-        for s in range(1, 31)
-    ]
-    assert names(folder(lines, precision="bf16-pure")) == []
-
-
-@pytest.mark.parametrize(
-    ("confusion", "found"),
-    [
-        ([[0, 5, 0], [0, 3, 0], [0, 0, 0]], ["one_class"]),  # 8 texts of two classes, all "b"
-        ([[0, 5, 0], [0, 2, 1], [0, 0, 0]], []),
-        ([[0, 0, 0], [0, 3, 0], [0, 0, 0]], []),  # right: there was nothing else
-        ([[0, 0, 0], [0, 0, 0], [0, 0, 0]], []),
-        ([[0], 7], []),
-        ("none", []),
-    ],
-)
-def test_a_classifier_that_answers_one_class(folder, confusion, found):
-    path = folder([line(step, loss=3.0 - step / 100) for step in range(1, 61)])
-    scores = {"labels": ["a", "b", "c"], "confusion": confusion, "accuracy": 0.4}
-    (path / "report.json").write_text(json.dumps(scores))
-    assert names(path) == found
-    if found:
-        assert "answers b for all 8 validation texts, which are of 2 classes" in verdict(
-            read_run(path)
-        )
-
-
-def test_roll_backs(folder):
-    path = folder([line(1), line(2, applied=False, rolled_back=True), line(3)])
-    assert names(path) == ["rolled_back"]
-
-
 def test_faults_come_first(folder):
     lines = [line(s, lost_updates={"a": 0.9}) for s in range(1, 9)]
     lines += [line(9, applied=False, loss="nan", skip_reason="forward")]
@@ -197,22 +128,12 @@ def test_gradients_that_the_scale_in_force_does_not_save(folder, scale, found):
         assert verdict(read_run(path)).startswith("fp16 flushes 20.0% of blocks.3 to 0 ")
 
 
-def test_other_policies_do_not_underflow_in_fp16(folder):
-    path = folder([line(1), line(2)])
-    watch(path, tensor(), policy="bf16-mixed")
-    assert names(path) == []
-
-
 def test_an_output_near_the_end_of_fp16(folder):
     path = folder([line(1), line(2)], precision="fp16-mixed")
     watch(path, tensor("mlp", "activation", {"3": 10}, absmax=12.0))
     assert names(path) == []
     watch(path, tensor("mlp", "activation", {"14": 10}, absmax=30000.0), step=2)
     assert names(path) == ["fp16_headroom"]
-
-
-def test_every_class_of_causes_has_a_remedy():
-    assert set(CHANGES) <= set(REMEDIES)
 
 
 # What a verdict must not say
@@ -235,10 +156,7 @@ def test_spikes_left_out_are_no_overflows(folder):
         line(s, **({"applied": False, "skip_reason": "loss_spike"} if s % 10 == 0 else {}))
         for s in range(1, 202)
     ]
-    path = folder(lines)
-    (path / "exclude.jsonl").write_text('{"spike_step": 10}\n{"spike_step": 10}\n')
-    assert names(path) == ["spikes"]
-    assert "Spikes left out: 1; batches listed" in findings(read_run(path))[0].text("en")
+    assert names(folder(lines)) == []
 
 
 @pytest.mark.parametrize(("interval", "found"), [(8, []), (2000, ["many_skips"])])
@@ -249,47 +167,11 @@ def test_a_scale_that_grows_often_overflows_often(folder, interval, found):
     assert names(folder(lines, precision=policy)) == found
 
 
-@pytest.mark.parametrize("level", [0.0, 1e-6])
-def test_a_loss_that_stays_where_it_began(folder, level):
-    draw = random.Random(1)
-    losses = [6.9 - level * step + draw.gauss(0, 0.01) for step in range(100)]
-    path = folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])
-    assert names(path) == ["stood_still"]
-    assert not verdict(read_run(path)).startswith("healthy")
-
-
-def test_a_loss_that_falls_by_little_does_fall(folder):
-    """By half a per cent, five times the noise."""
-    draw = random.Random(1)
-    losses = [6.93 - 0.0005 * step + draw.gauss(0, 0.008) for step in range(100)]
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
-
-
-def test_nothing_is_said_of_a_fall_that_noise_hides(folder):
-    """From 1.78 to 1.70 in 60 steps of a classifier, whose batches differ by 0.2."""
-    draw = random.Random(3)
-    losses = [1.78 - 0.0018 * step + draw.gauss(0, 0.2) for step in range(60)]
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
-
-
-def test_a_loss_that_falls_slowly_under_noise_does_not_stand_still(folder):
-    draw = random.Random(1)
-    losses = [6.9 - 0.004 * step + draw.gauss(0, 0.1) for step in range(100)]
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == []
-
-
-def test_a_loss_that_explodes_in_its_last_steps(folder):
-    losses = [*noisy(2, noise=0.05), 40.0, 90.0, 300.0]
-    assert names(folder([line(s, loss=loss) for s, loss in enumerate(losses, 1)])) == ["diverged"]
-
-
 def test_a_step_without_a_finite_loss_that_was_survived(folder):
     lines = [line(s) for s in range(1, 100)]
     lines[59] = line(60, applied=False, loss="nan", skip_reason="nonfinite_loss")
     path = folder(lines)
     assert names(path) == ["left_out"]
-    lines[59]["rolled_back"] = True
-    assert names(folder(lines, "back")) == ["rolled_back"]
 
 
 @pytest.mark.parametrize(
@@ -310,13 +192,6 @@ def test_what_cures_lost_updates_depends_on_the_weights_dtype(folder, policy, na
     assert ("Set precision" in remedy) is (name == "lost_updates")
 
 
-def test_fp16_weights_are_cured_by_policies_of_fp16(folder):
-    path = folder([line(s, lost_updates={"a": 0.5}) for s in range(1, 30)], precision="fp16-pure")
-    (found,) = findings(read_run(path))
-    assert '"fp16-master"' in found.remedy("en")
-    assert '"fp16-mixed"' in found.remedy("zh")
-
-
 def test_the_first_cause_and_its_remedy_in_both_languages(folder):
     lines = [line(s) for s in range(1, 10)]
     path = folder([*lines, line(10, applied=False, skip_reason="forward")], steps=99)
@@ -328,6 +203,9 @@ def test_the_first_cause_and_its_remedy_in_both_languages(folder):
     assert found.remedy("en") == "To do: x.float() + y.float()."
     assert "残差相加溢出" in found.text("zh")
     assert "x.float() + y.float()" in found.remedy("zh")
+    cause["remedy"] = remedy_of(cause["cause_class"], "fp16")
+    (path / "causes.jsonl").write_text(json.dumps(cause) + "\n")
+    assert findings(read_run(path))[0].remedy("zh").endswith("它的范围与 fp32 相同。")
     (path / "causes.jsonl").write_text(json.dumps({**cause, "cause_class": "a new one"}) + "\n")
     assert "a new one，位于 layers.3" in findings(read_run(path))[0].text("zh")
 
@@ -344,25 +222,3 @@ def test_lines_that_could_not_be_read_are_a_note(folder):
         file.write('{"step": 50, "lo')
     assert names(path) == ["damaged"]
     assert verdict(read_run(path)).startswith("healthy")
-
-
-@pytest.mark.parametrize(
-    "policy", ["fp16-mixed", "fp16-mixed,keep_fp32=a|b", "fp16-mixed,init_scale=16.0"]
-)
-def test_each_policy_that_is_proposed_can_be_written(folder, policy):
-    path = folder([line(1), line(2)], precision=policy)
-    watch(path, tensor("layers.3"), scale=1.0)
-    watch(path, tensor("layers.2", "activation", {"14": 10}, absmax=3e4), tensor("layers.3"))
-    proposed = [f.values["precision"] for f in findings(read_run(path)) if "precision" in f.values]
-    assert len(proposed) == 2
-    for spelled in proposed:
-        parse_policy(spelled)
-    kept = next(spelled for spelled in proposed if "layers.2" in spelled)
-    assert place_names(kept) >= {"layers.2"}
-    for finding in findings(read_run(path)):
-        for quoted in re.findall(r'precision = "([^"]+)"', finding.remedy("zh")):
-            parse_policy(quoted)
-
-
-def place_names(spelled):
-    return {pattern for pattern, form in parse_policy(spelled).rules if form == "fp32"}

@@ -3,14 +3,12 @@
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, thinned
-from halfstep.report.page import _one_line, make_report
+from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line, tensor, watch
 
@@ -76,19 +74,6 @@ def test_names_leave_the_structure_of_the_page_unchanged(folder):
         assert "script" not in found.tags
 
 
-def test_a_comparison_of_hostile_runs_has_the_same_structure(folder):
-    def outline(text, number):
-        runs = [run_named(folder, f"{text}{end}", f"{number}{end}") for end in "ab"]
-        page = make_report(runs).to_html()
-        assert "Comparison" in page
-        drawn = ("g", "path", "use", "defs", "text")
-        return [tag for tag in Outline(page).tags if tag not in drawn]
-
-    expected = outline("plain", "n")
-    for number, text in enumerate(HOSTILE):
-        assert outline(text, number) == expected, text
-
-
 def test_a_page_needs_nothing_else(folder):
     page = make_report([read_run(folder([line(s) for s in range(1, 60)]))]).to_html()
     assert "default-src 'none'" in page
@@ -117,17 +102,6 @@ def test_the_numbers_of_a_layer(folder):
     assert shown == ["9", lost, "-", lost, lost, "2^5 … 2^12"]
 
 
-def test_a_deep_model_fits_a_page(folder):
-    path = folder([line(1), line(2)])
-    watch(
-        path,
-        *(tensor(f"layer.{i}", kind) for i in range(900) for kind in ("activation", "gradient")),
-    )
-    page = make_report([read_run(path)]).to_html()
-    assert len(page.encode()) < 2e6
-    assert page.count('<td class="name">layer.') == 12
-
-
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_both_languages(folder, language):
     run = read_run(folder([line(s, lost_updates={"a": 0.9}) for s in range(1, 30)]))
@@ -135,16 +109,6 @@ def test_both_languages(folder, language):
     assert ('lang="zh-CN"' in page) is (language == "zh")
     assert ("丢失的更新" in page) is (language == "zh")
     assert ("Lost updates" in page) is (language == "en")
-
-
-def test_several_runs_with_a_band(folder):
-    runs = [
-        read_run(folder([line(s, val_loss=4 + seed / 10) for s in range(1, 30)], f"s{seed}"))
-        for seed in range(3)
-    ]
-    page = make_report(runs).to_html()
-    assert "mean ± s.d. of 3 runs" in page
-    assert page.count('class="verdict healthy"') == 3
 
 
 def test_a_broken_run_has_a_page(folder):
@@ -164,34 +128,20 @@ def test_without_matplotlib_the_page_says_so(folder, monkeypatch):
     assert "halfstep[plot]" in make_report([run]).to_html()
 
 
-@pytest.mark.parametrize("suffix", ["html", "md"])
-def test_forms(folder, tmp_path, suffix):
+def test_a_page_is_written_whole(folder, tmp_path):
     report = make_report([read_run(folder([line(s) for s in range(1, 30)]))])
-    path = report.write(tmp_path / "new" / f"r.{suffix}")
-    text = path.read_text(encoding="utf-8")
-    assert "healthy" in text
+    path = report.write(tmp_path / "new" / "r.html")
+    assert "healthy" in path.read_text(encoding="utf-8")
     assert not [p for p in path.parent.iterdir() if p != path]
 
 
 def test_a_name_that_cannot_be_written(folder, tmp_path):
     report = make_report([read_run(folder([line(1)]))])
-    with pytest.raises(ConfigError, match=r"ends in \.html or \.md"):
+    with pytest.raises(ConfigError, match=r"ends in \.html"):
         report.write(tmp_path / "r.pdf")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write(tmp_path / "file" / "r.html")
-
-
-def test_markdown_of_hostile_names(folder):
-    for number, text in enumerate(HOSTILE):
-        page = make_report([run_named(folder, text, number)]).to_markdown()
-        assert "<script" not in page
-        assert "](javascript" not in page
-        assert not re.search(r"^# heading", page, re.MULTILINE)
-
-
-def test_signs_of_markdown_are_shown_as_they_are():
-    assert _one_line("6 > 5 & [a](b) #1\n|x|") == r"6 &#62; 5 &#38; \[a\]\(b\) \#1 \|x\|"
 
 
 def test_long_curves_keep_their_extremes():
@@ -201,21 +151,3 @@ def test_long_curves_keep_their_extremes():
     assert len(kept) <= MOST_POINTS + 2
     assert {max(kept), min(kept)} == {1e6, -1e6}
     assert steps == sorted(steps)
-
-
-def test_a_long_run_makes_a_small_page(folder):
-    lines = [line(s, loss=3 + (s % 7) / 10, lost_updates={"a": 0.0}) for s in range(1, 20_001)]
-    page = make_report([read_run(folder(lines))]).to_html()
-    assert len(page.encode()) < 2e6
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium")
-def test_a_browser_runs_nothing_of_a_hostile_run(folder, tmp_path):
-    runs = [run_named(folder, text, number) for number, text in enumerate(HOSTILE)]
-    path = make_report(runs).write(tmp_path / "page.html")
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=120)
-    assert "Training report" in done.stdout
-    assert "<title>owned" not in done.stdout
-    assert "<h1>new" not in done.stdout

@@ -17,7 +17,6 @@ def test_a_whole_run(folder):
     assert run.groups("lost_updates") == {"g": ([3], [0.5])}
     assert (run.policy, run.planned_steps, run.name) == ("bf16-mixed", 3, "run")
     assert run.damaged == {}
-    assert run.missing == ["causes.jsonl", "exclude.jsonl", "numerics.jsonl"]
 
 
 def test_a_resumed_step_counts_once_by_its_last_line(folder):
@@ -67,7 +66,7 @@ def test_no_run(tmp_path):
 @pytest.mark.parametrize(
     ("given", "read"),
     [(1, 1.0), (2.5, 2.5), (True, None), ("inf", math.inf), ("-inf", -math.inf), ("1.0", None),
-     (None, None), ([1], None), (10**400, math.inf), (-(10**400), -math.inf)],
+     (None, None), ([1], None)],
 )  # fmt: skip
 def test_numbers(given, read):
     assert number(given) == read

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.trainer.runs import ON_CPU, overflowing, small_config, start
 
-from halfstep.diagnostics.recording.metrics import CAPTURES
+from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.errors import (
     CheckpointError,
     HalfstepError,

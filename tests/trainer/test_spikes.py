@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
 
-from halfstep.diagnostics.recording.metrics import EXCLUDE, Excluded
+from halfstep.diagnostics.metrics import EXCLUDE, Excluded
 from halfstep.errors import CheckpointError, SpikeError
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.loop import train

@@ -1,4 +1,4 @@
-"""The command ``halfstep bench``: precision policies on this machine, one run after the other."""
+"""The commands ``bench`` and ``demo``: precision policies on this machine, one after the other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
-from halfstep.cli.commands import Bench
+from halfstep.cli.commands import Bench, Demo
 from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.grammar import read_words
-from halfstep.diagnostics.lost_updates.report import lost_share
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import write_whole
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.casting.autocast import support
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import AUTO, parse_policy
+from halfstep.report.findings import lost_shares
+from halfstep.report.page import make_report
 from halfstep.report.record import RunRecord, read_run
 from halfstep.shown import aligned
 from halfstep.trainer.config.config import config_to_toml, load_config, read_table
@@ -33,20 +36,20 @@ _METER_EVERY = 8
 
 
 def run(arguments: Bench) -> int:
-    """Train a moment under each policy, and print a table."""
+    """Train a moment under each policy, and print a table; the demo also writes a page."""
     config = _config(arguments)
-    device = choose_device(config.run.device)
-    policies = [parse_policy(text, device) for text in arguments.precision]
-    root = Path(arguments.out or f"runs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    policies = _policies(arguments, config)
+    folder = time.strftime(f"runs/{type(arguments).__name__.lower()}-%Y%m%d-%H%M%S")
+    root = Path(arguments.out or folder)
     records, refused = [], {}
     with RunDisplay("bench") as display:
         prepare(config, display)
         for policy in policies:
             display.say(str(policy))
-            folder = root / str(policy).replace("/", "-")
-            done = train_apart(replace(config, precision=policy), folder, quiet=True)
+            path = root / str(policy).replace("/", "-")
+            done = train_apart(replace(config, precision=policy), path)
             if done.returncode == 0:
-                records.append(read_run(folder))
+                records.append(read_run(path))
             else:
                 why = [*done.stderr.splitlines(), ""][0] or str(done.returncode)
                 refused[str(policy)] = why.removeprefix("halfstep: error: ")
@@ -55,7 +58,21 @@ def run(arguments: Bench) -> int:
     print(table_of(records))
     for name, why in refused.items():
         print(f"{name}: {why}")
+    if isinstance(arguments, Demo):
+        report = make_report(records)
+        if report.comparison:
+            print("", *report.comparison.verdict, sep="\n")
+        print(f"\nWritten: {report.write(root / 'report.html')}")
     return 0
+
+
+def _policies(arguments: Bench, config: BaseConfig) -> list[PrecisionPolicy]:
+    """The policies that are named; for a demo without any, what suits the device among others."""
+    device, named = choose_device(config.run.device), arguments.precision
+    if not named:
+        fp16 = support("fp16-mixed", device).status != "refused"
+        named = ("fp32", AUTO, *["fp16-mixed"] * fp16)
+    return list(dict.fromkeys(parse_policy(text, device) for text in named))
 
 
 def table_of(records: Sequence[RunRecord]) -> str:
@@ -69,15 +86,7 @@ def table_of(records: Sequence[RunRecord]) -> str:
         timed = [line for line in record.steps[_WARM_UP:] if not line.get("lost_updates")]
         rates.append(median(line["tokens_per_second"] for line in timed or record.steps[-1:]))
         losses = record.series("loss")[1]
-        numbers, learning = record.series("learning_rate")
-        at = dict(zip(numbers, learning, strict=True))
-        shares = [
-            lost_share(
-                ((at[step], share) for step, share in zip(*group, strict=True)), max(learning)
-            )
-            for group in record.groups("lost_updates").values()
-        ]
-        lost = max(filter(math.isfinite, shares), default=None)
+        lost = max(lost_shares(record).values(), default=math.nan)
         rows.append(
             (
                 record.name,
@@ -85,41 +94,29 @@ def table_of(records: Sequence[RunRecord]) -> str:
                 f"{rates[-1] / rates[0]:.2f}",
                 megabytes(record.series("peak_memory_bytes")[1][-1]),
                 f"{fmean(losses[-max(1, len(losses) // 4) :]):.4f}",
-                "-" if lost is None else f"{lost:.1%}",
+                "-" if math.isnan(lost) else f"{lost:.1%}",
             )
         )
     return aligned(rows, range(1, len(rows[0])))
 
 
-def prepare(config: BaseConfig, display: RunDisplay) -> int:
-    """Prepare the data, so that it counts for no run's memory; return the model's parameters."""
+def prepare(config: BaseConfig, display: RunDisplay) -> None:
+    """Prepare the data, so that it counts for no run's memory."""
     session = open_session(replace(config, precision=parse_policy("fp32")), display.prepared)
-    try:
-        return sum(p.numel() for p in session.task.model.parameters())
-    finally:
-        session.task.close()
-        session.precision.close()
+    session.task.close()
+    session.precision.close()
 
 
-def train_apart(
-    config: BaseConfig, folder: Path, *, quiet: bool
-) -> subprocess.CompletedProcess[str]:
-    """Train in a process of its own, because peak memory and caches belong to a process.
-
-    Args:
-        config: The run, without a folder.
-        folder: For the run; it does not exist.
-        quiet: Keep what the run says on stderr, instead of passing it on.
-    """
+def train_apart(config: BaseConfig, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train in a process of its own, because peak memory and caches belong to a process."""
     config = replace(config, run=replace(config.run, output_dir=str(folder)))
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(f"{folder.name}.toml")
     write_whole(file, config_to_toml(config))
-    words = [*config.COMMAND.split(), "--config", str(file)]
+    words = [*config.COMMAND.split(), "--config", str(file), "--quiet"]
     return subprocess.run(
-        [sys.executable, "-m", "halfstep", *words, *["--quiet"] * quiet],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if quiet else None, text=True,
-        check=False,
+        [sys.executable, "-m", "halfstep", *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
 
 

@@ -85,23 +85,20 @@ class OneStep:
     )
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless exactly one thing to take a step of is given."""
-        if bool(self.run) == bool(self.config):
-            raise ConfigError("give a run folder or --config: which step is to be taken")
-        if self.run and self.data:
-            raise ConfigError("--data goes with --config; a run has its own data")
+        """Raise ConfigError unless there is exactly one thing to take a step of."""
+        if bool(self.run) == bool(self.config) or (self.run and self.data):
+            raise ConfigError("give a run folder, or --config and perhaps --data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(OneStep):
-    """Show what one training step really runs: operations, formats, and what is stored.
+    """Show what one training step really runs: every operation, and in which format.
 
     The step is that of a configuration, or the next one of a run; nothing of it is kept. Below the
     table are the operations that ran otherwise than the policy says.
     """
 
     precision: str = option("", "Policy; default: that of the run or configuration.")
-    save: str = option("", "Write the trace to this file, for the report or for Trace.check.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +111,6 @@ class Memory(OneStep):
     precision: tuple[str, ...] = option(
         (), "Policies; default: fp32 and that of the run or configuration."
     )
-    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +118,8 @@ class Formats:
     """Show the number formats, and what each makes of a number.
 
     Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
-    each format rounds it to, once, to the nearest, ties to even; its bits, and the rounding error.
-    With --block: the scales, codes and numbers of a block that begins with the VALUEs.
+    each format rounds it to, its bits, and the rounding error. With --block: the scales, codes and
+    numbers of a block that begins with the VALUEs.
     """
 
     values: tuple[str, ...] = option(
@@ -138,9 +134,9 @@ class Formats:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say which precision a machine is good for and why, and report what the machine is.
+    """Say which precision a machine is good for, and why.
 
-    A device of this machine is measured; one that is only named, such as T4, is looked up in
+        A device of this machine is measured; one that is only named, such as T4, is looked up in
     halfstep's table. Paste the output of --json into an issue.
     """
 
@@ -184,23 +180,6 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
-    """Train the same model in several precisions, one after the other, and draw them together."""
-
-    config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file.")
-    precision: tuple[str, ...] = option(
-        (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
-    )
-    max_steps: int = option(80, "Optimizer steps in each precision.")
-    output_dir: str = option("", "Folder of the runs and of the figure; default runs/demo-TIME.")
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range."""
-        if self.max_steps < 1:
-            raise ConfigError(f"--max-steps {self.max_steps}; allowed: integers >= 1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure precision policies on this machine, with your model, shapes and data.
 
@@ -217,12 +196,22 @@ class Bench:
         "Policies, separated by spaces.",
     )
     steps: int = option(30, "Optimizer steps under each policy.")
-    out: str = option("", "Folder for the runs; default runs/bench-TIME.")
+    out: str = option("", "Folder for the runs; default: runs/ and the command with the time.")
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a number out of range."""
         if self.steps < 1:
             raise ConfigError(f"--steps {self.steps}; allowed: integers >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Bench):
+    """Train the same model in several precisions, one after the other, and draw them together."""
+
+    precision: tuple[str, ...] = option(
+        (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
+    )
+    steps: int = option(80, "Optimizer steps under each policy.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,20 +225,20 @@ class Report:
     runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)
     out: str = option(
         "",
-        "The file to write; its name ends in .html or .md. Default: report.html in the run's "
-        "folder, for several runs in the current one.",
+        "The .html file to write; default: report.html in the run's folder, for several runs in "
+        "the current one.",
     )
     lang: Literal["en", "zh"] = option("en", "Language of the page.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Take a captured step of a run again, bit for bit, or in another precision."""
+    """Replay a captured step of a run, bit for bit, or in another precision."""
 
     capture: str = field(
         metadata={"help": "A folder in captures/ of a run with run.capture.", "positional": True}
     )
-    precision: str = option("", "The policy to take it in, such as fp32; default: the run's own.")
+    precision: str = option("", "The policy to replay it in, such as fp32; default: the run's own.")
 
 
 COMMANDS: Mapping[str, type[Any]] = {
@@ -272,6 +261,8 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
+    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
+    "demo": "bench",
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",

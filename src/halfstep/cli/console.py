@@ -1,12 +1,11 @@
-"""Shows the progress of a run: a progress bar on a terminal, occasional lines elsewhere."""
+"""Shows the progress of a run on stderr: a line that a terminal rewrites, elsewhere a few lines."""
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from halfstep.trainer.loop import Tick
 
@@ -19,47 +18,29 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
 
 
-class _Console(Console):
-    """A console that goes silent when its pipe is closed, where rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Print nothing more, and let training go on."""
-        self.quiet = True
-
-
 class RunDisplay:
     """Shows the preparation of data and the training on stderr; a context manager."""
 
     def __init__(self, title: str, *, quiet: bool = False) -> None:
-        self._title = title
-        self._console = _Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
-            console=self._console,
-            transient=True,
-            disable=quiet or not self._console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
+        self._title, self._quiet = title, quiet
+        self._terminal = sys.stderr.isatty()
         self._last_line = 0.0
 
     def __enter__(self) -> RunDisplay:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._terminal:
+            self._print("")
 
     def say(self, text: str) -> None:
-        """Print one line above the bar."""
-        self._console.print(text, markup=False)
+        """Print one line."""
+        self._print(f"{text}\n")
 
     def prepared(self, what: str, done: int, total: int) -> None:
         """Show the progress of preparing data, in bytes."""
-        text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
-        worth = 0 < done < total and total > _WORTH_A_LINE
-        self._show(what, done, total, text, f"{what}: {text}" if worth else "")
+        if 0 < done < total and total > _WORTH_A_LINE:
+            self._progress(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def stepped(self, tick: Tick, max_steps: int) -> None:
         """Show one step of training."""
@@ -71,7 +52,6 @@ class RunDisplay:
             parts.append(f"skipped {record.skipped_total}")
         parts.append(f"{record.tokens_per_second:,.0f} tok/s")
         parts.append(f"{timedelta(seconds=round(tick.seconds_left))} left")
-        text = "  ".join(parts)
         if not record.applied:
             few = " (a few are normal: a dynamic loss scale finds its level so)"
             self.say(
@@ -80,16 +60,19 @@ class RunDisplay:
             )
         for said in [*tick.verdicts, *([tick.evaluation.text] if tick.evaluation else [])]:
             self.say(f"step {record.step}: {said}")
-        self._show(self._title, record.step, max_steps, text, f"{self._title}: {text}")
+        self._progress(f"{self._title}: {'  '.join(parts)}")
 
-    def _show(self, key: str, done: int, total: int, text: str, line: str) -> None:
-        """Move the bar; without a terminal print the line, but not often."""
-        if key not in self._tasks:
-            for old in self._tasks.values():
-                self._progress.remove_task(old)
-            self._tasks = {key: self._progress.add_task(key, total=total, text="")}
-        self._progress.update(self._tasks[key], completed=done, total=total, text=text)
+    def _progress(self, text: str) -> None:
+        """Rewrite the line; without a terminal print another one, but not often."""
         now = time.monotonic()
-        if line and not self._console.is_terminal and now - self._last_line >= _LINE_EVERY:
+        if self._terminal:
+            self._print(text[:100])
+        elif now - self._last_line >= _LINE_EVERY:
             self._last_line = now
-            self.say(line)
+            self.say(text)
+
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            again = "\r\x1b[K" if self._terminal else ""
+            with suppress(OSError):  # a closed pipe does not end the training
+                print(f"{again}{text}", end="", file=sys.stderr, flush=True)

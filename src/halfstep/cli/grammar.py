@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -26,9 +24,8 @@ from halfstep.trainer.config.read import build, did_you_mean
 from halfstep.trainer.config.run import BaseConfig
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a "
-    "numerics guard, 4 interrupted with a checkpoint written; with --nproc, that of the "
-    "rank that failed first"
+    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"
+    "guard, 4 interrupted with a checkpoint written; with --nproc, that of a rank that failed"
 )
 _VALUES = {int: "N", float: "X"}
 
@@ -81,51 +78,22 @@ def command_of(words: Sequence[str]) -> str:
         name = " ".join(words[:size])
         if len(words) >= size and name in COMMANDS:
             return name
-    first, second = [*words[:2], "", ""][:2]
-    group = [name for name in COMMANDS if name.startswith(f"{first} ")]
-    if "-h" in (first, second if group else "") or "--help" in (first, second if group else ""):
-        print(_overview(group or list(COMMANDS)))
+    if {"-h", "--help"} & {*words[:2]}:
+        print(_overview())
         raise SystemExit(0)
-    if not first:
+    if not words:
         raise ConfigError("a COMMAND is missing; halfstep --help lists them")
-    known = list(dict.fromkeys(name.split()[-1 if group else 0] for name in COMMANDS
-                               if name in group or not group))  # fmt: skip
-    wrong = second if group else first
-    if not wrong:
-        raise ConfigError(f"{first} what? One of: {', '.join(known)}")
-    hint = did_you_mean(wrong.lower(), ["--help", "--version"] if wrong[0] == "-" else known)
-    if wrong[0] == "-" and not hint:
-        hint = f", the COMMAND comes first, as in halfstep train {wrong:.40}"
-    raise ConfigError(f"unknown command {wrong!r}{hint}; allowed: {', '.join(known)}")
+    group = any(name.startswith(f"{words[0]} ") for name in COMMANDS)
+    given = " ".join(words[: 1 + group])
+    hint = did_you_mean(given.lower(), [*COMMANDS, "--help", "--version"])
+    raise ConfigError(f"unknown command {given!r:.80}{hint}; allowed: {', '.join(COMMANDS)}")
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> Any:
-        _, _, words = message.partition("unrecognized arguments: ")
-        missing = message.partition("arguments are required: ")[2]
-        if words and "--data" in self._option_string_actions:
-            message += f"; files of text are given by --data {words.split()[0]}"
-        for action in self._actions:
-            if {action.dest, action.metavar} & {*missing.split(", ")}:
-                message += f": {str(action.help).rstrip('.')}"
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-class _Formatter(argparse.HelpFormatter):
-    """argparse's help with the paragraphs of docstrings, and without breaks in hyphened words."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join("\n".join(_wrapped(part, width)) for part in text.split("\n\n"))
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return _wrapped(text, width)
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    text = " ".join(text.split())
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def purpose(command: type[Any]) -> str:
@@ -133,21 +101,18 @@ def purpose(command: type[Any]) -> str:
     return cleandoc(command.__doc__ or "")
 
 
-def _overview(names: Sequence[str]) -> str:
-    """Return the text that ``halfstep --help`` prints for these commands."""
-    width = shutil.get_terminal_size().columns - 2  # as argparse counts
-    indent = 4 + max(map(len, names))
-    rows = []
-    for name in names:
-        first, *more = _wrapped(purpose(COMMANDS[name]).split("\n")[0], width - indent)
-        rows += [f"  {name:<{indent - 2}}{first}", *(f"{'':<{indent}}{line}" for line in more)]
-    parts = [
-        "usage: halfstep COMMAND [--help] [options]; halfstep --version",
-        "Train in mixed precision, and account for every number on the way.",
-        "\n".join(rows),
-        "\n".join(_wrapped(EXIT_CODES, width)),
-    ]
-    return "\n\n".join(parts)
+def _overview() -> str:
+    """Return the text that ``halfstep --help`` prints."""
+    width = 4 + max(map(len, COMMANDS))
+    rows = [f"  {n:<{width - 2}}{purpose(kind).splitlines()[0]}" for n, kind in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: halfstep COMMAND [--help] [options]; halfstep --version\n",
+            "Train in mixed precision, and account for every number on the way.\n",
+            *rows,
+            f"\n{EXIT_CODES}",
+        ]
+    )
 
 
 @cache
@@ -160,7 +125,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
         description=purpose(kind),
         epilog=EXIT_CODES,
-        formatter_class=_Formatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -18,8 +18,7 @@ from halfstep.cli.commands import Request
 from halfstep.cli.main import INTERRUPTED
 from halfstep.errors import ConfigError
 
-_PROGRAM = ("-m", "halfstep")
-"""What each rank runs."""
+_PROGRAM = ("-m", "halfstep")  # what each rank runs
 _SAVING_SECONDS = 600
 
 
@@ -27,13 +26,11 @@ def run(request: Request) -> int:
     """Train on ``--nproc`` ranks of this machine; return the code of a rank that failed."""
     nproc = request.start.nproc or 0
     if nproc < 1:
-        given = request.start.nproc
-        raise ConfigError(f"--nproc {given}; allowed: integers >= 1, the ranks on this machine")
-    inside = [name for name in ("RANK", "TORCHELASTIC_RUN_ID") if name in os.environ]
-    if inside:
+        raise ConfigError(f"--nproc {nproc}; allowed: integers >= 1, the ranks on this machine")
+    if "RANK" in os.environ:
         raise ConfigError(
-            f"--nproc {nproc} inside a process that is a rank already ({inside[0]} is set); give "
-            "the number of ranks to the outer launcher only"
+            f"--nproc {nproc} inside a process that is a rank already (RANK is set); give the "
+            "number of ranks to the outer launcher only"
         )
     # torchrun's own default is one thread a rank, however many cores there are
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()

@@ -33,8 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if any("\0" in word for word in argv):
-        return _complain("an argument holds a NUL character", 2)
     if list(argv) in (["-v"], ["--version"]):
         print(f"halfstep {__version__}")
         return 0
@@ -72,10 +70,8 @@ def describe(error: BaseException) -> tuple[str, int]:
             return str(error), error.exit_code
         case KeyboardInterrupt():
             return "interrupted; what was not saved is lost", 130
-        case OSError(errno=errno.ENOSPC):
-            return f"no space left on the disk: {error}", 1
-        case OSError(errno=errno.ENAMETOOLONG):
-            return f"a name is too long for this file system: {error}", 2
+        case OSError(filename=str()):  # a name or a place that the user has given
+            return str(error), 1 if error.errno == errno.ENOSPC else 2
         case ModuleNotFoundError(name=str(name)) if needed := what_installs(name):
             return f"{error}; install what this needs: pip install {needed}", 2
     if rank_of_many() is not None and lost_contact(error):
@@ -89,16 +85,12 @@ def what_installs(module: str) -> str:
     """Name what pip installs for a module: a package, an extra of halfstep, or "" if unknown."""
     # Imported only here, as importlib.metadata takes as long to import as all of the grammar.
     requires = importlib.import_module("importlib.metadata").requires
-    package, extras = module.partition(".")[0].lower(), []
+    package = module.partition(".")[0].lower()
     for line in requires("halfstep") or []:
         found = re.match(r"([\w.-]+)(?:.*extra *== *['\"]([\w-]+))?", line)
         if found and found[1].replace("-", "_").lower() == package:
-            if not found[2]:
-                return found[1]
-            extras.append(found[2])
-    if not extras:
-        return ""
-    return f"'halfstep[{'train' if 'train' in extras else extras[0]}]'"
+            return f"'halfstep[{found[2]}]'" if found[2] else found[1]
+    return ""
 
 
 def _complain(text: str, code: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +10,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.cli.console import RunDisplay
-from halfstep.diagnostics.memory import table
-from halfstep.diagnostics.memory.saved import MemoryMeter
+from halfstep.diagnostics.memory import PARTS, Memory as Held, MemoryMeter, size_text
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.shown import aligned
@@ -35,8 +33,6 @@ def _trace(arguments: Trace) -> int:
         with trace(session.task.model, session.precision) as ran:
             attempt(session)
         policy = session.precision.policy
-    if arguments.save:
-        ran.save(arguments.save)
     differences = ran.differences()
     verdict = f"all operations ran as {policy} says"
     if differences:
@@ -49,23 +45,17 @@ def _memory(arguments: Memory) -> int:
     """Print what a step holds under each policy, and why 16 bits did not halve it all."""
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
-    if arguments.json:
-        print(json.dumps({"policies": [each.to_json() for each in found]}, indent=1))
-        return 0
-    parts = [part for part in table.PARTS if any(each.part(part) for each in found)]
+    parts = [part for part in PARTS if any(each.part(part) for each in found)]
     rows = [("policy", *parts, "total", "of the first")]
     for each in found:
-        sizes = [table.size_text(each.part(p)) if each.part(p) else "-" for p in parts]
+        sizes = [size_text(each.part(p)) if each.part(p) else "-" for p in parts]
         share = f"{each.total / found[0].total:.2f}"
-        rows.append((each.policy, *sizes, table.size_text(each.total), share))
+        rows.append((each.policy, *sizes, size_text(each.total), share))
     print(aligned(rows, range(1, len(rows[0]))))
-    for each in found[1:]:
-        if each.part("gradients"):
-            print(f"\n{each.policy}: {each.why_not_half()}")
     return 0
 
 
-def _measured(arguments: Memory, policy: str) -> table.Memory:
+def _measured(arguments: Memory, policy: str) -> Held:
     with _opened(arguments, policy) as session:
         batches, _ = session.micro_batches()
         with MemoryMeter(session.precision, batches[0]) as meter:
@@ -102,8 +92,8 @@ def _config(arguments: OneStep, precision: str) -> BaseConfig:
         config = config_from_table(given)
     if not config.COMMAND:
         raise ConfigError(
-            f"{arguments.run}: this run's model is your program's; look at a step there, with "
-            "halfstep.trace or halfstep.MemoryMeter around it"
+            f"{arguments.run}: this run's model is your program's; use halfstep.trace or "
+            "halfstep.MemoryMeter there"
         )
     # the step of one process, whatever layout the run had
     return replace(config, run=replace(config.run, parallel=""))

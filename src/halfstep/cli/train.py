@@ -153,8 +153,7 @@ def _has_recipe(precision: str) -> bool:
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if last is None:
-        steps = session.config.run.max_steps
-        return f"{path}: step {session.step} of {steps}: nothing to do"
+        return f"{path}: step {session.step} of {session.config.run.max_steps}: nothing to do"
     record = last.record
     parts = [f"{path}: step {record.step}"]
     if last.evaluation is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from halfstep.cli.console import RunDisplay
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError
 from halfstep.trainer import part
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
@@ -79,28 +78,12 @@ def _predict(arguments: Predicting) -> None:
     if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)
     else:
-        count = _write_file(found, Path(arguments.output))
+        rows = [*found]  # before the file is opened, which may be the input
+        with Path(arguments.output).open("w", encoding="utf-8") as file:
+            count = _write(rows, file)
         print(f"Labels of {count:,} texts written: {arguments.output}")
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
-
-
-def _write_file(found: Iterable[tuple[str, str, float]], path: Path) -> int:
-    """Write a file whole or not at all, or into a device or a pipe; return the number of lines."""
-    special = path.exists() and not path.is_file()
-    path = path if special else Path(os.path.realpath(path))  # a link stays one
-    temporary = path if special else path.with_name(f".{path.name}.unfinished")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            count = _write(found, file)
-        if not special:
-            os.replace(temporary, path)
-    except OSError as error:
-        raise HalfstepError(f"--output {path} cannot be written: {error}") from error
-    finally:
-        if not special:
-            temporary.unlink(missing_ok=True)
-    return count
 
 
 def _write(found: Iterable[tuple[str, str, float]], file: TextIO) -> int:

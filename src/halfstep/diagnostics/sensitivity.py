@@ -4,9 +4,8 @@ A batch's gradient is computed once in bf16, and once for each matmul (``fprop``
 ``wgrad``) of each linear layer with that matmul alone in the other format. With G the gradient of
 all parameters and dG its change, the error is ``|dG|^2 / |G|^2``.
 
-Random bits are drawn several times: the mean of the draws' errors is the *bias*, the rest the
-*variance*, which counts by one tenth because Adam's momentum of 0.9 averages ten steps. Without
-this, stochastic rounding would look worse than rounding to nearest.
+Where a format rounds stochastically, the gradient is the mean of several draws, as an optimizer
+averages over steps: without that, stochastic rounding would look worse than rounding to nearest.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from halfstep.precision.step import Precision
 LossFn = Callable[[Any, Any], Tensor]
 """From model and batch to the mean loss, a scalar."""
 REFERENCE = "bf16-mixed"
-_AVERAGED = 10  # steps that an optimizer averages over: 1 / (1 - beta1) of Adam
-_DRAWS = 4
+_DRAWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +41,13 @@ class MatmulError:
     Attributes:
         layer: The layer's qualified name.
         matmul: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
-        bias: Squared error of the gradient's mean over random draws, relative to its square.
-        variance: The same of the draws around their mean; 0 where nothing is drawn.
+        error: Square of the gradient's change, relative to its own; infinite where it is not
+            finite.
     """
 
     layer: str
     matmul: str
-    bias: float
-    variance: float
-
-    @property
-    def error(self) -> float:
-        """What it adds to the gradient's error; infinite where a gradient is not finite."""
-        return self.bias + self.variance / _AVERAGED
+    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure the gradient error that each linear layer and matmul makes alone in a format.
 
-    It takes three passes over each batch for a linear layer, four times as many for a format that
+    It takes three passes over each batch for a linear layer, eight times as many for a format that
     rounds stochastically.
 
     Args:
@@ -159,16 +151,17 @@ def _error(
     recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
     policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
     draws = _DRAWS if SCHEMES[form].stochastic else 1
-    parts = [
-        _compare(reference, gradients(policy, model, batch, loss_fn, draws))
-        for batch, reference in zip(batches, references, strict=True)
-    ]
-    return MatmulError(name, matmul, *map(fmean, zip(*parts, strict=True)))
+    errors = []
+    for batch, reference in zip(batches, references, strict=True):
+        found = gradients(policy, model, batch, loss_fn, draws)
+        change = _square(found[n] - g for n, g in reference.items()) / _square(reference.values())
+        errors.append(change if math.isfinite(change) else math.inf)
+    return MatmulError(name, matmul, fmean(errors))
 
 
 def _reference(model: nn.Module, batch: Any, loss_fn: LossFn) -> dict[str, Tensor]:
     """Compute the gradients that errors are measured against; refuse those that have none."""
-    found = gradients(REFERENCE, model, batch, loss_fn)[0]
+    found = gradients(REFERENCE, model, batch, loss_fn)
     size = _square(found.values())
     if not 0 < size < math.inf:
         raise PrecisionError(
@@ -180,12 +173,12 @@ def _reference(model: nn.Module, batch: Any, loss_fn: LossFn) -> dict[str, Tenso
 
 def gradients(
     policy: str, model: nn.Module, batch: Any, loss_fn: LossFn, draws: int = 1
-) -> list[dict[str, Tensor]]:
-    """Compute the gradients of a batch under a policy, one set for each draw of its random bits."""
+) -> dict[str, Tensor]:
+    """Compute the gradients of a batch under a policy, the mean over draws of its random bits."""
     copied = copy.deepcopy(model)
     trained = [p for p in copied.parameters() if p.requires_grad]
     precision = Precision(policy, copied, torch.optim.SGD(trained, lr=1.0))
-    found = []
+    found: dict[str, Tensor] = {}
     try:
         for draw in range(draws):
             precision.clock.step = draw
@@ -194,43 +187,13 @@ def gradients(
             with precision.autocast():
                 loss = loss_fn(precision.model, batch)
             precision.backward(loss)
-            named = precision.model.named_parameters()
-            found.append({n: p.grad.float().clone() for n, p in named if p.grad is not None})
+            for name, p in precision.model.named_parameters():
+                if p.grad is not None:
+                    found[name] = found.get(name, 0.0) + p.grad.double() / draws
     finally:
         precision.close()
     return found
 
 
-def _compare(
-    reference: dict[str, Tensor], found: Sequence[dict[str, Tensor]]
-) -> tuple[float, float]:
-    """Bias and variance of gradients relative to the reference's square; infinite if one is."""
-    errors = [[grad[name] - g for name, g in reference.items()] for grad in found]
-    bias, variance = bias_and_variance(errors)
-    if not math.isfinite(bias + variance):
-        return math.inf, 0.0
-    whole = _square(reference.values())
-    return bias / whole, variance / whole
-
-
 def _square(parts: Iterable[Tensor]) -> float:
     return sum(float(part.double().square().sum()) for part in parts)
-
-
-def bias_and_variance(errors: Sequence[Sequence[Tensor]]) -> tuple[float, float]:
-    """Split errors over draws into the squared mean and the squares around it; both unbiased.
-
-    Args:
-        errors: For each draw, the error in parts. The variance of a single one is 0.
-
-    Returns:
-        Sums over all elements, in fp64; NaN or infinite where an error is.
-    """
-    draws = len(errors)
-    parts = zip(*errors, strict=True)
-    mean = _square(torch.stack(draws_of).double().mean(0) for draws_of in parts)
-    variance = 0.0
-    if draws > 1:
-        variance = max((sum(map(_square, errors)) - draws * mean) / (draws - 1), 0.0)
-    # what a few draws leave of the variance in their mean is not bias
-    return max(mean - variance / draws, 0.0), variance

@@ -10,12 +10,10 @@ kernels, which step aside while any dispatch mode is on, are the operations that
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -24,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key, stored
+from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting import simulate
@@ -43,15 +40,9 @@ from halfstep.shown import aligned, as_html
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
-_CODES = (torch.uint8, torch.int8, torch.int16)  # of 8-bit moments, and of remainders
 _SIMULATED = simulate.SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
-_ROOT = Path(__file__).parents[1]
-_UPDATES = (  # code that runs in a step's update, or in the check before it
-    *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
-    *(str(_ROOT / "precision" / f"{name}.py") for name in ("step", "recovery", "after_step")),
-    str(Path(torch.__file__).parent / "optim"),
-)
+_PRODUCTS = {*AUTOCAST["half"], "attention", *PRODUCTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +78,22 @@ class Operation:
         return f"{self.op} in {where}: {forms}, {self.calls} {calls}"
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """Tensors of one kind and format that training keeps.
-
-    Attributes:
-        kind: ``"weights"``, ``"frozen weights"``, ``"buffers"``, ``"gradients"`` (as the backward
-            left them), ``"masters"``, or ``"optimizer "`` and the name of a state, as a moment's.
-        dtype: The stored dtype.
-        tensors: Number of tensors.
-        bytes: Their size on this process.
-    """
-
-    kind: str
-    dtype: str
-    tensors: int
-    bytes: int
-
-
 class Ran:
-    """What a step ran and what is stored; :func:`halfstep.trace` fills it.
+    """What a step ran; :func:`halfstep.trace` fills it.
 
     Attributes:
         operations: The operations, in the order in which they first ran.
-        holdings: What is stored, by kind and format.
         policy: The policy of the step; None without one.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
         self.operations: tuple[Operation, ...] = ()
-        self.holdings: tuple[Holding, ...] = ()
         self.policy = policy
         self._model = model
 
     def table(self) -> str:
-        """Operations by module, and what is stored, as aligned text."""
-        head = (
-            *("module", "class", "direction", "operation"),
-            *("inputs", "outputs", "calls"),
-        )
+        """Operations by module, as aligned text."""
+        head = ("module", "class", "direction", "operation", "inputs", "outputs", "calls")
         rows = [
             (
                 *(row.module or ("." if row.class_name else "-"), row.class_name or "-"),
@@ -134,9 +102,7 @@ class Ran:
             )
             for row in self.operations
         ]
-        stored = [(h.kind, h.dtype, str(h.tensors), f"{h.bytes:,}") for h in self.holdings]
-        kept = "stored", "dtype", "tensors", "bytes"
-        return f"{aligned([head, *rows], {6})}\n\n{aligned([kept, *stored], {3})}"
+        return aligned([head, *rows], {6})
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
@@ -144,14 +110,9 @@ class Ran:
     def __str__(self) -> str:
         return self.table()
 
-    def to_json(self) -> dict[str, Any]:
-        """Operations and holdings as values that ``json.dumps`` writes."""
-        return {
-            "policy": None if self.policy is None else str(self.policy),
-            "operations": json.loads(json.dumps([asdict(row) for row in self.operations])),
-            "stored": [asdict(holding) for holding in self.holdings],
-            "differences": [] if self.policy is None else self.differences(),
-        }
+    def lines(self) -> list[str]:
+        """Policy and operations, a line each."""
+        return [f"policy {self.policy}", *map(str, self.operations)]
 
     def differences(self, policy: str | PrecisionPolicy | None = None) -> list[str]:
         """Where what ran differs from what the policy says of operations; empty if nowhere.
@@ -196,45 +157,31 @@ class Ran:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON of the trace to a file, as a golden one for :meth:`check`."""
-        text = json.dumps(self.to_json(), indent=1)
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        """Write :meth:`lines` to a file, as a golden one for :meth:`check`."""
+        Path(path).write_text("\n".join([*self.lines(), ""]), encoding="utf-8")
 
     def check(self, path: str | Path) -> None:
         """Require that the step ran as a golden file says, which :meth:`save` wrote.
 
         Raises:
-            PrecisionError: If the file cannot be read, or something differs: with the lines that
-                do, ``-`` for the file's and ``+`` for those of this step.
+            PrecisionError: If something differs: with the lines that do, ``-`` for the file's and
+                ``+`` for those of this step.
+            OSError: If the file cannot be read.
         """
-        changed = self.changes(path)
+        before = Path(path).read_text(encoding="utf-8").splitlines()
+        found = [*difflib.unified_diff(before, self.lines(), n=0, lineterm="")]
+        changed = [line for line in found if not line.startswith(("@@", "--- ", "+++ "))]
         if changed:
             raise PrecisionError(
                 f"what ran differs from {path} in {len(changed)} lines; where that is meant, write "
-                "it anew by save() or halfstep trace --save:\n" + "\n".join(changed)
+                "it anew by save():\n" + "\n".join(changed)
             )
-
-    def changes(self, path: str | Path) -> list[str]:
-        """The lines in which the step differs from a golden file; empty if in none.
-
-        Raises:
-            PrecisionError: If the file cannot be read.
-        """
-        try:
-            before = _lines(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PrecisionError(
-                f"check({str(path)!r}) cannot read a trace from it ({error!s:.80}); write one by "
-                "save() or halfstep trace --save"
-            ) from error
-        lines = difflib.unified_diff(before, _lines(self.to_json()), n=0, lineterm="")
-        return [line for line in lines if not line.startswith(("@@", "--- ", "+++ "))]
 
 
 def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
     """The dtype that operands of this operation should have; empty where the policy says none."""
     name = _without_pass(row.op)
-    if name in _products():
+    if name in _PRODUCTS:
         return compute
     if row.direction != "forward":
         return ""
@@ -245,28 +192,11 @@ def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
 
 def is_product(op: str) -> bool:
     """Whether an operation is a matmul, a convolution or attention, forward or backward."""
-    return _without_pass(op) in _products()
+    return _without_pass(op) in _PRODUCTS
 
 
 def _without_pass(op: str) -> str:
     return op.removesuffix("_backward").removesuffix("_forward")
-
-
-@cache
-def _products() -> frozenset[str]:
-    return frozenset([*AUTOCAST["half"], "attention", *PRODUCTS])
-
-
-def _lines(table: dict[str, Any]) -> list[str]:
-    """A trace as lines, for a diff that a reader understands."""
-    rows = [Operation(**{**row, "inputs": tuple(row["inputs"]), "outputs": tuple(row["outputs"])})
-            for row in table["operations"]]  # fmt: skip
-    stored = [Holding(**holding) for holding in table["stored"]]
-    return [
-        f"policy {table['policy']}",
-        *map(str, rows),
-        *(f"{h.kind} in {h.dtype}: {h.tensors} tensors, {h.bytes:,} bytes" for h in stored),
-    ]
 
 
 def _short(forms: Sequence[str]) -> str:
@@ -275,12 +205,7 @@ def _short(forms: Sequence[str]) -> str:
     return ", ".join(form if n == 1 else f"{n} {form}" for form, n in runs) or "-"
 
 
-def trace(
-    model: nn.Module,
-    precision: Precision | None = None,
-    *,
-    policy: str | PrecisionPolicy | None = None,
-) -> Trace:
+def trace(model: nn.Module, precision: Precision | None = None) -> Trace:
     """Record what one training step runs; enter it around forward, backward and step.
 
     It slows the step, but changes no bit of it, except that dropout draws torch's masks where a
@@ -288,14 +213,13 @@ def trace(
 
     Args:
         model: The model whose modules are named. It has hooks until the context is left.
-        precision: The :class:`halfstep.Precision` that trains it, for masters and moments.
-        policy: The policy to compare with; None: that of ``precision``.
+        precision: The :class:`halfstep.Precision` that trains it, with whose policy to compare.
 
     Returns:
         A context manager that gives a :class:`Ran`, complete when the context is left.
 
     Raises:
-        PrecisionError: If an argument is of another type, or the policy is unknown.
+        PrecisionError: If an argument is of another type.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -312,11 +236,7 @@ def trace(
     require_model(model, "trace(model)")
     if precision is not None:
         require(precision, Precision, "trace(precision)", "a halfstep.Precision, or None")
-    if policy is not None:
-        named: PrecisionPolicy | None = parse_policy(policy)
-    else:
-        named = None if precision is None else precision.policy
-    return Trace(model, precision, named)
+    return Trace(model, None if precision is None else precision.policy)
 
 
 class Trace(TorchDispatchMode):
@@ -324,28 +244,18 @@ class Trace(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, model: nn.Module, precision: Precision | None, policy: PrecisionPolicy | None
-    ) -> None:
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._precision = precision
         self._modules = ModuleCalls(model)
         self._calls: Counter[_Key] = Counter()
         self._names: dict[int, tuple[str, bool]] = {}
-        self._gradients: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
         self.ran = Ran(model, policy)
 
     def __enter__(self) -> Ran:
         for name, parameter in self._model.named_parameters():
-            if nn.parameter.is_lazy(parameter):
-                continue
-            self._names[storage_key(parameter)] = name, True
-            if parameter.requires_grad:
-                hook = self._received(name)
-                added = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(added)
+            if not nn.parameter.is_lazy(parameter):
+                self._names[storage_key(parameter)] = name, True
         self._modules.hook()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self.ran
@@ -353,17 +263,7 @@ class Trace(TorchDispatchMode):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._modules.unhook()
-        for handle in self._handles:
-            handle.remove()
         self.ran.operations = tuple(Operation(*key, n) for key, n in self._calls.items())
-        self.ran.holdings = tuple(self._holdings())
-
-    def _received(self, name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._gradients[name] = parameter.grad.detach()
-
-        return hook
 
     def __torch_dispatch__(
         self,
@@ -377,7 +277,7 @@ class Trace(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        simulated, low_bit, updates = _frames()
+        simulated, low_bit = _frames()
         low = None
         if simulated is not None:
             if simulated["func"] is not func:
@@ -390,7 +290,7 @@ class Trace(TorchDispatchMode):
             given, made = given[:3], made[:1]
         place = self._modules.place(self._names)
         direction: str = place.direction
-        if updates and direction == "forward" and not place.class_name:
+        if direction == "forward" and not place.class_name and not torch.is_grad_enabled():
             direction = "update"
         op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
         outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
@@ -402,57 +302,18 @@ class Trace(TorchDispatchMode):
         self._calls[key] += 1
         return result
 
-    def _holdings(self) -> list[Holding]:
-        """What is stored, by kind and format."""
-        found: dict[tuple[str, str], list[Tensor]] = {}
-        for kind, tensor in self._stored():
-            numbers = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in _CODES
-            if numbers and not nn.parameter.is_lazy(tensor):
-                found.setdefault((kind, dtype_name(tensor.dtype)), []).append(tensor)
-        return [
-            Holding(kind, form, len(ts), sum(stored(t).nbytes for t in ts))
-            for (kind, form), ts in found.items()
-        ]
 
-    def _stored(self) -> Iterator[tuple[str, Tensor]]:
-        own = dict(self._model.named_parameters())
-        for parameter in own.values():
-            yield "weights" if parameter.requires_grad else "frozen weights", parameter
-        for buffer in self._model.buffers():
-            yield "buffers", buffer
-        for gradient in self._gradients.values():
-            yield "gradients", gradient
-        if self._precision is None:
-            return
-        for name, tensor in self._precision.named_parameters().items():
-            if tensor is not own.get(name):
-                yield "masters", tensor
-        for optimizer in self._precision.optimizers:
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        yield f"optimizer {key}", value
-
-
-def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
-    """What the operation is a part of.
-
-    Returns:
-        The locals of the 16-bit simulation that runs, if any; those of a matmul of a layer below
-        16 bits; and whether an update runs.
-    """
+def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Locals of the 16-bit simulation, and of the matmul below 16 bits, that this is part of."""
     frame: FrameType | None = sys._getframe(2)
-    simulated, low_bit, updates = None, None, False
+    simulated, low_bit = None, None
     while frame is not None:
-        code = frame.f_code
-        if low_bit is None and code is _PRODUCT:
+        if low_bit is None and frame.f_code is _PRODUCT:
             low_bit = frame.f_locals
-        if code is _SIMULATED and simulated is None:
+        if simulated is None and frame.f_code is _SIMULATED:
             simulated = frame.f_locals
-        if code.co_filename.startswith(_UPDATES) and code.co_name != "backward":
-            updates = True
         frame = frame.f_back
-    return simulated, low_bit, updates
+    return simulated, low_bit
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

@@ -20,7 +20,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.first_cause import search
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError

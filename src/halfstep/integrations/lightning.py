@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
+from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned

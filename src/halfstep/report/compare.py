@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from halfstep.report.record import RunRecord
@@ -55,16 +55,6 @@ class Group:
         """Standard deviation over the runs; None for fewer than two."""
         return stdev(self.values) if len(self.values) > 1 else None
 
-    def median_of(self, key: str) -> float | None:
-        """The median of a number over the steps of all its runs."""
-        found = [v for run in self.runs for v in run.series(key)[1] if math.isfinite(v)]
-        return median(found) if found else None
-
-    def most_of(self, key: str) -> float | None:
-        """The largest of a number over the steps of all its runs."""
-        found = [v for run in self.runs for v in run.series(key)[1] if math.isfinite(v)]
-        return max(found, default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -74,9 +64,8 @@ class Comparison:
         measure: ``val_loss``, ``val_accuracy``, or empty where runs cannot be compared.
         step: The last step at which all runs were measured.
         groups: The groups, best first.
-        differs: Keys that differ between the groups, with each group's value, in ``order``.
+        differs: Keys that differ between the groups, with each group's value.
         verdict: What follows, in sentences.
-        order: The groups' names in the order of the values in ``differs``.
     """
 
     measure: str
@@ -84,7 +73,6 @@ class Comparison:
     groups: Sequence[Group]
     differs: Mapping[str, Sequence[str]]
     verdict: Sequence[str]
-    order: Sequence[str]
 
 
 def grouped(runs: Sequence[RunRecord]) -> list[Group]:
@@ -116,28 +104,27 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
     if len(runs) < 2:
         return None
     groups = grouped(runs)
-    differs, order = _differences(groups), [group.name for group in groups]
+    differs = _differences(groups)
     unlike = [k for k in differs if k == "task" or k.startswith("data.") or k == "model.source"]
-    if unlike:
+    measure, step = ("", 0) if unlike else _measure(runs)
+    if not measure:
         why = gettext(
             "These runs cannot be ranked: they differ in {keys}, so their losses do not measure "
             "the same thing.",
             language,
         ).format(keys=", ".join(unlike))
-        return Comparison("", 0, groups, differs, [why], order)
-    measure, step = _measure(runs)
-    if not measure:
-        why = gettext(
-            "These runs cannot be ranked: there is no step at which all of them were evaluated. "
-            "Give them the same run.eval_every.",
-            language,
-        )
-        return Comparison("", 0, groups, differs, [why], order)
+        if not unlike:
+            why = gettext(
+                "These runs cannot be ranked: there is no step at which all of them were "
+                "evaluated. Give them the same run.eval_every.",
+                language,
+            )
+        return Comparison("", 0, groups, differs, [why])
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
     groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
     said = _verdict(groups, measure, step, language)
-    return Comparison(measure, step, groups, differs, said, order)
+    return Comparison(measure, step, groups, _differences(groups), said)
 
 
 def _differences(groups: Sequence[Group]) -> dict[str, list[str]]:
@@ -175,44 +162,26 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
     if broken:
         text = gettext("No finite validation result at step {step}: {runs}.", language)
         said.append(text.format(runs=", ".join(broken), step=step))
-    sound = [group for group in groups if group.values]
     shown = {g.name: shown_value(g, measure) for g in groups}
-    if len(groups) == 1 and len(groups[0].values) < 2:
-        text = gettext(
-            "These runs have the same configuration and the same seed, so they say nothing of "
-            "noise. Repeat with another --seed.",
-            language,
-        )
-        return [*said, text]
     if len(groups) == 1:
         text = gettext(
             "All runs repeat one configuration: {value} at step {step}, mean and standard "
-            "deviation over the runs. A difference from another configuration means something "
+            "deviation over their seeds. A difference from another configuration means something "
             "only beyond that.",
             language,
         )
         return [*said, text.format(value=shown[groups[0].name], step=step)]
-    if len(sound) < 2:
-        return said
-    best, *others = sound
-    for other in others:
-        counts = len(best.values), len(other.values)
-        values = {"best": best.name, "other": other.name, "step": step, "n": counts[0]}
-        values |= {"a": shown[best.name], "b": shown[other.name], "m": counts[1]}
-        values["gap"] = _digits(abs(other.mean - best.mean))
-        if max(counts) == 1:
-            text = gettext(
-                "{best} ({a}) is ahead of {other} ({b}) by {gap} at step {step}, but each ran "
-                "once, so nobody can tell whether that is more than the noise of the seed. Repeat "
-                "both with two other seeds (--seed).",
-                language,
-            )
-        else:
-            text = gettext(
-                "{best} ({a}; {n} of its runs) is ahead of {other} ({b}; {m}) by {gap} at step "
-                "{step}.",
-                language,
-            )
+    sound = [group for group in groups if group.values]
+    for other in sound[1:]:
+        best = sound[0]
+        values = {"best": best.name, "other": other.name, "step": step}
+        values |= {"a": shown[best.name], "b": shown[other.name], "n": len(best.values)}
+        values |= {"gap": _digits(abs(other.mean - best.mean)), "m": len(other.values)}
+        text = gettext(
+            "{best} ({a}; seeds: {n}) is ahead of {other} ({b}; seeds: {m}) by {gap} at step "
+            "{step}. Of one seed nobody can tell whether that is more than its noise.",
+            language,
+        )
         said.append(text.format(**values))
     return said
 

@@ -7,23 +7,12 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from dataclasses import replace
 from typing import Any
 
-from halfstep.report.compare import Group, grouped
-from halfstep.report.events import EventKind, events
-from halfstep.report.record import RunRecord, number
+from halfstep.report.compare import grouped
+from halfstep.report.record import EventKind, RunRecord
 from halfstep.report.translation import N_, gettext
-
-TITLES: Mapping[str, str] = {
-    "loss": N_("Loss"),
-    "scale": N_("Loss scale"),
-    "norm": N_("Gradient norm (before clipping)"),
-    "lost": N_("Lost updates"),
-    "speed_title": N_("Speed"),
-}
-"""A figure's title."""
 
 MOST_POINTS = 600
 """Of a curve in a figure: two for each column of pixels of the widest page."""
@@ -39,20 +28,12 @@ _OF_THE_PAGE = {
 _LINES = ("-", "--", ":", "-.")
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of a page: its title, and SVG without a header."""
-
-    title: str
-    svg: str
-
-
 Draw = Callable[[Any, Sequence[RunRecord], str], bool]
 """Draws runs into axes, in a language; False where there is nothing to draw."""
 
 
-def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
-    """The curves of some runs; empty without matplotlib."""
+def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
+    """The curves of some runs as titles and SVG without a header; empty without matplotlib."""
     found = []
     for title, draw in CURVES.items():
         figure = new_figure()
@@ -60,8 +41,8 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[Figure]:
             return []
         axes = figure.subplots()
         if draw(axes, runs, language):
-            _finish(axes, runs, language)
-            found.append(Figure(gettext(TITLES[title], language), as_svg(figure, salt=title)))
+            styled(axes, gettext("Step", language))
+            found.append((gettext(title, language), as_svg(figure, salt=title)))
     return found
 
 
@@ -72,12 +53,6 @@ def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
     except ImportError:
         return None
     return Canvas(figsize=size, layout="constrained", facecolor=PAPER)
-
-
-def _finish(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
-    last = max(line["step"] for run in runs for line in run.steps)
-    axes.set_xlim(-0.01 * last, 1.02 * last or 1)
-    styled(axes, gettext("Step", language))
 
 
 def styled(axes: Any, label: str) -> None:
@@ -146,22 +121,15 @@ def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
 def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     """Losses of training and validation, with marks where a step was skipped or spiked."""
     drawn = False
-    repeated = {id(run) for group in grouped(runs) if len(group.runs) > 1 for run in group.runs}
     for run, colour in zip(runs, _colours(runs), strict=True):
-        one_of_many = id(run) in repeated
-        thin = {"color": colour, "alpha": 0.2 if one_of_many else 0.35 if len(runs) > 1 else 0.9}
-        name = None if one_of_many else _label(run, runs, gettext("training", language))
+        name = _label(run, runs, gettext("training", language))
+        thin = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
         drawn |= _plot(axes, _applied(run), "loss", label=name, **thin)
-        if not one_of_many:
-            name = _label(run, runs, gettext("validation", language))
-            dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
-            drawn |= _plot(axes, run, "val_loss", label=name, **dark)
+        name = _label(run, runs, gettext("validation", language))
+        dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
+        drawn |= _plot(axes, run, "val_loss", label=name, **dark)
     if drawn:
         _mark(axes, runs, language)
-    colours = dict(zip(map(id, runs), _colours(runs), strict=True))
-    for group in grouped(runs):
-        if len(group.runs) > 1:
-            _band(axes, group, colours[id(group.runs[0])], language)
     axes.set_ylabel(gettext("loss (nats per target)", language))
     return drawn
 
@@ -179,12 +147,11 @@ _MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
     "spike": ("v", "#d55e00", 0.97, N_("spike ({count})")),
 }
 """An event's kind to its mark, colour, height in the axes, and label."""
-_MOST_LINES = 12
 
 
 def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
     """Mark skipped steps at the foot of the axes, spikes and what was not finite at their head."""
-    found = [event for run in runs for event in events(run)]
+    found = [event for run in runs for event in run.events]
     for kind, (marker, colour, height, name) in _MARKS.items():
         steps = [event.step for event in found if event.kind == kind]
         if not steps:
@@ -194,41 +161,20 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         where = axes.get_xaxis_transform()
         shown, _ = thinned(steps, [0.0] * len(steps))
         axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
-        if height > 0.5:
-            for step in steps[:_MOST_LINES]:
-                axes.axvline(step, color=colour, linewidth=0.7, linestyle=":", zorder=1)
-    back = [event.step for event in found if event.rolled_back]
-    if back:
-        told = gettext("rolled back ({count})", language).format(count=len(back))
-        how = {"marker": "<", "color": INK, "s": 20, "clip_on": False, "zorder": 6}
-        where = axes.get_xaxis_transform()
-        axes.scatter(back, [0.9] * len(back), label=told, transform=where, **how)
 
 
-def _band(axes: Any, group: Group, colour: str, language: str) -> None:
-    """Mean and standard deviation over runs that differ in their seed."""
-    key = "val_loss" if all(run.series("val_loss")[1] for run in group.runs) else "loss"
-    tables = [dict(zip(*run.series(key), strict=True)) for run in group.runs]
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    steps = [s for s in steps if all(math.isfinite(table[s]) for table in tables)]
-    if not steps:
-        return
-    means = [fmean(table[s] for table in tables) for s in steps]
-    spread = [stdev(table[s] for table in tables) for s in steps]
-    low = [m - s for m, s in zip(means, spread, strict=True)]
-    high = [m + s for m, s in zip(means, spread, strict=True)]
-    band = gettext("mean ± s.d. of {count} runs", language).format(count=len(group.runs))
-    label = f"{plain(group.name)}: {band}"
-    mark = {"marker": "o", "markersize": 3} if key == "val_loss" else {}
-    axes.plot(steps, means, color=colour, linewidth=1.4, label=label, **mark)
-    axes.fill_between(steps, low, high, alpha=0.25, linewidth=0, color=colour)
+def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:
+    """Draw a number of each run."""
+    drawn = False
+    for run, colour in zip(runs, _colours(runs), strict=True):
+        drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour)
+    return drawn
 
 
 def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     drawn = False
     for run, colour in zip(runs, _colours(runs), strict=True):
-        _, values = run.series("loss_scale")
-        if any(value != 1.0 for value in values):
+        if any(value != 1.0 for value in run.series("loss_scale")[1]):
             how = {"color": colour, "drawstyle": "steps-post"}
             drawn |= _plot(axes, run, "loss_scale", label=_label(run, runs), **how)
     if drawn:
@@ -237,9 +183,7 @@ def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
 
 
 def _norm(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        drawn |= _plot(axes, run, "grad_norm", label=_label(run, runs), color=colour)
+    drawn = _each(axes, runs, "grad_norm")
     if drawn and all(v > 0 for run in runs for v in run.series("grad_norm")[1]):
         axes.set_yscale("log")
     return drawn
@@ -251,7 +195,7 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
         groups = run.groups("lost_updates")
         for i, (group, curve) in enumerate(groups.items()):
             colour, line = of_run, _LINES[i % len(_LINES)]
-            name = f"{plain(_name(run, runs))}: {plain(group)}"
+            name = f"{plain(run.name)}: {plain(group)}"
             if len(runs) == 1:
                 colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
             how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
@@ -263,22 +207,20 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
 
 
 def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        drawn |= _plot(axes, run, "tokens_per_second", label=_label(run, runs), color=colour)
+    drawn = _each(axes, runs, "tokens_per_second")
     axes.set_ylim(bottom=0)
     axes.set_ylabel(gettext("tokens per second", language))
     return drawn
 
 
 CURVES: dict[str, Draw] = {
-    "loss": _loss,
-    "scale": _scale,
-    "norm": _norm,
-    "lost": _lost,
-    "speed_title": _speed,
+    N_("Loss"): _loss,
+    N_("Loss scale"): _scale,
+    N_("Gradient norm (before clipping)"): _norm,
+    N_("Lost updates"): _lost,
+    N_("Speed"): _speed,
 }
-"""A figure's name to the function that draws it."""
+"""A figure's title to the function that draws it."""
 
 
 def _colours(runs: Sequence[RunRecord]) -> list[str]:
@@ -290,13 +232,7 @@ def _colours(runs: Sequence[RunRecord]) -> list[str]:
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:
     if len(runs) == 1:
         return what or None
-    return f"{plain(_name(run, runs))} {what}".strip()
-
-
-def _name(run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    """A run's name; that of its configuration where others repeat it, so that a legend is short."""
-    (group,) = (g for g in grouped(runs) if any(each is run for each in g.runs))
-    return group.name if len(group.runs) > 1 else run.name
+    return f"{plain(run.name)} {what}".strip()
 
 
 def plain(text: str) -> str:
@@ -304,9 +240,3 @@ def plain(text: str) -> str:
     shown = "".join(c if c.isprintable() else "?" for c in text.replace("$", r"\$"))
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return f" {shown}" if shown.startswith("_") else shown
-
-
-def largest(run: RunRecord, key: str) -> float | None:
-    """The largest number that a run's lines have under a key."""
-    found = [value for line in run.steps if (value := number(line.get(key))) is not None]
-    return max(found, default=None)

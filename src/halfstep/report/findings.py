@@ -7,41 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
 
-from halfstep.diagnostics.lost_updates.report import LOUD, lost_share
+from halfstep.diagnostics.lost_updates import LOUD, lost_share
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.what_if import what_if
-from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.report.events import cause_words, events, remedy_words
-from halfstep.report.record import RunRecord, number, parsed, scale_text
+from halfstep.report.record import RunRecord, parsed
 from halfstep.report.translation import N_, gettext
-
-_TEXTS = {
-    "lost_in_fp32": (
-        N_(
-            "{share} of the updates of {group} were lost to rounding, although its weights are "
-            "kept in fp32"
-        ),
-        N_(
-            "No policy keeps more than fp32: if the loss does not fall either, raise "
-            "optimizer.learning_rate."
-        ),
-    ),
-    "lost_updates": (
-        N_("{share} of the updates of {group} were lost to rounding"),
-        N_(
-            'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or "{wide}" '
-            "(fp32 weights)."
-        ),
-    ),
-}
-"""Of findings whose name is chosen by the run: what happened, and what to do."""
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -89,8 +66,8 @@ class RunFinding:
     def _in(self, language: str) -> Mapping[str, Any]:
         if "cause_class" not in self.values:
             return self.values
-        name, remedy = self.values["cause_class"], remedy_words(self.values, language)
-        return {**self.values, "cause_class": cause_words(name, language), "remedy": remedy}
+        words = {key: gettext(str(self.values[key]), language) for key in ("cause_class", "remedy")}
+        return {**self.values, **words}
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
@@ -110,7 +87,7 @@ def verdict(run: RunRecord, language: str = "en") -> str:
         return gettext("{worst} ({skipped} of {steps} steps skipped)", language).format(
             **counts, worst=worst.text(language)
         )
-    shares = [*_lost_shares(run).values()]
+    shares = [*lost_shares(run).values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
     elif shares:
@@ -136,7 +113,7 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
     last, planned = run.steps[-1], run.planned_steps
     step = last["step"]
     stopped = last.get("applied") is False and (planned is None or step < planned)
-    kind = events(run)[-1].kind if stopped else ""
+    kind = run.events[-1].kind if stopped else ""
     if kind == "spike":
         yield RunFinding(
             "fault",
@@ -204,21 +181,15 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     width = max(5, len(losses) // 20)
     if len(losses) < 4 * width:
         return
-    # windows that overlap by nine tenths: one at each step would take hours of a million of them
-    last_start = len(losses) - width
-    starts = [*range(0, last_start, max(1, width // 10)), last_start]
-    smooth = [median(losses[i : i + width]) for i in starts]
-    finite = [(value, i) for value, i in zip(smooth, starts, strict=True) if math.isfinite(value)]
+    windows = {i: median(losses[i : i + width]) for i in range(len(losses) - width, -1, -width)}
+    finite = [i for i, value in windows.items() if math.isfinite(value)]
     if not finite:
         return
-    best, at = min(finite)
+    at = min(finite, key=windows.__getitem__)
+    best, last = windows[at], windows[len(losses) - width]
     spread = median(abs(v - best) for v in losses[at : at + width])
-    rose = max(best * RISE if best > 0 else best, best + 6 * spread)
-    jumped = max(2 * best if best > 0 else best, best + 12 * spread)
-    last = smooth[-1]
-    if last <= rose and min(losses[-3:]) > jumped:
-        last = losses[-1]
-    if not last <= rose:  # a NaN too
+    most = max(best * RISE if best > 0 else best, best + 6 * spread)
+    if not last <= most:  # a NaN too
         values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
         yield RunFinding(
             "fault",
@@ -229,42 +200,10 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-def _stood_still(run: RunRecord) -> Iterator[RunFinding]:
-    """A loss whose last quarter is not below its first one by more than their noise."""
-    losses = [loss for loss in run.series("loss")[1] if math.isfinite(loss)]
-    width = len(losses) // 4
-    if width < 10:
-        return
-    first, last = losses[:width], losses[-width:]
-    before, after = median(first), median(last)
-    noise = median(abs(v - after) for v in last)
-    # A median of n normal values has the deviation 1.25 sigma / sqrt(n), and sigma is 1.48 MAD; of
-    # two such medians the difference is noise up to 2.5 of its deviations. A noisy loss may have
-    # fallen by more than a hundredth although that cannot be told: nothing is said of it.
-    error = 1.25 * 1.48 * noise * math.sqrt(2 / width)
-    least = before - max(min(2.5 * error, 0.01 * abs(before)), 0.001 * abs(before))
-    most = before + max(3 * noise, 0.05 * abs(before))  # above that it rose: another rule
-    if least < after <= most:
-        values = {"first": f"{before:.4g}", "last": f"{after:.4g}"}
-        yield RunFinding(
-            "warning",
-            "stood_still",
-            N_(
-                "The loss did not fall: {first} in the first quarter of the run, {last} in the last"
-            ),
-            N_(
-                "Compare optimizer.learning_rate with that of a shipped configuration: too low "
-                "moves nothing, too high falls to a plateau at once and stays there. If it is "
-                "right, check that labels and inputs belong together."
-            ),
-            values,
-        )
-
-
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
     """Overflows beyond those by which a growing scale finds its limit: one in a growth interval."""
     counted = sum(not line.get("calibrating") for line in run.steps)
-    skipped = sum(event.kind == "overflow" for event in events(run))
+    skipped = sum(event.kind == "overflow" for event in run.events)
     expected = 2 / run.parsed.loss_scale.growth_interval
     if counted >= FEW and skipped > max(2, max(SKIPS, expected) * counted):
         yield RunFinding(
@@ -281,9 +220,7 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
 
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
     """Steps without a finite loss that the run was told to survive."""
-    steps = [
-        event.step for event in events(run) if event.kind == "nonfinite" and not event.rolled_back
-    ]
+    steps = [event.step for event in run.events if event.kind == "nonfinite"]
     steps = [step for step in steps if step != run.steps[-1]["step"]]
     if steps:
         values = {"count": len(steps), "step": steps[0]}
@@ -299,32 +236,7 @@ def _left_out(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-def _scale(run: RunRecord) -> Iterator[RunFinding]:
-    """A dynamic scale that ends eight times below what it held before, after calibration."""
-    held = [
-        scale
-        for line in run.steps
-        if not line.get("calibrating") and (scale := number(line.get("loss_scale"))) is not None
-    ]
-    # a run that was resumed in bf16 has no scale
-    if len(held) < 20 or run.parsed.compute_dtype != torch.float16:
-        return
-    before, last = max(held[: len(held) // 2]), max(held[-max(5, len(held) // 10) :])
-    if last <= before / 8:
-        yield RunFinding(
-            "warning",
-            "scale_fell",
-            N_("The loss scale fell from {high} to {low} and stayed there"),
-            N_(
-                "Gradients overflow at scales that used to fit: look for a layer whose values "
-                'grow, and keep it in fp32 (precision = "fp16-mixed,keep_fp32=NAME"), or set '
-                'precision = "bf16-mixed".'
-            ),
-            {"high": scale_text(before), "low": scale_text(last)},
-        )
-
-
-def _lost_shares(run: RunRecord) -> dict[str, float]:
+def lost_shares(run: RunRecord) -> dict[str, float]:
     """The share of updates that each parameter group lost, where measured steps tell."""
     rates = dict(zip(*run.series("learning_rate"), strict=True))
     peak = max(filter(math.isfinite, rates.values()), default=math.nan)
@@ -339,55 +251,33 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
     policy = run.parsed
     fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
-    for group, share in sorted(_lost_shares(run).items(), key=lambda item: -item[1])[:3]:
-        if share > LOUD:
-            name = "lost_in_fp32" if policy.master_dtype == torch.float32 else "lost_updates"
-            values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
-            yield RunFinding("warning", name, *_TEXTS[name], values)
-
-
-def _one_class(run: RunRecord) -> Iterator[RunFinding]:
-    """A classifier that answers all texts alike, whatever its accuracy."""
-    labels, rows = run.scores.get("labels"), run.scores.get("confusion")
-    if len(run.steps) < FEW or not isinstance(labels, list) or not isinstance(rows, list):
-        return
-    try:
-        found = {name: sum(row[i] for row in rows) for i, name in enumerate(labels)}
-        classes = sum(sum(row) > 0 for row in rows)
-    except (LookupError, TypeError):  # written by something else
-        return
-    given = [name for name, count in found.items() if count]
-    if len(given) == 1 and classes > 1:
-        values = {"label": given[0], "count": f"{found[given[0]]:,}", "classes": classes}
-        yield RunFinding(
-            "warning",
-            "one_class",
-            N_(
-                "The classifier answers {label} for all {count} validation texts, which are of "
-                "{classes} classes"
-            ),
-            N_(
-                "Train for more steps, or lower optimizer.learning_rate; where one class is much "
-                "larger than the others, choose the best state by --best-by macro_f1 and see "
-                "report.txt."
-            ),
-            values,
-        )
-
-
-def _back(run: RunRecord) -> Iterator[RunFinding]:
-    count = sum(event.rolled_back for event in events(run))
-    if count:
-        yield RunFinding(
-            "warning",
-            "rolled_back",
-            N_("Rollbacks of the weights to an earlier step: {count}"),
-            N_(
-                "Each time a step was not finite or spiked. The table of skipped steps has the "
-                "causes, and exclude.jsonl the batches where the task can name them."
-            ),
-            {"count": count},
-        )
+    for group, share in sorted(lost_shares(run).items(), key=lambda item: -item[1])[:3]:
+        values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
+        if share > LOUD and policy.master_dtype == torch.float32:
+            yield RunFinding(
+                "warning",
+                "lost_in_fp32",
+                N_(
+                    "{share} of the updates of {group} were lost to rounding, although its weights "
+                    "are kept in fp32"
+                ),
+                N_(
+                    "No policy keeps more than fp32: if the loss does not fall either, raise "
+                    "optimizer.learning_rate."
+                ),
+                values,
+            )
+        elif share > LOUD:
+            yield RunFinding(
+                "warning",
+                "lost_updates",
+                N_("{share} of the updates of {group} were lost to rounding"),
+                N_(
+                    'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or '
+                    '"{wide}" (fp32 weights).'
+                ),
+                values,
+            )
 
 
 def _underflow(run: RunRecord) -> Iterator[RunFinding]:
@@ -398,88 +288,41 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     k = round(math.log2(step.loss_scale))
     found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
     share, name = max(found, default=(0.0, ""))
-    fit = step.window("fp16")
     if share > FLUSHED:
-        values = {"share": f"{share:.1%}", "tensor": name}
-        if fit is None or not fit.fits or fit.high <= k:
-            yield RunFinding(
-                "warning",
-                "fp16_no_scale_fits",
-                N_(
-                    "fp16 flushes {share} of {tensor} to 0 at the loss scale in force, and a "
-                    "larger scale would overflow other gradients"
-                ),
-                N_(
-                    'Set precision = "bf16-mixed", whose range is that of fp32 and which needs no '
-                    "loss scale."
-                ),
-                values,
-            )
-        else:
-            scale = 2.0 ** round((max(fit.low, k) + fit.high) / 2)
-            policy = _fp16_policy(run, step)
-            scaled = replace(policy.loss_scale, init_scale=scale)
-            line = str(replace(policy, loss_scale=scaled))
-            yield RunFinding(
-                "warning",
-                "fp16_underflow",
-                N_("fp16 flushes {share} of {tensor} to 0 at the loss scale in force"),
-                N_(
-                    'A larger loss scale keeps them: set precision = "{precision}", or precision '
-                    '= "bf16-mixed", whose range is that of fp32.'
-                ),
-                {**values, "precision": line},
-            )
+        yield RunFinding(
+            "warning",
+            "fp16_underflow",
+            N_("fp16 flushes {share} of {tensor} to 0 at the loss scale in force"),
+            N_(
+                'Set precision = "bf16-mixed", whose range is that of fp32; or a larger loss '
+                "scale, where the table of the numbers names one that fits."
+            ),
+            {"share": f"{share:.1%}", "tensor": name},
+        )
 
 
 def _in_fp16(step: StepNumerics) -> bool:
     return parsed(step.policy).compute_dtype == torch.float16
 
 
-def _fp16_policy(run: RunRecord, step: StepNumerics) -> PrecisionPolicy:
-    """The run's policy, or the watched step's where the run went on in another format."""
-    fp16 = run.parsed.compute_dtype == torch.float16
-    return run.parsed if fp16 else parsed(step.policy)
-
-
 def _headroom(run: RunRecord) -> Iterator[RunFinding]:
     """Outputs of modules near the end of fp16, in any watched step."""
-    outputs = [
-        (tensor, step)
-        for step in run.numerics
-        if _in_fp16(step)
-        for tensor in step.of("activation")
-    ]
-    if not outputs:
-        return
-    most, step = max(outputs, key=lambda found: found[0].absmax)
-    if most.absmax > HEADROOM:
-        module = most.name.partition("[")[0]
-        values = {"tensor": most.name, "largest": f"{most.absmax:,.0f}"}
-        policy = _fp16_policy(run, step)
-        values["precision"] = str(replace(policy, rules=(*policy.rules, (module, "fp32"))))
+    outputs = [t for step in run.numerics if _in_fp16(step) for t in step.of("activation")]
+    most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
+    if most is not None and most.absmax > HEADROOM:
         yield RunFinding(
             "warning",
             "fp16_headroom",
             N_("{tensor} reaches {largest}, within a factor of four of fp16's 65,504"),
             N_(
-                'Keep this module in fp32: precision = "{precision}"; or set precision = '
-                '"bf16-mixed".'
+                "Keep this module in fp32 by adding ,keep_fp32={module} to the precision; or set "
+                'precision = "bf16-mixed".'
             ),
-            values,
-        )
-
-
-def _spikes(run: RunRecord) -> Iterator[RunFinding]:
-    if run.excluded:
-        spikes = {s for line in run.excluded if isinstance(s := line.get("spike_step"), int)}
-        values = {"count": len(spikes) or len(run.excluded), "batches": len(run.excluded)}
-        yield RunFinding(
-            "note",
-            "spikes",
-            N_("Spikes left out: {count}; batches listed in exclude.jsonl: {batches}"),
-            N_("Look at what these batches hold, and leave the broken ones out of the data."),
-            values,
+            {
+                "tensor": most.name,
+                "largest": f"{most.absmax:,.0f}",
+                "module": most.name.partition("[")[0],
+            },
         )
 
 
@@ -502,13 +345,8 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _diverged,
     _left_out,
     _skips,
-    _scale,
     _lost,
-    _one_class,
-    _stood_still,
-    _back,
     _underflow,
     _headroom,
-    _spikes,
     _damaged,
 )

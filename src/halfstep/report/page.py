@@ -1,4 +1,4 @@
-"""Builds a report of runs, and writes it as one HTML page or as Markdown.
+"""Builds a report of runs, and writes it as one HTML page.
 
 The page is one file without scripts or network: figures are SVG inside it, and its own content
 policy forbids everything else. Every string of a run is escaped by the template.
@@ -7,7 +7,7 @@ policy forbids everything else. Every string of a run is escaped by the template
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,20 +17,15 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.statistics.numerics import StepNumerics
-from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
+from halfstep.diagnostics.statistics.numerics import SCALED
+from halfstep.diagnostics.statistics.values import TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
 from halfstep.errors import ConfigError
+from halfstep.files import write_whole
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
-from halfstep.report.events import (
-    Event,
-    cause_words,
-    events,
-    told,
-)
-from halfstep.report.figures import figures, largest
+from halfstep.report.figures import figures
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
-from halfstep.report.record import RunRecord, scale_text
+from halfstep.report.record import Event, RunRecord, scale_text
 from halfstep.report.translation import N_, gettext
 
 NAMES: Mapping[str, str] = {
@@ -91,61 +86,44 @@ class Report:
     language: str
     comparison: Comparison | None = None
 
-    def cards(self) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """What the runs' cards tell by label: each run's where they differ, and what all share."""
-        every = dict.fromkeys(label for row in self.rows for label in row.card)
-        values = {label: [row.card.get(label, "") for row in self.rows] for label in every}
-        unlike = {label: shown for label, shown in values.items() if len({*shown}) > 1}
-        return unlike, {k: shown[0] for k, shown in values.items() if k not in unlike}
-
     def to_html(self) -> str:
         """One page of HTML that needs nothing else."""
-        drawn = figures([row.record for row in self.rows], self.language)
-        shown = [(figure.title, Markup(figure.svg)) for figure in drawn]
-        unlike, shared = self.cards()
-        return self._written(
-            "page.html.j2",
-            figures=shown,
-            formats=FORMATS,
-            labels=[*unlike],
-            shared=shared,
-        )
-
-    def to_markdown(self) -> str:
-        """The same without figures."""
-        return self._written("page.md.j2")
-
-    def _written(self, template: str, **more: Any) -> str:
-        said = partial(gettext, language=self.language)
+        runs = [row.record for row in self.rows]
         environment = Environment(
             loader=PackageLoader("halfstep.report", "templates"),
-            autoescape=template.endswith(".html.j2"),
+            autoescape=True,
             undefined=ChainableUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        environment.filters |= {**_FILTERS, "cause": self._cause}
-        made = environment.get_template(template)
-        return made.render(report=self, gettext=said, names=NAMES, language=self.language, **more)
-
-    def _cause(self, name: Any) -> str:
-        return cause_words(str(name), self.language)
+        said = partial(gettext, language=self.language)
+        environment.filters |= {
+            "flat": lambda table: [*flattened(table).items()],
+            "scales": _scales,
+            "shown_value": shown_value,
+            "range_of": _range_of,
+            "what_if": what_if,
+        }
+        return environment.get_template("page.html.j2").render(
+            report=self,
+            gettext=said,
+            names=NAMES,
+            language=self.language,
+            figures=[(title, Markup(svg)) for title, svg in figures(runs, self.language)],
+            formats=FORMATS,
+        )
 
     def write(self, path: Path) -> Path:
-        """Write the report in the form that the path's suffix names; whole or not at all.
+        """Write the page; whole or not at all.
 
         Raises:
-            ConfigError: For another suffix, or a path that cannot be written.
+            ConfigError: If the path's suffix is not .html, or it cannot be written.
         """
-        suffix = path.suffix.lower()
-        if suffix not in (".html", ".md"):
-            raise ConfigError(f"--out {path}; allowed: a name that ends in .html or .md")
-        text = {".html": self.to_html, ".md": self.to_markdown}[suffix]()
+        if path.suffix.lower() != ".html":
+            raise ConfigError(f"--out {path}; allowed: a name that ends in .html")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, self.to_html())
         except OSError as error:
             raise ConfigError(f"--out {path} cannot be written: {error}") from error
         return path
@@ -182,15 +160,14 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     speeds = [value for value in run.series("tokens_per_second")[1] if math.isfinite(value)]
     if speeds:
         card["speed"] = f"{median(speeds):,.0f}"
-    peak = largest(run, "peak_memory_bytes")
-    if peak is not None and math.isfinite(peak):
-        card["memory"] = f"{peak / 1e6:,.0f} MB"
+    peaks = [value for value in run.series("peak_memory_bytes")[1] if math.isfinite(value)]
+    if peaks:
+        card["memory"] = f"{max(peaks) / 1e6:,.0f} MB"
     return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 
 def _model(run: RunRecord) -> str:
-    shape = run.config.get("model")
-    name = run.config.get("name")
+    shape, name = run.config.get("model"), run.config.get("name")
     parts = [name] if isinstance(name, str) else []
     if isinstance(shape, dict):
         keys = ("n_layer", "n_head", "n_embd", "vocab_size", "path")
@@ -215,65 +192,9 @@ def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
     return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
 
 
-_PLAIN = str.maketrans(
-    {
-        **{sign: f"\\{sign}" for sign in "\\`*_{}[]()#+!|"},
-        **{sign: f"&#{ord(sign)};" for sign in "<>&"},
-    }
-)
-"""What keeps a sign from meaning something in Markdown."""
-
-
-def _one_line(value: Any) -> str:
-    """Text for a cell of a Markdown table: one line, in which nothing ends the cell or is HTML."""
-    return " ".join(str(value).split()).translate(_PLAIN)
-
-
-# What a page shows of the numbers of each layer: what other formats would do.
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIfRow:
-    """What each of :data:`FORMATS` would make of a tensor: shares flushed and overflowed."""
-
-    kind: Kind
-    name: str
-    largest: float
-    shares: Sequence[tuple[float, float]]
-    scales: str
-    """The loss scales that fit it in fp16, ``"none"``, or empty where a scale does not act."""
-
-
-def what_ifs(step: StepNumerics, most: int = 12) -> list[WhatIfRow]:
-    """The tensors that these formats would treat worst without a scale, worst first."""
-    rows = [
-        WhatIfRow(tensor.kind, tensor.name, tensor.absmax, [*_shares(tensor)], _scales(tensor))
-        for tensor in step.tensors
-        if tensor.kind != "weight" and tensor.nonzero
-    ]
-    return sorted(rows, key=lambda row: (-row.shares[0][1], -row.shares[0][0]))[:most]
-
-
-def _shares(tensor: TensorStatistics) -> Iterator[tuple[float, float]]:
-    for name in FORMATS:
-        found = what_if(tensor, name)
-        yield found.flushed, found.overflowed
-
-
 def _scales(tensor: TensorStatistics) -> str:
-    fit = window(tensor) if tensor.kind in ("activation_gradient", "gradient") else None
+    """The loss scales that fit a gradient in fp16; empty where a scale does not act."""
+    fit = window(tensor) if tensor.kind in SCALED else None
     if fit is None:
         return ""
     return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"
-
-
-_FILTERS: Mapping[str, Callable[..., Any]] = {
-    "line": _one_line,
-    "flat": lambda table: [*flattened(table).items()],
-    "what_ifs": what_ifs,
-    "events": events,
-    "told": told,
-    "shown_value": shown_value,
-    "range_of": _range_of,
-}
-"""What the templates call, besides what depends on the language."""

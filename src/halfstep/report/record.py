@@ -10,25 +10,46 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from halfstep.diagnostics.recording.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
+from halfstep.diagnostics.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
 from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 
-SCORES = "report.json"
-_FILES = (METRICS, CAUSES, EXCLUDE, "config.toml", "env.json", NUMERICS)
-"""What every run's folder may hold; only a classifier's holds :data:`SCORES`."""
-MOST_BYTES = 512 * 2**20
-"""Of a file that is read; a run of a million steps has half of it."""
-
 Line = Mapping[str, Any]
+
+
+EventKind = Literal["calibration", "overflow", "nonfinite", "spike"]
+KINDS: Mapping[str, EventKind] = {
+    "overflow": "overflow",
+    "nan_gradients": "overflow",
+    "loss_spike": "spike",
+    "gradient_spike": "spike",
+}
+"""A step's ``skip_reason`` to the kind of its event; any other reason is "nonfinite"."""
+
+
+class Event(NamedTuple):
+    """A step that did not update the weights."""
+
+    step: int
+    kind: EventKind
+    """``calibration`` while a loss scale searched for its level, ``overflow`` where a lower scale
+    cured it, ``nonfinite`` where none could, ``spike`` for a finite outlier."""
+    loss_scale: float | None
+    rolled_back: bool
+    """Whether weights went back to an earlier step's."""
+    cause: str
+    """The operation that made its first NaN or infinity, in a line; or empty."""
+    batches: int
+    """Batches that ``exclude.jsonl`` lists for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +64,7 @@ class RunRecord:
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         excluded: Steps whose batches were left out as spikes.
-        scores: A classifier's ``report.json``, of its best state; empty for other runs.
         damaged: File name to the number of its lines that could not be read.
-        missing: Files that the folder does not have, of those that any run's may hold.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
 
@@ -56,9 +75,7 @@ class RunRecord:
     numerics: Sequence[StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
-    scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
-    missing: Sequence[str] = ()
     known_policy: PrecisionPolicy | None = None
 
     @property
@@ -106,6 +123,28 @@ class RunRecord:
         """The lines of steps that did not update the weights."""
         return [line for line in self.steps if line.get("applied") is False]
 
+    @property
+    def events(self) -> list[Event]:
+        """The steps that did not update the weights, in order."""
+        batches = Counter(repr(line.get("spike_step")) for line in self.excluded)
+        return [
+            Event(
+                step=line["step"],
+                kind=_kind(line),
+                loss_scale=number(line.get("loss_scale")),
+                rolled_back=line.get("rolled_back") is True,
+                cause=str(line.get("first_cause") or ""),
+                batches=batches[repr(line["step"])],
+            )
+            for line in self.skipped
+        ]
+
+
+def _kind(line: Line) -> EventKind:
+    reason = line.get("skip_reason")
+    kind = KINDS.get(reason, "nonfinite") if isinstance(reason, str) else "overflow"
+    return "calibration" if kind == "overflow" and line.get("calibrating") else kind
+
 
 @cache
 def parsed(policy: str) -> PrecisionPolicy:
@@ -121,10 +160,7 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
+        return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
@@ -156,9 +192,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
         excluded=lines[EXCLUDE],
-        scores=_json(folder / SCORES, damaged),
         damaged=damaged,
-        missing=[name for name in _FILES if not (folder / name).is_file()],
         known_policy=policy,
     )
 
@@ -177,11 +211,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _text(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no run writes")
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
 def _lines(path: Path, damaged: dict[str, int]) -> list[Line]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.diagnostics.memory.estimate import estimate_state, with_saved
-from halfstep.diagnostics.memory.table import Memory
+from halfstep.diagnostics.estimate import estimate_state, with_saved
+from halfstep.diagnostics.memory import Memory
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy

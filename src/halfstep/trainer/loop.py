@@ -17,10 +17,9 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
-from halfstep.diagnostics.lost_updates.report import LOUD, GroupReport, lost_share
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.metrics import (
+from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
+from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.metrics import (
     CAPTURES,
     CAUSES,
     METRICS,
@@ -31,6 +30,7 @@ from halfstep.diagnostics.recording.metrics import (
     append_line,
     keep_lines,
 )
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -468,8 +468,6 @@ def _record(
         learning_rate=taken.learning_rate,
         first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
-        or None,
         sent_bytes=sent or None,
         sent_bytes_fp32=fp32 or None,
         tokens=session.tokens,

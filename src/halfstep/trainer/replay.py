@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.diagnostics.recording.metrics import CAPTURES
+from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.distributed.world import SAVING_SECONDS, World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy

@@ -58,25 +58,6 @@ def test_a_closures_gradients_are_those_of_its_step(given, found, tmp_path):
             assert updates[name] == pytest.approx(0.5 * gradient, rel=1e-4)
 
 
-def test_the_first_evaluation_of_several_is_the_steps_gradient():
-    model, norms = network(), []
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(X).square().mean()
-        loss.backward()
-        norms.append(float(model[0].weight.grad.abs().max()))
-        return loss
-
-    with watch(model, optimizer, every=1) as watched:
-        for _ in range(2):
-            norms.clear()
-            optimizer.step(closure)
-            assert len(norms) > 2
-            assert of(watched.report(), "gradient")["0.weight"] == norms[0]
-
-
 @pytest.mark.parametrize("policy", ["", "fp32", "bf16-mixed", "bf16-split"])
 def test_copies_and_pickles_made_inside_are_plain(policy):
     model = network()
@@ -159,43 +140,6 @@ def test_complex_empty_and_scalar_parameters():
     assert "weight empty" in watched.table(rows=None)
 
 
-def test_a_long_evaluation_between_steps_keeps_nothing():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer, every=1) as watched:
-        with torch.no_grad():
-            for _ in range(50):
-                model(X)
-        assert not watched._collector._seen
-        model(X).mean().backward()
-        optimizer.step()
-    assert watched.report().of("activation")[0].elements == 16 * 8
-
-
-def test_functional_transforms_and_scripted_modules_run_as_without():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = nn.Sequential(model[0], nn.ReLU(), model[2])
-    with watch(plain, optimizer, every=1) as watched, watch(model, optimizer, every=1) as scripted:
-        values = {name: p.detach() for name, p in plain.named_parameters()}
-
-        def loss(values, x):
-            return torch.func.functional_call(plain, values, x).sum()
-
-        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, X)  # of each sample
-        assert each["0.weight"].shape == (16, 4, 4)
-        model(X).sum().backward()
-        optimizer.step()
-    assert {one.name for one in scripted.report().of("activation")} == {"0", "2"}
-    assert {one.name: one.elements for one in watched.report().of("activation")} == {
-        "0": 64, "2": 16,
-    }  # fmt: skip
-    with watch(nn.Linear(4, 4).to("meta"), every=1):
-        pass
-
-
 def test_a_file_that_is_gone_does_not_stop_the_loop(tmp_path):
     model, path = network(), tmp_path / "numerics.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -257,30 +201,6 @@ def evaluated_by_another_thread(model: nn.Sequential, meeting: Meeting):
     finally:
         meeting.passed.set()
         thread.join()
-
-
-def test_an_evaluation_in_another_thread_is_not_counted():
-    meeting = Meeting()
-    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(meeting, nn.Linear(8, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    class Loop(nn.Module):  # whose forward runs while the other thread's does
-        def forward(self, x):
-            thread = threading.Thread(target=lambda: self.evaluate(x))
-            thread.start()
-            thread.join()
-            return x
-
-        def evaluate(self, x):
-            with torch.no_grad():
-                model[0](x)
-
-    whole = nn.Sequential(Loop(), model)
-    with watch(whole, optimizer, every=1) as watched:
-        whole(X).mean().backward()
-        optimizer.step()
-    counted = {one.name: one.elements for one in watched.report().of("activation")}
-    assert counted == {"0": 16 * 4, "1.0": 16 * 8, "1.1.1": 16 * 2}
 
 
 def test_a_trace_names_the_module_of_its_own_thread():

@@ -12,20 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 
 import halfstep
 from halfstep import load_numerics, watch
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
-from halfstep.kernels.library import loaded
-from halfstep.precision.casting import op_casts
-from halfstep.precision.policy.devices import cpu_has_bf16
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 
@@ -160,70 +151,6 @@ def test_a_gpt_of_torch_s_operations_keeps_its_bits(policy, checkpointing, torch
 
 BLOCK = {".attn_norm": 1, ".attn.qkv": 3, ".attn.proj": 1, ".mlp_norm": 1, ".mlp.up": 4,
          ".mlp.down": 1, "": 1}  # fmt: skip
-
-
-def test_an_evaluation_of_a_gpt_is_not_counted():
-    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=32, vocab_size=97), seed=0)
-    precision = halfstep.Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = tuple(torch.randint(97, (2, 4, 32)))
-    with watch(model, precision) as watched:
-        with torch.no_grad(), precision.autocast():
-            model.loss_sum(batch)
-        with precision.autocast():
-            loss = model.loss_sum(batch)[0] / 128
-        precision.step(loss)
-    assert elements(watched.report(), "activation")["layers.0.mlp.up"] == 128 * 256
-
-
-def foreign(steps: int, make, policy: str, name: str):
-    """A model of transformers of a size that the compiled kernels take."""
-    torch.manual_seed(0)
-    if name == "bert":
-        sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-        model = BertForSequenceClassification(BertConfig(
-            vocab_size=50, intermediate_size=512, max_position_embeddings=64, **sizes))  # fmt: skip
-    else:
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=256, n_layer=1, n_head=4,
-                                           n_positions=64))  # fmt: skip
-    kind = halfstep.optim.AdamW if "split" in policy else torch.optim.AdamW
-    precision = halfstep.Precision(policy, model, kind(model.parameters(), lr=1e-3))
-    losses = []
-    with make(model, precision, None) as watched:
-        for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(50, (16, 64), generator=generator)
-            labels = ids % 2 if name == "gpt2" else ids[:, 0] % 2
-            with precision.autocast():
-                loss = model(input_ids=ids, labels=labels).loss
-            losses.append(precision.step(loss, max_norm=1.0).loss)
-    return losses, [p.detach().clone() for p in model.parameters()], watched
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-@pytest.mark.parametrize("policy", ALL)
-def test_models_of_transformers_keep_their_bits(policy, name, monkeypatch):
-    ran = Counter()
-    for kernel in ("attention", "norm", "dropout", "gelu"):
-        room = op_casts.attention if kernel == "attention" else op_casts.rows
-        kernel += "_tanh" * (kernel == "gelu")
-        monkeypatch.setattr(room, kernel, counting(getattr(room, kernel), kernel, ran))
-    losses, weights, _ = foreign(3, unwatched, policy, name)
-    alone = ran.copy()
-    watched = foreign(3, every_step, policy, name)
-    assert losses == watched[0]
-    assert all(map(torch.equal, weights, watched[1]))
-    assert {kernel: 2 * n for kernel, n in alone.items()} == ran
-    if policy != "fp32" and not isinstance(loaded(), str) and cpu_has_bf16():
-        assert alone.keys() >= {"attention", "dropout"}
-
-
-def counting(function, name, ran):
-    def run(*args, **options):
-        ran[name] += 1
-        return function(*args, **options)
-
-    return run
 
 
 def test_what_is_counted_in_a_bare_loop():
@@ -378,38 +305,6 @@ def test_each_tensor_is_counted_once(reentrant):
     assert set(names.values()) == {1}
 
 
-def test_modules_in_place_are_counted_before_and_after():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
-        model[0].bias.copy_(torch.tensor([-9.0, 0.0, 0.0, 0.0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, optimizer) as watched:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    linear, relu = watched.report().of("activation")
-    assert (linear.zeros, relu.zeros) == (0, 1)
-    assert {one.name: one.zeros for one in watched.report().of("activation_gradient")} == {
-        "0": 1, "1": 0}  # fmt: skip
-
-
-def test_tied_weights_and_model_outputs_of_transformers():
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                        intermediate_size=32, max_position_embeddings=16)  # fmt: skip
-    model = BertForSequenceClassification(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with watch(model, optimizer) as watched:
-        out = model(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1]))
-        out.loss.backward()
-        optimizer.step()
-    found = watched.report()
-    assert "bert.encoder.layer.1.output.dense" in elements(found, "activation")
-    assert "BertForSequenceClassification[loss]" in elements(found, "activation")
-    names = Counter((one.kind, one.name) for one in found.tensors)
-    assert set(names.values()) == {1}
-
-
 def test_several_optimizers_end_a_step_together():
     a, b = nn.Linear(4, 4), nn.Linear(4, 1)
     model = nn.Sequential(a, b)
@@ -461,20 +356,6 @@ def test_nothing_is_left_behind():
         pass
     assert "step" not in vars(precision)
     assert "gradients" not in vars(precision.masters)
-
-
-def test_unwatched_steps_have_no_hooks_and_a_gpt_its_fused_blocks():
-    seen = []
-
-    def make(model, source, _):
-        inner = model.layers[0].mlp.up
-        model.layers[0].register_forward_pre_hook(
-            lambda *_: seen.append(bool(inner._forward_hooks))
-        )
-        return watch(model, source, every=4)
-
-    precise(6, make, "bf16-mixed", gpt=True)
-    assert seen == [True, False, False, True, False, False]
 
 
 def test_the_file_and_a_resumed_run(tmp_path):

@@ -28,7 +28,7 @@ FORMATS = [FP16, BF16, E4M3FN, E5M2]
 def statistics(x: Tensor, shift: int = 0, name: str = "w") -> TensorStatistics:
     row = torch.zeros(ROW, dtype=torch.float64)
     count_into_(row, x)
-    return TensorStatistics.from_row("gradient", name, x.dtype, row.tolist(), shift)
+    return TensorStatistics.from_row("gradient", name, x.dtype, row.tolist(), 2.0**-shift)
 
 
 def truth(x: Tensor, form: FloatFormat, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,33 +50,6 @@ def exponents_of(x: Tensor) -> np.ndarray:
 
 def every_pattern(dtype: torch.dtype) -> Tensor:
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("k", [0, 10, -7, 15, 24])
-def test_every_pattern_one_binade_at_a_time(dtype, form, k):
-    """All numbers of a binade: the shares are exact but in the binades that hold a limit."""
-    x = every_pattern(dtype)
-    x = x[x.isfinite() & (x != 0)]
-    exponents = exponents_of(x)
-    for e in np.unique(exponents):
-        some = x[torch.from_numpy(exponents == e)]
-        of, *want = (part.double().sum().item() for part in truth(some, form, k))
-        found = what_if(statistics(some), form, k)
-        got = [share * of for share in (found.flushed, found.subnormal, found.overflowed)]
-        # One number of each sign is a tie: exactly half of the smallest subnormal. Less than half a
-        # gap below the smallest normal number, numbers round to it: 2^-mantissa_bits of their
-        # binade, at least one of each sign. In the binade of the largest number the share above the
-        # limit is known to two numbers of each sign, as these are discrete and the share is not.
-        half = form.min_exponent - form.mantissa_bits - 1
-        near = max(2, math.ceil(len(some) * form.eps) + 2)
-        slack = {half: [2, near, 0], form.min_exponent - 1: [0, near, 0]}.get(e + k, [0, 0, 0])
-        if e + k == math.frexp(form.max)[1] - 1:
-            slack = [0, 0, 4]
-        for share, real, allowed in zip(got, want, slack, strict=True):
-            assert abs(share - real) <= allowed + 1e-6, (e, share, real, allowed)
 
 
 @pytest.mark.covering
@@ -235,12 +208,3 @@ def test_equal_numbers_at_each_limit_are_exact(form, dtype):
         for k, finite in ((fit.high, True), (fit.high + 1, False)):
             rounded = form.round_to(x[0].double() * 2.0**k)
             assert rounded.isfinite() == finite, (value, k)
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_fp64_numbers_that_a_scale_takes_out_of_fp64(form):
-    row = statistics(torch.tensor([1e305, -1e305, 1.0], dtype=torch.float64))
-    found = what_if(row, form, 24)
-    assert found.overflowed >= 2 / 3 - 1e-9
-    assert beyond(1.7e308, form, 1000)
-    assert not beyond(0.0, form, 2000)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import as_html
@@ -89,7 +88,6 @@ REMEDIES = {
     ),
 }
 """A class of causes to what to do about it."""
-OR_BF16 = "{remedy}; or train in bf16-mixed, whose range is that of fp32"
 
 Kind = Literal[
     "overflow",
@@ -127,7 +125,7 @@ def remedy_of(name: str, form: str) -> str:
     """What to do about a class of causes in a format: the line to change, or the setting."""
     text = REMEDIES[name]
     wider = CHANGES.get(name) == "range" and form == "fp16"
-    return OR_BF16.format(remedy=text) if wider else text
+    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if wider else text
 
 
 _BIG_GAIN = 10.0
@@ -143,32 +141,20 @@ class Facts:
     """What the trace knows of the operation that made the first NaN or infinity."""
 
     kind: Kind
-    base: str
-    """The operation's name without namespace and overload, such as ``add``."""
-    product: bool
-    """Whether it is a matmul, a convolution or a sum."""
-    attention: bool
-    """Whether it is a whole attention."""
-    node: str | None
-    """The autograd node that runs it; None in the forward."""
-    own: bool
-    """Whether it ran in an ``autograd.Function`` that is neither torch's nor halfstep's."""
+    base: str  # the operation's name without namespace and overload, such as "add"
+    product: bool  # whether it is a matmul, a convolution or a sum
+    attention: bool  # whether it is a whole attention
+    node: str | None  # the autograd node that runs it; None in the forward
+    own: bool  # whether it ran in an autograd.Function of the user
     module: str
     class_name: str
-    called_by: str
-    """File and function that called it."""
-    dims: int
-    """Number of dimensions of the output."""
-    roles: Sequence[Role]
-    """Roles of the operands that are not finite."""
-    tensors: int
-    """Number of operands that are tensors."""
-    mask: bool
-    """Whether infinities came from a mask that no longer fitted."""
-    gain: float
-    """The median gain of the model's matrices."""
-    after: bool
-    """Whether a module's forward has ended before."""
+    called_by: str  # file and function that called it
+    dims: int  # number of dimensions of the output
+    roles: Sequence[Role]  # of the operands that are not finite
+    tensors: int  # number of operands that are tensors
+    mask: bool  # whether infinities came from a mask that no longer fitted
+    gain: float  # the median gain of the model's matrices
+    after: bool  # whether a module's forward has ended before
 
 
 def cause_class(facts: Facts) -> str:
@@ -229,8 +215,6 @@ def _of_overflow(facts: Facts) -> str:
 
 # The report of one operation.
 
-_SIGNS = {"add": "+", "sub": "+", "mul": "*"}  # |a - b| is |a| + |b| at most
-
 
 @dataclass(frozen=True, slots=True)
 class Operand:
@@ -266,8 +250,6 @@ class Cause:
         module: Qualified name of the innermost module in whose forward the operation ran, or, in
             the backward, in whose forward its autograd node was made; "" for the model itself.
         class_name: The module's class; "" outside of all modules.
-        block: Qualified name of the item of a ``ModuleList`` (else of a ``Sequential``) that the
-            module is, or is in; "" if there is none.
         direction: ``"forward"`` or ``"backward"``; recomputation by checkpointing is forward.
         dtype: The dtype of the output.
         nan: Number of NaN in the output.
@@ -289,7 +271,6 @@ class Cause:
     op: str
     module: str
     class_name: str
-    block: str
     direction: Literal["forward", "backward"]
     dtype: torch.dtype
     nan: int
@@ -316,12 +297,9 @@ class Cause:
 
     @property
     def place(self) -> str:
-        """Direction, module, block and node, as words."""
-        module = self.module or "the model"
-        where = f"{self.direction} of {module} ({self.class_name})"
+        """Direction, module and node, as words."""
+        where = f"{self.direction} of {self.module or 'the model'} ({self.class_name})"
         where = where if self.class_name else "outside the model's modules"
-        if self.block not in ("", self.module):
-            where = f"{where} in block {self.block}"
         return f"{where}, {self.node}" if self.node else where
 
     def _micro_batch(self) -> str:
@@ -358,9 +336,6 @@ class Cause:
         table["dtype"] = dtype_name(self.dtype)
         for operand in table["inputs"]:
             operand["dtype"] = dtype_name(operand["dtype"]) if operand["dtype"] else None
-        table["share_of_format"] = {
-            o.name: o.largest / torch.finfo(self.dtype).max for o in self.inputs
-        }
         return {**table, "remedy": self.remedy}
 
     @property
@@ -374,43 +349,24 @@ class Cause:
     def __str__(self) -> str:
         lines = [
             self._operation(self.kind),
-            (
-                f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
-                f"({100 * self.share:.3g} %)"
-            ),
+            f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
+            f"({100 * self.share:.3g} %)",
             *map(self._input, self.inputs),
         ]
-        lines += self._bound(torch.finfo(self.dtype).max)
         where = self._micro_batch()
         lines += [where] if where else []
         lines += [f"at {self.source}"] if self.source else []
-        to_do = f"to do: {self.remedy}"
-        if self.cause_class != self.kind:
-            what = self.cause_class
-            to_do = f"to do: {what}: {self.remedy}"
-        return "\n  ".join([*lines, to_do])
+        what = "" if self.cause_class == self.kind else f"{self.cause_class}: "
+        return "\n  ".join([*lines, f"to do: {what}{self.remedy}"])
 
     def _input(self, operand: Operand) -> str:
         """An input's range, and what in it is not finite."""
+        form = f"{dtype_name(operand.dtype)} up to " if operand.dtype else ""
         share = self._share_of(operand.largest)
-        largest_text = short(operand.largest)
-        line = f"input {operand.name}: {largest_text} ({share})"
-        if operand.dtype:
-            line = (
-                f"input {operand.name}: {dtype_name(operand.dtype)} up to {largest_text} ({share})"
-            )
+        line = f"input {operand.name}: {form}{short(operand.largest)} ({share})"
         if operand.inf or operand.nan:
             line = f"{line}, and {operand.inf:,} inf, {operand.nan:,} NaN"
         return line
-
-    def _bound(self, maximum: float) -> list[str]:
-        """The sum or product that overflows, as text, if the operation is that simple."""
-        sign = _SIGNS.get(self.op.split(".")[1].rstrip("_"))
-        if self.kind != "overflow" or sign is None or len(self.inputs) != 2:
-            return []
-        a, b = (operand.largest for operand in self.inputs)
-        fits = (a + b if sign == "+" else a * b) <= maximum
-        return [] if fits else [f"{short(a)} {sign} {short(b)} > {short(maximum)}"]
 
 
 def short(value: float) -> str:
@@ -421,18 +377,3 @@ def short(value: float) -> str:
         return f"{value:.3g}"
     digits, _, exponent = f"{value:.2e}".partition("e")
     return f"{digits}e{int(exponent)}"
-
-
-def block_of(model: nn.Module, name: str) -> str:
-    """The innermost item of a ``ModuleList`` (else ``Sequential``) that is or holds a module.
-
-    Items of a ``Sequential`` without children, as in an MLP, do not count as blocks.
-    """
-    parts = name.split(".") if name else []
-    for container in (nn.ModuleList, nn.Sequential):
-        for end in range(len(parts), 0, -1):
-            found = ".".join(parts[:end])
-            leaf = container is nn.Sequential and not any(model.get_submodule(found).children())
-            if not leaf and isinstance(model.get_submodule(".".join(parts[: end - 1])), container):
-                return found
-    return ""

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from halfstep.diagnostics.recording.metrics import NUMERICS
+from halfstep.diagnostics.metrics import NUMERICS
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import (
     FLUSHED_AT_MOST,
-    WhatIf,
     Window,
     as_format,
     beyond,
@@ -25,7 +24,7 @@ from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
 from halfstep.shown import aligned, as_html
 
-_SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
+SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
 """What a loss scale multiplies."""
 _SPELLED = {"activation_gradient": "gradient of output", "gradient": "gradient of weight"}
 
@@ -79,14 +78,6 @@ class StepNumerics:
         flushed = _shares(gradients, form)
         if flushed > FLUSHED_AT_MOST:
             said[-1] += f"; without a scale {flushed:.1%} of them would be flushed to 0"
-        still = [(what_if(one, form, fit.high).flushed, _title(one)) for one in gradients]
-        still = [pair for pair in still if pair[0] > FLUSHED_AT_MOST]
-        if still:
-            share, name = max(still)
-            said.append(
-                f"even at 2^{fit.high}, {len(still)} of {len(gradients)} gradients lose more than "
-                f"1 % to 0, most {name} with {share:.1%}"
-            )
         return tuple(said)
 
     def in_16_bits(self) -> tuple[TensorStatistics, ...]:
@@ -99,6 +90,17 @@ class StepNumerics:
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
         return (*(low or outputs), *self.of("gradient"))
 
+    def worst(
+        self, form: FloatFormat | str = "fp16", k: int = 0, rows: int = 12
+    ) -> list[TensorStatistics]:
+        """The tensors that a format would treat worst, with gradients times 2^k."""
+
+        def badness(one: TensorStatistics) -> tuple[float, float, float]:
+            found = what_if(one, form, k if one.kind in SCALED else 0)
+            return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
+
+        return sorted(self.tensors, key=badness, reverse=True)[:rows]
+
     def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
         """The tensors that a format would treat worst, and the verdicts.
 
@@ -110,18 +112,17 @@ class StepNumerics:
         Returns:
             Text with one line for each tensor.
         """
-        form, asked = as_format(form), {}
-        for one in self.tensors:
-            asked[id(one)] = what_if(one, form, k if one.kind in _SCALED else 0)
-        chosen = list(self.tensors)
-        if rows is not None:
-            worst = sorted(chosen, key=lambda one: _badness(one, asked[id(one)]), reverse=True)
-            chosen = worst[:rows]
+        form = as_format(form)
+        chosen = self.tensors if rows is None else self.worst(form, k, rows)
         scaled = f" at 2^{k}" if k else ""
-        heads = ["tensor", "dtype", "elements", "largest", "rms", "zero", "subnormal", "not finite"]
-        heads += [f"{form.name}{scaled}: {what}" for what in ("flushed", "overflow")]
-        lines: list[tuple[str, ...]] = [(*heads, "scales that fit")]
-        lines += [_line(one, asked[id(one)], form) for one in chosen]
+        lines = [
+            (
+                *("tensor", "dtype", "elements", "largest", "rms", "zero", "subnormal"),
+                *("not finite", f"{form.name}{scaled}: flushed", f"{form.name}{scaled}: overflow"),
+                "scales that fit",
+            ),
+            *(_line(one, form, k) for one in chosen),
+        ]
         head = (
             f"step {self.step}{'' if self.applied else ' (skipped)'}, loss scale "
             f"{self.loss_scale:g}{', ' + self.policy if self.policy else ''}: "
@@ -156,16 +157,15 @@ class StepNumerics:
         """
         try:
             table: Any = json.loads(line)
-            scale, step = table["loss_scale"], table["step"]
-            tensors = table["tensors"]
-            if type(step) is not int or not isinstance(tensors, list):
-                raise ValueError(step)
+            if type(table["step"]) is not int:
+                raise ValueError(table["step"])
+            scale = table["loss_scale"]
             return cls(
-                step=step,
+                step=table["step"],
                 applied=bool(table["applied"]),
                 loss_scale=math.nan if scale is None else float(scale),
                 policy=str(table["policy"]),
-                tensors=tuple(map(TensorStatistics.from_dict, tensors)),
+                tensors=tuple(map(TensorStatistics.from_dict, table["tensors"])),
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(f"not the numerics of a step: {line[:80]!r}") from error
@@ -224,12 +224,9 @@ def _shares(several: Iterable[TensorStatistics], form: FloatFormat) -> float:
     return sum(lost for lost, _ in pairs) / max(sum(of for _, of in pairs), 1)
 
 
-def _badness(one: TensorStatistics, found: WhatIf) -> tuple[float, float, float]:
-    return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
-
-
-def _line(one: TensorStatistics, found: WhatIf, form: FloatFormat) -> tuple[str, ...]:
-    fit = window(one, form) if one.kind in _SCALED else None
+def _line(one: TensorStatistics, form: FloatFormat, k: int) -> tuple[str, ...]:
+    found = what_if(one, form, k if one.kind in SCALED else 0)
+    fit = window(one, form) if one.kind in SCALED else None
     scales = ""
     if fit is not None:
         scales = f"2^{fit.low} to 2^{fit.high}" if fit.fits else "none"

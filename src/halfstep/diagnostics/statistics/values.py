@@ -1,9 +1,9 @@
 """What is known of the numbers of one tensor: how many have which exponent, and their extremes.
 
-It is made from a row of 284 fp64 counts: zeros; one count for each exponent from -149 (the smallest
+It is made from a row of 283 fp64 counts: zeros; one count for each exponent from -149 (the smallest
 fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude;
-numbers that were subnormal before a factor; the mantissa bits in use. Counts of several tensors add
-up in one row, merge over ranks by sums, and are kept as JSON in ``numerics.jsonl``.
+the mantissa bits in use. Counts of several tensors add up in one row, and are kept as JSON in
+``numerics.jsonl``.
 
 **Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
 subnormal numbers have those from -149 to -127.
@@ -12,43 +12,41 @@ subnormal numbers have those from -149 to -127.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils.hooks import RemovableHandle
 
+from halfstep.diagnostics.module_calls import Call, ModuleCalls
 from halfstep.errors import DataError
+from halfstep.precision.masters.local_part import local_part
 
 Kind = Literal["weight", "activation", "activation_gradient", "gradient", "update"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 LEAST, MOST = -149, 127
 """The exponents of the smallest and of the largest fp32 number."""
 ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
 """Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
-SQUARES, LARGEST, SUBNORMAL, DIGITS, ROW = 280, 281, 282, 283, 284
+SQUARES, LARGEST, DIGITS, ROW = 280, 281, 282, 283
 _COPIES = 64
 _AT_ONCE = 1 << 22
 
 
 @torch.no_grad()
-def count_into_(row: Tensor, x: Tensor, factor: float = 1.0) -> None:
+def count_into_(row: Tensor, x: Tensor) -> None:
     """Count a tensor's numbers in a row; nothing waits for the device.
 
     Args:
-        row: ``(284,)`` fp64, zeros at first, on the tensor's device.
+        row: ``(283,)`` fp64, zeros at first, on the tensor's device.
         x: Floating-point, of any shape. Exponents of fp64 numbers beyond those of fp32 count as
             the nearest that fp32 has.
-        factor: Multiplies each number first, rounded to fp32. Multiply by powers of two afterwards
-            instead, by moving the counts.
     """
     x = x.detach()
-    if factor != 1.0:
-        least = torch.finfo(x.dtype).smallest_normal
-        magnitude = x.abs() if x.dtype.itemsize > 1 else x.float().abs()
-        row[SUBNORMAL] += ((magnitude > 0) & (magnitude < least)).sum()
-        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32) * factor
     for part in torch.split(x.reshape(-1), _AT_ONCE) if x.numel() else ():
         magnitude = (part if part.dtype == torch.float64 else part.float()).abs()
         finite = magnitude.isfinite()
@@ -117,30 +115,27 @@ class TensorStatistics:
         name: str,
         dtype: torch.dtype,
         row: Sequence[float],
-        shift: int = 0,
-        *,
-        multiplied: bool = False,
+        scale: float = 1.0,
     ) -> Self:
-        """Read a row of counts; ``shift`` moves the exponents, as a product with 2^shift does.
+        """Read a row of counts of numbers that were multiplied by a loss scale.
 
-        ``multiplied`` says that its numbers were multiplied by a factor before they were counted:
-        which of them had been subnormal was counted apart.
+        One that is no power of two moves the exponents by the nearest one.
         """
+        shift = round(-math.log2(scale))
         raw = {e: int(n) for e, n in enumerate(row[FIRST : FIRST + MOST - LEAST + 1], LEAST) if n}
-        normal = min_exponent(dtype)
+        normal = int(math.log2(torch.finfo(dtype).smallest_normal))
         zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
         finite = zeros + sum(raw.values())
-        small = sum(count for e, count in raw.items() if e < normal)
         return cls(
             kind=kind,
             name=name,
             dtype=str(dtype).removeprefix("torch."),
             elements=finite + nan + inf,
-            absmax=math.ldexp(row[LARGEST], shift),
+            absmax=row[LARGEST] / scale,
             # an fp64 square may overflow, and the mean is at most the maximum
-            rms=math.ldexp(min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]), shift),
+            rms=min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]) / scale,
             zeros=zeros,
-            subnormal=int(row[SUBNORMAL]) if multiplied else small,
+            subnormal=sum(count for e, count in raw.items() if e < normal),
             nan=nan,
             inf=inf,
             mantissa_bits=int(row[DIGITS]),
@@ -149,29 +144,25 @@ class TensorStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON has them: no NaN, no infinity, exponents as text."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        return fields | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
+        return asdict(self) | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
         """Read what :meth:`to_dict` gave.
 
         Raises:
             DataError: If a field is missing or not what it must be.
         """
         try:
-            exponents = {int(e): _count(n) for e, n in fields["exponents"].items()}
-            read = {name: _FIELDS[name](fields[name]) for name in _FIELDS}
-            if read["kind"] not in KINDS:
-                raise ValueError(read["kind"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DataError(f"not the statistics of a tensor: {str(fields)[:80]}") from error
+            read = {field.name: table[field.name] for field in fields(cls)}
+            exponents = {int(e): n for e, n in read.pop("exponents").items()}
+            texts = [read[name] for name in ("kind", "name", "dtype")]
+            numbers = [*exponents.values(), *(v for v in read.values() if v not in texts)]
+            if texts[0] not in get_args(Kind) or not all(0 <= n < math.inf for n in numbers):
+                raise ValueError(texts[0])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"not the statistics of a tensor: {str(table)[:80]}") from error
         return cls(exponents=exponents, **read)
-
-
-def min_exponent(dtype: torch.dtype) -> int:
-    """The exponent of the smallest normal number of a floating dtype."""
-    return int(math.log2(torch.finfo(dtype).smallest_normal))
 
 
 def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
@@ -198,29 +189,138 @@ def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
     )
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(value)
-    return value
+# Counting them as they are made in a step.
+
+_Key = tuple[Kind, str, torch.dtype, torch.device, float]
 
 
-def _magnitude(value: Any) -> float:
-    number = float(value)
-    if not 0 <= number < math.inf:
-        raise ValueError(value)
-    return number
+class Collector:
+    """The counts of one step; hooks are attached by making it, and removed by :meth:`close`.
+
+    Each module's outputs are counted after its forward, and the gradients with respect to them when
+    backward has them complete. Counts stay on the device until :meth:`read`.
+
+    Not counted: a forward without gradients outside of one with them, such as an evaluation or a
+    teacher; a forward that activation checkpointing repeats in backward; a tensor that a module
+    passes on as it got it from a module inside; what runs inside of ``torch.func``, as ``vmap``,
+    where tensors have no memory, or as a scripted module.
+    """
+
+    def __init__(self, model: nn.Module, scale: Callable[[], float]) -> None:
+        """Attach hooks to every module.
+
+        Args:
+            model: The model, whose modules' names are those of the tensors.
+            scale: Tells the loss scale of the backward that is running; asked once.
+        """
+        self._ask, self._scale = scale, 0.0
+        self._rows: dict[_Key, Tensor] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._modules = ModuleCalls(model, self._ended)
+        self._modules.hook()
+
+    def close(self) -> None:
+        """Remove the hooks, those that wait on tensors for their gradients included."""
+        for handle in self._handles:
+            handle.remove()
+        self._modules.unhook()
+        self._handles = []
+
+    def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
+        """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
+
+        A complex number counts as two.
+        """
+        x = local_part(x)
+        if x.is_complex():
+            x = torch.view_as_real(x.resolve_conj())
+        if x.is_sparse:
+            x = x.coalesce().values()
+        if not x.is_floating_point() or x.is_meta:
+            return
+        scale = scale if 0 < scale < math.inf else 1.0
+        count_into_(self._row((kind, name, x.dtype, x.device, scale)), x)
+
+    def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
+        """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
+        if after.is_complex():
+            after, before = torch.view_as_real(after), torch.view_as_real(before)
+        if not after.is_floating_point():
+            return
+        after, before = after.detach(), before.detach()
+        wide = torch.promote_types(torch.promote_types(after.dtype, before.dtype), torch.float32)
+        row = self._row(("update", name, wide, after.device, 1.0))
+        count_into_(row, after.to(wide) - before.to(wide))
+
+    def _row(self, key: _Key) -> Tensor:
+        if key not in self._rows:
+            self._rows[key] = torch.zeros(ROW, dtype=torch.float64, device=key[3])
+        return self._rows[key]
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of the step's backward."""
+        return self._scale or self._ask()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been counted."""
+        return not self._rows
+
+    def read(self) -> list[TensorStatistics]:
+        """Copy the counts to the host, in one transfer for each device."""
+        read: dict[_Key, list[float]] = {}
+        for device in {key[3] for key in self._rows}:
+            keys = [key for key in self._rows if key[3] == device]
+            rows = torch.stack([self._rows[key] for key in keys]).tolist()
+            read |= dict(zip(keys, rows, strict=True))
+        found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
+        for key in self._rows:  # in the order of their first numbers
+            kind, name, dtype, _, scale = key
+            one = TensorStatistics.from_row(kind, name, dtype, read[key], scale)
+            found.setdefault((kind, name, dtype), []).append(one)
+        return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
+
+    def _ended(self, call: Call, output: Any) -> None:
+        """Count a module's outputs, and wait for the gradients with respect to them."""
+        for key, tensor in tensors_in(output):
+            evaluated = not call.learns and not tensor.requires_grad
+            if not evaluated and not is_functorch_wrapped_tensor(tensor):
+                self._output(f"{call.name or call.class_name}{key}", tensor, call.learns)
+
+    def _output(self, name: str, x: Tensor, counted: bool) -> None:
+        version = -1 if x.is_inference() else x._version
+        last = self._seen.get(id(x))
+        if last is not None and last[0]() is x and last[1] == version:
+            return
+        self._seen[id(x)] = (weakref.ref(x), version)
+        if counted:
+            self.add("activation", name, x.detach())
+        if x.requires_grad and x.dim():  # a loss's is 1 over and over
+            wait = partial(self._gradient, name)
+            self._handles.append(x.register_hook(wait))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._scale = self.scale
+        self.add("activation_gradient", name, gradient.detach(), self._scale)
 
 
-_FIELDS: dict[str, Any] = {
-    "kind": str,
-    "name": str,
-    "dtype": str,
-    "elements": _count,
-    "absmax": _magnitude,
-    "rms": _magnitude,
-    "zeros": _count,
-    "subnormal": _count,
-    "nan": _count,
-    "inf": _count,
-    "mantissa_bits": _count,
-}
+def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's output with their keys: none for one tensor, or the first of some.
+
+    An output may be a tensor, or a tuple, list, mapping or dataclass of outputs.
+    """
+    if isinstance(output, Tensor):
+        yield key, output
+        return
+    if isinstance(output, Mapping):
+        parts = [(f"{key}[{name}]", part) for name, part in output.items()]
+    elif isinstance(output, tuple | list):
+        parts = [(f"{key}[{i}]" if i else key, part) for i, part in enumerate(output)]
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [(f"{key}[{f.name}]", getattr(output, f.name)) for f in fields(output)]
+    else:
+        return
+    for inner, part in parts:
+        yield from tensors_in(part, inner)

@@ -27,9 +27,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep.diagnostics.recording.metrics import keep_lines
-from halfstep.diagnostics.statistics.collect import Collector
+from halfstep.diagnostics.metrics import keep_lines
 from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.diagnostics.statistics.values import Collector, Kind
 from halfstep.errors import (
     CheckpointError,
     NonFiniteError,
@@ -58,7 +58,6 @@ class Watch:
         to: Path | None,
         start: int,
     ) -> None:
-        """Use :func:`watch`, which checks the arguments."""
         self._model, self._source, self._scaler = bare_model(model), source, scaler
         self._every, self._to, self._start = every, to, start
         self._step = start
@@ -298,7 +297,6 @@ class PrecisionSteps:
     """The steps of a :class:`halfstep.Precision`; weights are its masters, where it has some."""
 
     def __init__(self, precision: Precision, listener: Watch) -> None:
-        """Watch ``precision.step``."""
         self._precision, self._listener = precision, listener
         self._wants_gradients = False
         self._replaced = [
@@ -370,14 +368,7 @@ class OptimizerSteps:
         scaler: Any,
         listener: Watch,
     ) -> None:
-        """Watch the optimizers' ``step``, and a scaler's ``unscale_`` and ``update``.
-
-        Args:
-            optimizers: All of the loop's; if empty, any that holds a named parameter.
-            names: Parameter to name.
-            scaler: torch's or halfstep's GradScaler, or None.
-            listener: Told of the steps.
-        """
+        """Watch the optimizers' ``step``; without optimizers any that holds a named parameter."""
         self._optimizers, self._names = optimizers, names
         self._scaler, self._listener = scaler, listener
         self._stepped: list[Optimizer] = []
@@ -427,35 +418,31 @@ class OptimizerSteps:
             self._flags.append(found.detach().clone())
         for name, weight in self._trained(optimizer):
             self._listener.before(name, weight)
-        own, *given = args  # torch hands the optimizer itself over as well
-        closure, *others = [*given, options.get("closure")]
-        if closure is None:
-            self._finished(optimizer)
-            return None
-        measured = _measured_once(closure, partial(self._finished, optimizer))
-        if given:
-            return (own, measured, *others[:-1]), options
-        return args, {**options, "closure": measured}
+        if not _has_closure(args, options):
+            self._measure(optimizer)
+        return None
 
     @torch.no_grad()
-    def _finished(self, optimizer: Optimizer) -> None:
-        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
-        if optimizer not in self._unscaled:
-            scale = getattr(optimizer, "grad_scale", None)
-            self._measure(optimizer, 1.0 if scale is None else float(scale))
-
-    @torch.no_grad()
-    def _after(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not self._ours(optimizer):
             return
         if self._listener.watching:
+            if _has_closure(args, options):  # which has made the gradients within the step
+                self._measure(optimizer)
             for name, weight in self._trained(optimizer):
                 self._listener.after(name, weight)
         self._stepped.append(optimizer)
         if self._scaler is None and all(o in self._stepped for o in self._optimizers):
             self._end()
 
-    def _measure(self, optimizer: Optimizer, scale: float) -> None:
+    def _measure(self, optimizer: Optimizer) -> None:
+        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
+        if optimizer in self._unscaled:
+            return
+        scale = getattr(optimizer, "grad_scale", None)
+        self._count(optimizer, 1.0 if scale is None else float(scale))
+
+    def _count(self, optimizer: Optimizer, scale: float) -> None:
         for name, parameter in self._trained(optimizer):
             if parameter.grad is not None:
                 self._listener.gradient(name, parameter.grad, scale)
@@ -464,7 +451,7 @@ class OptimizerSteps:
     def _unscale(self, original: Callable[..., Any], optimizer: Any) -> Any:
         bare = bare_optimizer(optimizer)
         if self._listener.watching and self._ours(bare) and bare not in self._unscaled:
-            self._measure(bare, self.scale())
+            self._count(bare, self.scale())
             self._unscaled.append(bare)
         return original(optimizer)
 
@@ -480,19 +467,9 @@ class OptimizerSteps:
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 
 
-def _measured_once(closure: Callable[[], Any], measure: Callable[[], None]) -> Callable[[], Any]:
-    """A closure that makes the gradients itself; after its first call they are the step's."""
-    due = True
-
-    def call() -> Any:
-        nonlocal due
-        value = closure()
-        if due:
-            due = False
-            measure()
-        return value
-
-    return call
+def _has_closure(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    # torch hands the optimizer itself over as well
+    return (args[1] if len(args) > 1 else options.get("closure")) is not None
 
 
 def bare_optimizer(optimizer: Any) -> Any:
@@ -519,3 +496,6 @@ class _Replaced:
             setattr(self._owner, self._name, self._old)
         else:
             delattr(self._owner, self._name)
+
+
+_Key = tuple[Kind, str, torch.dtype, torch.device, float]

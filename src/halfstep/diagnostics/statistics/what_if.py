@@ -115,12 +115,13 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
     if values.absmax == math.ldexp(1.0, half - k):  # nothing in their binade is larger
         ties = at(half - k, 0)
     flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
-    low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent) - ties
-    low -= at(form.min_exponent - 1 - k, 0) * form.eps  # rounds to the smallest normal number
+    low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent)
+    # of the last binade below it, this part rounds to the smallest normal number
+    subnormal = low - ties - at(form.min_exponent - 1 - k, 0) * form.eps
     over = _overflowing(values, form, k)
     whole = max(values.nonzero, 1)
     zeros = (values.zeros + flushed) / max(values.elements, 1)
-    return WhatIf(flushed / whole, low / whole, over / whole, zeros)
+    return WhatIf(flushed / whole, subnormal / whole, over / whole, zeros)
 
 
 def _overflowing(values: TensorStatistics, form: FloatFormat, k: int) -> float:

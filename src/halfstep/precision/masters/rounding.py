@@ -211,28 +211,6 @@ def kahan_join(weight: Tensor, residual: Tensor) -> Tensor:
     return torch.where(fits, total, own)
 
 
-def half_gap(value: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance from a number to its neighbour; smaller updates round back to the number.
-
-    Args:
-        value: Numbers of ``dtype``, in fp64, any shape.
-        direction: Its sign gives the side; towards 0 from a power of two the gap is half as wide.
-        dtype: A floating dtype.
-
-    Returns:
-        fp64, of the same shape.
-
-    **Source:** IEEE 754-2019, 4.3.1, round to nearest.
-    """
-    info = torch.finfo(dtype)
-    fraction, exponent = torch.frexp(value.abs())  # fraction in [1/2, 1)
-    narrow = (fraction == 0.5) & (value * direction < 0)
-    smallest = torch.tensor(info.tiny, dtype=torch.float64).frexp().exponent
-    exponent = torch.where(value == 0, smallest, exponent - narrow.int())
-    gap = torch.ldexp(torch.full_like(value, info.eps), exponent.clamp(smallest) - 1)
-    return gap / 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingMode:
     """How an fp32 value is stored in a weight from one step to the next.
@@ -260,20 +238,6 @@ class RoundingMode:
     def bytes(self) -> int:
         """Bytes per parameter stored beside the weight."""
         return 0 if self.remainder_dtype is None else self.remainder_dtype.itemsize
-
-    def half_gap(
-        self, weight: Tensor, remainder: Tensor | None, value: Tensor, direction: Tensor
-    ) -> Tensor:
-        """Half the gap next to ``value`` in this direction, below which updates are lost; fp64.
-
-        With random bits an update is lost only if it does not change the fp32 sum before rounding.
-        """
-        if self.remainder_dtype is None and not self.random:
-            return half_gap(value, direction, weight.dtype)
-        fine = half_gap(value, direction, torch.float32)
-        if remainder is None or not remainder.is_floating_point():
-            return fine
-        return torch.maximum(fine, half_gap(remainder.double(), direction, remainder.dtype))
 
 
 _MODES = (

@@ -56,9 +56,6 @@ class Record:
     lost_updates: dict[str, float] | None = None
     """On steps that the lost-update meter measured: parameter group to the share of its updates
     that rounding swallowed for good, leaving the stored weight as it was."""
-    frozen_below: dict[str, float] | None = None
-    """On the same steps: parameter group to the learning rate below which half of its updates would
-    be lost."""
     calibrating: bool | None = None
     """True while a dynamic loss scale searches for its level; skips are expected then."""
     rolled_back: bool | None = None

@@ -19,8 +19,7 @@ from typing import Any, Self, get_args
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.recording.metrics import (
+from halfstep.diagnostics.metrics import (
     CAUSES,
     METRICS,
     Excluded,
@@ -28,6 +27,7 @@ from halfstep.diagnostics.recording.metrics import (
     Record,
     append_line,
 )
+from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
 from halfstep.precision.recovery import OnSpike

@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory.saved import Bytes, SavedTensors
-from halfstep.diagnostics.memory.table import Memory
+from halfstep.diagnostics.memory import Bytes, Memory, SavedTensors
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model

@@ -1,17 +1,16 @@
-"""Counts what a forward saves for its backward, each storage once; and a whole step's memory."""
+"""The bytes of a training step as a value: what holds them, and in which dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.memory.table import Memory
 from halfstep.errors import PrecisionError
 from halfstep.optim.state import REMAINDER
 from halfstep.precision.border import require
@@ -19,6 +18,102 @@ from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
+from halfstep.shown import aligned, as_html
+
+PARTS = {
+    "weights": "parameters and buffers",
+    "masters": "fp32 copies that the optimizer updates, and remainders",
+    "gradients": "of all trained parameters",
+    "moments": "the optimizer's running averages",
+    "cast copies": "16-bit copies of fp32 weights, kept from forward to backward",
+    "activations": "saved by the forward for the backward",
+    "logits": "saved tensors of the logits' size: the loss computes in fp32",
+    "batch": "inputs and targets",
+}
+"""Part of the memory to its meaning."""
+SAVED = ("cast copies", "activations", "logits")
+"""What lives from the forward to the backward, and grows with the batch but for the casts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a training step holds, at the end of its forward and with all gradients.
+
+    Temporary tensors of single operations, the allocator's rounding and the process itself come on
+    top.
+
+    Attributes:
+        policy: The policy's name.
+        measured: Whether a step was run, or only its shapes.
+        bytes: Part and dtype to bytes, as ``{"logits": {"fp32": 4096}}``.
+        rows: Rows of the batch: the length of its first tensor; 0 without a batch.
+        ranks: Ranks that share weights, masters, gradients and moments.
+    """
+
+    policy: str
+    measured: bool
+    bytes: Mapping[str, Mapping[str, int]]
+    rows: int = 0
+    ranks: int = 1
+
+    def part(self, name: str) -> int:
+        """Bytes of one part, in all dtypes."""
+        return sum(self.bytes.get(name, {}).values())
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(map(self.part, PARTS))
+
+    @property
+    def saved(self) -> int:
+        """Bytes that live from the forward to the backward."""
+        return sum(map(self.part, SAVED))
+
+    def parts_text(self) -> str:
+        """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
+        return ", ".join(
+            f"{name} {size_text(self.part(name))}" for name in PARTS if self.part(name)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "total": self.total}
+
+    def largest_batch(self, have: int) -> int:
+        """The most rows that fit into a device, if what is saved grows with the rows; 0: none.
+
+        Args:
+            have: The device's bytes.
+        """
+        grows = self.part("activations") + self.part("logits") + self.part("batch")
+        if not self.rows or not grows:
+            return 0
+        return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+    def __str__(self) -> str:
+        rows = [("part", "bytes", "by dtype")]
+        for name in PARTS:
+            found = self.bytes.get(name, {})
+            if self.part(name):
+                forms = ", ".join(f"{dtype} {size_text(size)}" for dtype, size in found.items())
+                rows.append((name, size_text(self.part(name)), forms))
+        how = f"{self.policy}, {'measured' if self.measured else 'estimated'}"
+        how += f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        rows.append(("total", size_text(self.total), how))
+        return aligned(rows, {1})
+
+
+def size_text(size: float) -> str:
+    """Bytes with a unit of 1000: ``59.3 MB``."""
+    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
+
 
 _VIEWS = frozenset({"TBackward0", "ViewBackward0", "TransposeBackward0", "UnsafeViewBackward0",
                     "AsStridedBackward0", "ExpandBackward0", "PermuteBackward0"})  # fmt: skip
@@ -43,9 +138,6 @@ class SavedTensors:
         logits: int = 0,
     ) -> None:
         self._held = {id(s): s for s in map(_storage, (*model.parameters(), *model.buffers()))}
-        self._parameters: dict[torch.Size, list[Tensor]] = {}
-        for parameter in model.parameters():
-            self._parameters.setdefault(parameter.shape, []).append(parameter)
         self._batch = {id(s): s for s in map(_storage, batch)}
         self._logits = logits
         self._round: dict[int, tuple[Any, str, str]] = {}
@@ -86,19 +178,8 @@ class SavedTensors:
             self._largest = found
         self._round, self._used = {}, False
 
-    def _is_cast_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor without a graph holds a parameter's numbers in another dtype.
-
-        So an autograd function keeps a parameter that it has cast itself.
-        """
-        if tensor.grad_fn is not None or is_fake(tensor):
-            return False
-        same = self._parameters.get(tensor.shape, ())
-        return any(p.dtype != tensor.dtype and bool(tensor.eq(p.to(tensor.dtype)).all())
-                   for p in same)  # fmt: skip
-
     def _part_of(self, tensor: Tensor) -> str:
-        if _is_cast_parameter(tensor) or self._is_cast_copy(tensor):
+        if _is_cast_parameter(tensor):
             return "cast copies"
         if self._logits and tensor.dim() > 1 and tensor.shape[-1] == self._logits:
             return "logits"
@@ -115,7 +196,6 @@ class MemoryMeter:
                 loss = model(**batch).loss
             precision.step(loss)
         print(meter.memory)
-        print(meter.memory.why_not_half())
 
     Of several micro-batches the one that saves the most counts. The step is computed as without
     it; tensors that it saves live until the context ends.
@@ -162,11 +242,10 @@ class MemoryMeter:
             for p in self._precision.model.parameters()
             if p.requires_grad
         ]
-        self._handles += [o.register_step_pre_hook(self._stepping) for o in self._optimizers()]
+        self._handles += [
+            o.register_step_pre_hook(self._stepping) for o in self._precision.optimizers
+        ]
         return self
-
-    def _optimizers(self) -> list[Optimizer]:
-        return list(self._precision.optimizers)
 
     def __exit__(self, *error: object) -> None:
         self._saved.__exit__(*error)

@@ -1,1 +1,0 @@
-"""The lost-update meter: which updates leave the stored weights unchanged."""
