@@ -11,7 +11,7 @@ from halfstep.cli.grammar import parser_of
 from halfstep.cli.main import main
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import Algorithm
-from halfstep.trainer import step
+from halfstep.trainer import step as steps
 from halfstep.trainer.config import run as names
 
 
@@ -35,7 +35,7 @@ class Signum(LowPrecisionOptimizer):
 
 def test_an_optimizer_trains_without_a_kernel_of_its_own(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(names, "OptimizerName", Literal["adamw", "signum"])
-    monkeypatch.setitem(step.OWN, "signum", Signum)
+    monkeypatch.setitem(steps.OWN, "signum", Signum)
     parser_of.cache_clear()
     words = ["train", "--config", "gpt-tiny", "--data", str(corpus), "--model.n-layer", "1",
              "--model.n-embd", "32", "--model.block-size", "16", "--tokenizer", "bytes", "--quiet",
