@@ -225,21 +225,6 @@ def test_averages_follow_parts_and_are_put_in_and_taken_out(pool2, kind):
 
 
 @distributed
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
-def test_going_back_puts_parts_moments_and_averages_back(pool2, kind):
-    good = pool2.run(loops.train, kind=kind, steps=1, ema=True)
-    many = pool2.run(
-        loops.train, kind=kind, steps=3, ema=True, poison=(2, 1, float("inf")),
-        on_nonfinite="rollback:1",
-    )  # fmt: skip
-    agree(many)
-    for before, rank in zip(good, many, strict=True):
-        assert rank["applied"] == [True, True, False]
-        same_bits(before["weights"], rank["weights"])
-        same_bits(before["averages"], rank["averages"])
-
-
-@distributed
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_parts_beside_plain_tensors_are_clipped_by_the_whole_norm(pool2, max_norm):
     one = loops.train(0, "one", optimizer="sgd", max_norm=max_norm)

@@ -150,20 +150,3 @@ def alone_under_ddp(rank):
 def test_ddp_sums_after_the_hook_that_moves_gradients_on(pool2):
     """If torch ever sums before it, the refusal can go."""
     assert pool2.run(alone_under_ddp) == [[[1.0, 1.0]], [[2.0, 2.0]]]
-
-
-def upcast(rank):
-    model = loops.wrap("fsdp", loops.net().bfloat16())
-    optimizer = torch.optim.AdamW(model.parameters())
-    try:
-        Precision("bf16-mixed", model, optimizer, upcast_trainable=True)
-    except PrecisionError as error:
-        assert {p.dtype for p in model.parameters()} == {BF16}
-        return str(error)
-    return ""
-
-
-def test_sharded_weights_cannot_be_upcast(pool2):
-    texts = pool2.run(upcast)
-    assert texts[0] == texts[1]
-    assert "before it is sharded" in texts[0]

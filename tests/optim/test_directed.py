@@ -1,7 +1,6 @@
 """Muon, whose directions need whole tensors: rounding, saving, skipping and rolling back."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -83,25 +82,6 @@ def train_step(precision: Precision, number: int, poison: float = 1.0):
 def bits(precision: Precision) -> dict[str, torch.Tensor]:
     (optimizer,) = precision.optimizers
     return everything(optimizer) | {f"m.{n}": v.clone() for n, v in precision.masters.items()}
-
-
-CASES = ["fp32", "bf16-split,moments=8bit", "bf16-master", "bf16-sr,moments=8bit"]
-
-
-@pytest.mark.filterwarnings("ignore:back to a copy")
-@pytest.mark.parametrize("policy", CASES)
-def test_rollback_brings_every_bit_back(policy):
-    precision, _ = trained(policy, 3, on_nonfinite="rollback:3")
-    before = bits(precision)
-    for number in (3, 4):
-        assert train_step(precision, number).applied
-    result = train_step(precision, 5, math.nan)
-    assert (result.rolled_back, result.steps_undone) == (True, 2)
-    assert_same(bits(precision), before)
-    fresh, _ = trained(policy, 3)
-    for one in (precision, fresh):
-        assert train_step(one, 7).applied
-    assert_same(bits(precision), bits(fresh))
 
 
 def test_torch_s_muon_is_refused_where_weights_are_split():

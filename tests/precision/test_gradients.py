@@ -12,7 +12,6 @@ from halfstep.precision.scaling.gradients import (
     find_nonfinite,
     global_norm,
     is_finite,
-    multiply_,
 )
 
 INF, NAN = math.inf, math.nan
@@ -134,14 +133,6 @@ def test_sparse_gradients_are_looked_into():
 
 
 # --- scaling and clipping -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("coalesced", [True, False])
-def test_multiply_reaches_sparse_gradients(coalesced):
-    gradient = sparse().coalesce() if coalesced else sparse()
-    expected = gradient.to_dense() * 0.5
-    multiply_([gradient, normal(3)], 0.5)
-    assert torch.equal(gradient.to_dense(), expected)
 
 
 @pytest.mark.parametrize(

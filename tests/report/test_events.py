@@ -34,11 +34,11 @@ def test_kinds(folder, reason, more, kind):
 
 
 def test_batches_of_a_spike_are_counted(folder):
-    path = folder([line(1), line(2, applied=False, skip_reason="loss_spike", rolled_back=True)])
+    path = folder([line(1), line(2, applied=False, skip_reason="loss_spike")])
     listed = [{"spike_step": 2}, {"spike_step": 2}, {"spike_step": 9}, {"spike_step": [2]}]
     (path / "exclude.jsonl").write_text("".join(json.dumps(each) + "\n" for each in listed))
     (event,) = events(read_run(path))
-    assert (event.batches, event.rolled_back) == (2, True)
+    assert event.batches == 2
 
 
 def test_overflows_are_told_together_and_the_others_one_by_one(folder):

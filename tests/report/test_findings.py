@@ -175,11 +175,6 @@ def test_a_classifier_that_answers_one_class(folder, confusion, found):
         )
 
 
-def test_roll_backs(folder):
-    path = folder([line(1), line(2, applied=False, rolled_back=True), line(3)])
-    assert names(path) == ["rolled_back"]
-
-
 def test_faults_come_first(folder):
     lines = [line(s, lost_updates={"a": 0.9}) for s in range(1, 9)]
     lines += [line(9, applied=False, loss="nan", skip_reason="forward")]
@@ -286,10 +281,7 @@ def test_a_loss_that_explodes_in_its_last_steps(folder):
 def test_a_step_without_a_finite_loss_that_was_survived(folder):
     lines = [line(s) for s in range(1, 100)]
     lines[59] = line(60, applied=False, loss="nan", skip_reason="nonfinite_loss")
-    path = folder(lines)
-    assert names(path) == ["left_out"]
-    lines[59]["rolled_back"] = True
-    assert names(folder(lines, "back")) == ["rolled_back"]
+    assert names(folder(lines)) == ["left_out"]
 
 
 @pytest.mark.parametrize(

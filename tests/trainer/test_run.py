@@ -395,24 +395,19 @@ def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
         load_trained(tmp_path / "empty")
 
 
-@pytest.mark.parametrize(("answer", "rolled_back"), [("skip:1", False), ("rollback:2", True)])
 @pytest.mark.filterwarnings("ignore:.*on_nonfinite=:UserWarning")
-def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path, answer, rolled_back):
-    config = small_config(corpus, run__on_nonfinite=answer, run__max_steps=6, run__eval_every=0)
+def test_a_run_goes_on_after_a_nan_where_that_was_asked_for(corpus, tmp_path):
+    config = small_config(corpus, run__on_nonfinite="skip:1", run__max_steps=6, run__eval_every=0)
     session, folder = start(config, tmp_path / "r")
     session.loss_sum = break_forward(session.loss_sum)
     for tick in train(session, folder.path):
         if tick.record.step == 6:
             break
-        if tick.record.step == 4:
-            before = {n: v.clone() for n, v in session.precision.masters.items()}
     folder.close()
     lines = metrics(tmp_path / "r")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert (lines[5]["applied"], lines[5]["skip_reason"]) == (False, "nonfinite_loss")
     assert session.precision.skipped_total == 1
-    if rolled_back:  # step 5 was undone: the copy is of step 4
-        assert_same_tensors(dict(session.precision.masters.items()), before)
 
 
 # The true gradient of attention's key bias is 0: noise beside the query bias, in one block here.

@@ -49,7 +49,7 @@ _PRODUCT = linear.run_product.__code__
 _ROOT = Path(__file__).parents[1]
 _UPDATES = (  # code that runs in a step's update, or in the check before it
     *(str(_ROOT / name) for name in ("optim", "precision/masters", "precision/scaling")),
-    *(str(_ROOT / "precision" / f"{name}.py") for name in ("step", "recovery", "after_step")),
+    *(str(_ROOT / "precision" / f"{name}.py") for name in ("step", "recovery", "ema")),
     str(Path(torch.__file__).parent / "optim"),
 )
 

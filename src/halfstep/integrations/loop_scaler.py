@@ -35,7 +35,7 @@ from halfstep.integrations.optimizer_tensors import (
     with_gradients,
 )
 from halfstep.precision.checks import some
-from halfstep.precision.recovery import OnNonFinite
+from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 
 _UNPICKLED = ("_optimizers", "_find_names", "meter")
@@ -263,12 +263,7 @@ class FiniteGuard(LoopScaler):
         ranks: Ranks | None = None,
         allow_pure: bool = False,
     ) -> None:
-        self._choice = OnNonFinite.parse(on_nonfinite)
-        if self._choice.action == "rollback":
-            raise PrecisionError(
-                f"on_nonfinite={on_nonfinite!r} keeps copies of model and optimizer, which "
-                "halfstep.Precision does; allowed here: stop, skip:K"
-            )
+        self._choice = Recovery.parse(on_nonfinite)
         bounds: dict[str, Any] = {"min_scale": 1.0, "max_scale": 1.0}
         super().__init__(device, 1.0, **bounds, names=names, ranks=ranks, allow_pure=allow_pure)
         self._said = False

@@ -118,17 +118,15 @@ class ManyRanks:
         if not marks:
             return []
         table = torch.tensor(marks, dtype=torch.int32, device=self._device)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        self.worst_(table)
         worst: list[int] = table.tolist()
         return worst
 
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
-        if marks.device == self._device:
-            dist.all_reduce(marks, op=dist.ReduceOp.MAX)
-        else:
-            moved = marks.to(self._device)
-            dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        moved = marks.to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        if moved is not marks:
             marks.copy_(moved)
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import is_sharded
@@ -25,7 +26,7 @@ from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
     KeepsMasters,
-    UserHooks,
+    has_users,
 )
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks
@@ -40,7 +41,6 @@ class DevicePath:
     def __init__(self, optimizer: Any, installed: Installed) -> None:
         self._optimizer = optimizer
         self._installed = installed
-        self._hooks = UserHooks(optimizer)
         self._pending: Callable[[], StepResult] | None = None  # of the last step, until it is known
 
     def attach(self, settle: Callable[[], Callable[[], None] | None]) -> list[RemovableHandle]:
@@ -67,10 +67,12 @@ class DevicePath:
 
         A user's hooks on the optimizer must not run on a skipped step, so the host decides then.
         """
-        if self._hooks.present():
+        optimizer = self._optimizer
+        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if any(map(has_users, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))):
             return None
         with self._installed():
-            decision: DeviceDecision | None = self._optimizer.decide(loss, gradients, max_norm)
+            decision: DeviceDecision | None = optimizer.decide(loss, gradients, max_norm)
         return decision
 
     def result(

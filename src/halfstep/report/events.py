@@ -37,7 +37,6 @@ class Event:
         loss: Its loss; None where the run's file does not tell.
         grad_norm: Its gradient norm, likewise.
         loss_scale: Its loss scale, likewise.
-        rolled_back: Whether weights went back to an earlier step's.
         cause: The operation that made its first NaN or infinity, in a line; or empty.
         batches: Batches that ``exclude.jsonl`` lists for it.
     """
@@ -47,7 +46,6 @@ class Event:
     loss: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
-    rolled_back: bool = False
     cause: str = ""
     batches: int = 0
 
@@ -66,7 +64,6 @@ def events(run: RunRecord) -> list[Event]:
             loss=number(line.get("loss")),
             grad_norm=number(line.get("grad_norm")),
             loss_scale=number(line.get("loss_scale")),
-            rolled_back=line.get("rolled_back") is True,
             cause=str(line.get("first_cause") or ""),
             batches=batches.get(line["step"], 0),
         )

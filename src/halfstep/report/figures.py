@@ -197,12 +197,6 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         if height > 0.5:
             for step in steps[:_MOST_LINES]:
                 axes.axvline(step, color=colour, linewidth=0.7, linestyle=":", zorder=1)
-    back = [event.step for event in found if event.rolled_back]
-    if back:
-        told = gettext("rolled back ({count})", language).format(count=len(back))
-        how = {"marker": "<", "color": INK, "s": 20, "clip_on": False, "zorder": 6}
-        where = axes.get_xaxis_transform()
-        axes.scatter(back, [0.9] * len(back), label=told, transform=where, **how)
 
 
 def _band(axes: Any, group: Group, colour: str, language: str) -> None:

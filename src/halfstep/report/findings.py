@@ -180,7 +180,7 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
         N_("Step {step} was not finite, and the run ended there"),
         N_(
             "No first cause was found. Lower optimizer.learning_rate, or set "
-            'optimizer.max_norm = 1.0; run.on_nonfinite = "rollback:20" lets a run go on '
+            'optimizer.max_norm = 1.0; run.on_nonfinite = "skip:3" lets a run go on '
             "past such a step."
         ),
         {"step": step},
@@ -281,9 +281,7 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
 
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
     """Steps without a finite loss that the run was told to survive."""
-    steps = [
-        event.step for event in events(run) if event.kind == "nonfinite" and not event.rolled_back
-    ]
+    steps = [event.step for event in events(run) if event.kind == "nonfinite"]
     steps = [step for step in steps if step != run.steps[-1]["step"]]
     if steps:
         values = {"count": len(steps), "step": steps[0]}
@@ -372,21 +370,6 @@ def _one_class(run: RunRecord) -> Iterator[RunFinding]:
                 "report.txt."
             ),
             values,
-        )
-
-
-def _back(run: RunRecord) -> Iterator[RunFinding]:
-    count = sum(event.rolled_back for event in events(run))
-    if count:
-        yield RunFinding(
-            "warning",
-            "rolled_back",
-            N_("Rollbacks of the weights to an earlier step: {count}"),
-            N_(
-                "Each time a step was not finite or spiked. The table of skipped steps has the "
-                "causes, and exclude.jsonl the batches where the task can name them."
-            ),
-            {"count": count},
         )
 
 
@@ -506,7 +489,6 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _lost,
     _one_class,
     _stood_still,
-    _back,
     _underflow,
     _headroom,
     _spikes,

@@ -1,11 +1,9 @@
-"""How Precision steps optimizers: the interface of halfstep's own, and users' hooks on a step."""
+"""How Precision steps optimizers: the interface of halfstep's own, and the device's decisions."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -13,8 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -120,9 +116,6 @@ class KeepsMasters(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a group holds this tensor."""
-
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The exact fp32 values that a parameter and its remainder represent."""
 
@@ -155,102 +148,6 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
                 f"moments={policy.moment_format}: one of halfstep.optim; "
                 f"{type(optimizer).__name__} does not. The nearest policy for it is {nearest}"
             )
-
-
-# Users' optimizer step hooks, under a policy where masters replace the weights during a step.
-
-
-class Rounded(Protocol):
-    """The part of :class:`MasterWeights` that :class:`StepHooks` uses."""
-
-    def push_(self, targets: Gradients) -> None:
-        """Round the masters that got a gradient into their weights."""
-
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of each master and its weight."""
-
-
-class StepHooks:
-    """Lets a user's step hooks read and write the model's weights at the right time.
-
-    A user's post-step hook, such as an average, reads the model, so the weights are rounded from
-    the masters before it runs; what hooks write into weights is adopted after they have run.
-    This costs nothing if the user has not hooked the optimizer.
-    """
-
-    def __init__(self) -> None:
-        self._gradients: Gradients | None = None  # of the step in progress
-        self._seen: list[Tensor] = []  # copies of the weights before the user's hooks ran
-        self._first: list[tuple[Any, int]] = []  # each dict of pre-hooks, and our hook's id in it
-
-    def surround(
-        self, optimizer: Optimizer, masters: weakref.ref[Rounded]
-    ) -> list[RemovableHandle]:
-        """Put our hooks around the step itself: the last pre-hook and the first post-hook."""
-
-        def before(*_: Any) -> None:
-            self.take_(masters())
-
-        def after(*_: Any) -> None:
-            held = masters()
-            if held is not None and self._gradients is not None and has_users(hooks_after):
-                held.push_(self._gradients)
-                self._look(held)
-
-        handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
-        hooks_before: Any = handles[0].hooks_dict_ref()
-        hooks_after: Any = handles[1].hooks_dict_ref()
-        self._first.append((hooks_before, handles[0].id))
-        hooks_after.move_to_end(handles[1].id, last=False)
-        return handles
-
-    @contextmanager
-    def stepping(self, masters: Rounded, gradients: Gradients) -> Iterator[None]:
-        """The context for a step with these gradients."""
-        for hooks, number in self._first:
-            if has_users(hooks):
-                hooks.move_to_end(number)
-                self._look(masters)
-        self._gradients = gradients
-        try:
-            yield
-            self.take_(masters)
-        finally:
-            self._gradients, self._seen = None, []
-
-    def _look(self, masters: Rounded) -> None:
-        self._seen = [visible.clone() for _, visible in masters.rounded()]
-
-    @torch.no_grad()
-    def take_(self, masters: Rounded | None) -> None:
-        """Make masters adopt what hooks have written into weights since :meth:`_look`."""
-        if masters is None or not self._seen:
-            return
-        for (master, visible), before in zip(masters.rounded(), self._seen, strict=True):
-            written = visible.view(torch.int16) != before.view(torch.int16)
-            if bool(written.any()):
-                master.copy_(torch.where(written, visible.float(), master))
-        self._seen = []
-
-
-class UserHooks:
-    """Tells whether hooks of a user would run when an optimizer steps."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        before = optimizer.register_step_pre_hook(lambda *_: None)
-        after = optimizer.register_step_post_hook(lambda *_: None)
-        self._hooks = before.hooks_dict_ref, after.hooks_dict_ref
-        before.remove()
-        after.remove()
-
-    def present(self) -> bool:
-        """Whether there are any now, on this optimizer or on all."""
-        own = [hooks() or {} for hooks in self._hooks]
-        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-        return any(map(has_users, (*own, *of_all)))
 
 
 def has_users(hooks: Mapping[int, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Loss scaling: none, static and dynamic behind one interface.
+"""Loss scaling: none, static and dynamic.
 
 The smallest positive fp16 number is 2^-24, so smaller gradients underflow to 0. Multiplying the
 loss by S multiplies every gradient by S on its way through the 16-bit operations; dividing the
@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
-
-from torch import Tensor
 
 from halfstep.errors import PrecisionError
 
@@ -132,90 +130,55 @@ class LossScaleConfig:
 
 
 class LossScale:
-    """The interface of a loss scale; this base class is the constant scale 1."""
+    """A loss scale in use: constant, or adapted by :meth:`Limits.after` after every step."""
 
-    value = 1.0
-    """The current scale, a power of two."""
-    at_floor = True
-    """Whether the next overflow can no longer be answered by a smaller scale."""
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
+        first = 1.0 if config.kind == "none" else float(config.init_scale)
+        self._take(ScaleState(first, 0, config.hysteresis))
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current scale, same shape; call ``backward`` on it."""
-        return loss
+    def _take(self, state: ScaleState) -> None:
+        kind = self._config.kind
+        self.state, self.value = state, state.value
+        self.at_floor = kind == "none" or (kind == "dynamic" and self.limits.at_floor(state))
+        """Whether the next overflow can no longer be answered by a smaller scale."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Adapt after a step; ``found_nonfinite`` says whether it had to be skipped."""
+        if self._config.kind == "dynamic":
+            self._take(self.limits.after(self.state, found_nonfinite))
 
     def state_dict(self) -> State:
-        """The changing state, as plain numbers."""
-        return {}
+        """What changes, as plain numbers; of a static scale its value, so that a resume checks."""
+        state = self.state._asdict()
+        kept = {"none": (), "static": ("value",), "dynamic": ScaleState._fields}[self._config.kind]
+        return {name: state[name] for name in kept}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`; all or nothing."""
-        _check_keys(state, set(), "no loss scale")
-
-
-class StaticLossScale(LossScale):
-    """The same scale in every step, whatever overflows."""
-
-    at_floor = False
-
-    def __init__(self, config: LossScaleConfig) -> None:
-        self.value = float(config.init_scale)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current scale, in fp32 even if the loss is 16-bit."""
-        return loss.float() * self.value
-
-    def state_dict(self) -> State:
-        """The scale, so that a resume can check it."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: State) -> None:
-        """Check that the saved scale is this one; raise PrecisionError if not."""
-        _check_keys(state, {"value"}, "static loss scale")
-        value = state["value"]
-        if not _is_number(value, float) or value != self.value:
-            raise PrecisionError(
-                f"static loss scale is {self.value:g}, the saved state has {value!r}; resume with "
-                "the same init_scale"
-            )
-
-
-class DynamicLossScale(StaticLossScale):
-    """The scale grows while steps are good and backs off on overflow; see :class:`Limits`."""
-
-    def __init__(self, config: LossScaleConfig) -> None:
-        super().__init__(config)
-        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
-        self.take(ScaleState(self.value, 0, config.hysteresis))
-
-    def take(self, state: ScaleState) -> None:
-        """Continue from a state."""
-        self.state, self.value = state, state.value
-        self.at_floor = self.limits.at_floor(state)
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Adapt by :meth:`Limits.after`: back off, hold or grow."""
-        self.take(self.limits.after(self.state, found_nonfinite))
-
-    def state_dict(self) -> State:
-        """The scale and both counters."""
-        return self.state._asdict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from the saved scale and counters.
+        """Continue from :meth:`state_dict`.
 
         Raises:
-            PrecisionError: If a key is missing or unknown, or a value does not fit this
-                configuration; nothing is changed then.
+            PrecisionError: If it does not fit this configuration; nothing is changed then.
         """
-        _check_keys(state, {*ScaleState._fields}, "dynamic loss scale")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise PrecisionError(
+                f"the saved loss scale has keys {sorted(state)}, expected {sorted(own)}; it was "
+                "saved by a run with another precision policy"
+            )
+        if self._config.kind == "static" and state != own:
+            raise PrecisionError(
+                f"static loss scale is {self.value:g}, the saved state has {state['value']!r}; "
+                "resume with the same init_scale"
+            )
+        if self._config.kind == "dynamic":
+            self._take(self._checked(state))
+
+    def _checked(self, state: State) -> ScaleState:
         value, good, left = (state[name] for name in ScaleState._fields)
         if not (_is_number(value, float) and _is_number(good, int) and _is_number(left, int)):
-            raise PrecisionError(
-                f"saved loss-scale state {state!r} holds something that is not a number"
-            )
+            raise PrecisionError(f"saved loss-scale state {state!r} holds no numbers")
         low, high = self.limits.min_scale, self.limits.max_scale
         if not (_is_power_of_two(value) and low <= value <= high):
             raise PrecisionError(
@@ -227,24 +190,7 @@ class DynamicLossScale(StaticLossScale):
                 f"growth_interval={self.limits.growth_interval} and "
                 f"hysteresis={self.limits.hysteresis}"
             )
-        self.take(ScaleState(float(value), int(good), int(left)))
-
-
-def make_loss_scale(config: LossScaleConfig) -> LossScale:
-    """The loss scale that a configuration describes."""
-    if config.kind == "dynamic":
-        return DynamicLossScale(config)
-    if config.kind == "static":
-        return StaticLossScale(config)
-    return LossScale()
-
-
-def _check_keys(state: State, expected: set[str], what: str) -> None:
-    if set(state) != expected:
-        raise PrecisionError(
-            f"{what}: the saved state has keys {sorted(state)}, expected {sorted(expected)}; it "
-            "was saved by a run with another precision policy"
-        )
+        return ScaleState(float(value), int(good), int(left))
 
 
 LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])

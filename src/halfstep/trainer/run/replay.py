@@ -10,7 +10,7 @@ import torch
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.recovery import OnNonFinite, OnSpike
+from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.checkpoint.store import load_checkpoint
 from halfstep.trainer.config.config import config_from_table
@@ -107,9 +107,9 @@ def replay(path: Path, precision: str = "", world: World = World.alone()) -> Rep
 
 def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     """Configure a run that stops at what it finds, and writes nothing."""
-    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
+    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
     run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0, report_to=(),
+        config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0, report_to=(),
         threads=threads,
     )  # fmt: skip
     # a capture may come from a stranger: nothing is written where it says
