@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, Members
@@ -23,12 +24,7 @@ from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averagin
 from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.simulate import SimulatedProducts
-from halfstep.precision.masters.local_part import (
-    is_sharded,
-    part_like,
-    whole_like,
-    whole_of,
-)
+from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
 from halfstep.precision.masters.rounding import Update
 from halfstep.precision.policy.devices import cpu_has_bf16
 
@@ -274,8 +270,8 @@ class Muon(LowPrecisionOptimizer):
         self._kernel(parameter.device, SGD.name).run(
             [replace(task, weight=weight, remainder=None, native=None)], average
         )
-        owner = whole_of(parameter)
-        return whole_like(momentum, owner) if is_sharded(owner) else momentum
+        placed = place_like(momentum, whole_of(parameter))
+        return placed.full_tensor() if isinstance(placed, DTensor) else placed
 
 
 def _require_whole(parameter: nn.Parameter) -> None:

@@ -17,15 +17,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require
-from halfstep.precision.masters.local_part import is_sharded, parts_of
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
 
 MARK = "tensor_model_parallel"
@@ -36,7 +36,7 @@ MARK = "tensor_model_parallel"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ManyRanks:
+class ManyRanks(Ranks):
     """Agreement among all ranks of ``torch.distributed``'s default group, which step together."""
 
     def __init__(
@@ -80,9 +80,10 @@ class ManyRanks:
 
     def parts_of(self, parameter: Tensor) -> int:
         """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`."""
-        if not is_sharded(parameter) and getattr(parameter, MARK, False):
-            return self._model_parallel
-        return parts_of(parameter)
+        if isinstance(parameter, DTensor):
+            pairs = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            return math.prod(size for size, placement in pairs if placement.is_shard())
+        return self._model_parallel if getattr(parameter, MARK, False) else 1
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The step's loss and gradient norm, summed over ranks in fp64; bit-equal on every rank.
@@ -117,7 +118,7 @@ class ManyRanks:
         """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
         if not marks:
             return []
-        table = torch.tensor(marks, dtype=torch.int32, device=self._device)
+        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
         self.worst_(table)
         worst: list[int] = table.tolist()
         return worst
@@ -147,15 +148,9 @@ def ranks_of_this_process(device: torch.device) -> Ranks:
 
 
 def as_ranks(value: object) -> Ranks:
-    """Check ``ranks=``: :class:`OneRank`, :class:`ManyRanks` or one's own :class:`Ranks`."""
-    offered = (n for n in vars(Ranks) if not n.startswith("_"))
-    if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
-        raise PrecisionError(
-            f"ranks={value!r}; allowed: halfstep.OneRank(), halfstep.ManyRanks(device), an object "
-            "with all their methods, or None for torch.distributed's default group"
-        )
-    ranks: Any = value
-    return cast(Ranks, ranks)
+    """Check ``ranks=``."""
+    allowed = "halfstep.OneRank(), halfstep.ManyRanks(device), or None for the default group"
+    return require(value, Ranks, "ranks=", allowed)
 
 
 @torch.no_grad()
@@ -189,7 +184,7 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
         if p.requires_grad and not is_sharded(p) and not getattr(p, MARK, False)
     ]
     kinds = repr([(name, str(p.dtype), p.requires_grad) for name, p in every])
-    if not all(_equal(ranks, _digest(kinds + repr([name for name, _ in plain])))):
+    if not all(_equal(ranks, [_digest(kinds + repr([name for name, _ in plain]))])):
         raise PrecisionError(
             "the ranks' models have different parameters (names, dtypes, marks or frozen ones), so "
             "the norm of all their gradients is not known; make them alike, or pass "
@@ -198,9 +193,8 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
     sums = [_sum_of_bits(p) for _, p in plain]
     sums = torch.stack(sums).tolist() if sums else []
     numbers = [_digest(f"{s} {tuple(p.shape)}") for s, (_, p) in zip(sums, plain, strict=True)]
-    same = _equal(ranks, [n for pair in numbers for n in pair])
-    for index, (name, _) in enumerate(plain):
-        if not all(same[2 * index : 2 * index + 2]):
+    for (name, _), same in zip(plain, _equal(ranks, numbers), strict=True):
+        if not same:
             raise PrecisionError(
                 f"{name} differs from rank to rank, and nothing says that ranks hold parts of it: "
                 f"mark it (parameter.{MARK} = True, and ranks=halfstep.ManyRanks(device, "
@@ -216,10 +210,9 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     return bits.detach().contiguous().view(_WORDS[bits.element_size()]).sum(dtype=torch.int64)
 
 
-def _digest(text: str) -> tuple[int, int]:
-    """Two integers below 2^31, which int32 holds with either sign."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return number >> 33, number & (2**31 - 1)
+def _digest(text: str) -> int:
+    """An integer below 2^62, which int64 holds with either sign."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
 
 
 def _equal(ranks: Ranks, numbers: Sequence[int]) -> list[bool]:

@@ -126,7 +126,7 @@ class Precision:
         checks.check_parameters(placed, self.optimizers)
         require_own_optimizer(self.policy, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
-        self._door = _StepDoor(self.policy, self.optimizers)
+        self._door = _StepDoor(self.optimizers)
         try:
             self._take(placed, ema)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
@@ -156,14 +156,15 @@ class Precision:
         hooks = [*ForwardWatch(policy, self.device).attach(model), *self.masters.handles]
         if self.path is not None:
             hooks += self.path.attach(weakref.WeakMethod(self.settle))
-        # a model with 16-bit weights needs its casts even after this Precision is gone
+        # a model with 16-bit weights needs its casts even after this Precision is gone, and its
+        # optimizers stay shut: with the masters the bits are gone that the weights cannot hold
         stays = policy.param_dtype != torch.float32
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
         make_portable_(model, low, weakref.WeakMethod(self.masters.exact))
         self._released = weakref.finalize(
             self,
             _release,
-            door=self._door,
+            door=None if stays else self._door,
             accumulation=self.masters.accumulation,
             hooks=hooks,
             model=None if stays else model,
@@ -448,27 +449,18 @@ def _require_free(model: nn.Module) -> None:
 class _StepDoor:
     """An optimizer hook that refuses any step not made by the optimizer's own Precision."""
 
-    def __init__(self, policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
-        """Shut the optimizers; where the policy keeps more than weights, even after Precision."""
-        self._keeps = policy.keeps_more_than_weights or policy.update != "nearest"
-        self._is_open = self._is_orphan = False
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._is_open = False
         self._handles = [optimizer.register_step_pre_hook(self) for optimizer in optimizers]
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step unless the Precision is alive and is stepping itself."""
-        name = type(optimizer).__name__
-        if self._is_orphan:
-            raise PrecisionError(
-                f"{name}.step(): the Precision of this optimizer is gone, and with it the bits "
-                "that its 16-bit weights cannot hold. Keep the Precision in a variable for as long "
-                "as the model is trained, or call its close() to go on without it"
-            )
+        """Refuse a step unless the Precision itself is stepping."""
         if not self._is_open:
             raise PrecisionError(
-                f"{name}.step() was called by hand (or by a GradScaler), and this optimizer "
-                "belongs to a Precision, which checks, clips, rounds and scales the loss. Call "
-                "precision.step(loss) instead, without a GradScaler; or precision.close() to go on "
-                "without it"
+                f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
+                "this optimizer belongs to a Precision, which checks, clips, rounds and scales the "
+                "loss. Call precision.step(loss) instead, without a GradScaler; or "
+                "precision.close() to go on without it"
             )
 
     @contextmanager
@@ -485,21 +477,16 @@ class _StepDoor:
         for handle in self._handles:
             handle.remove()
 
-    def leave(self) -> None:
-        """Close for a Precision that is gone; but stay shut if it kept masters."""
-        self._is_orphan = True
-        if not self._keeps:
-            self.close()
-
 
 def _release(
-    door: _StepDoor,
+    door: _StepDoor | None,
     accumulation: GradientAccumulation,
     hooks: Sequence[RemovableHandle],
     model: nn.Module | None,
 ) -> None:
     """Remove the hooks that must not outlive a Precision, where they would refuse later use."""
-    door.leave()
+    if door is not None:
+        door.close()
     accumulation.release()
     for hook in hooks:
         hook.remove()

@@ -47,7 +47,7 @@ from halfstep.precision.masters.stepping import (
     has_users,
     takes_gradients,
 )
-from halfstep.precision.policy.policy import LOW, dtype_name
+from halfstep.precision.policy.policy import LOW
 from halfstep.precision.policy.rules import PlacedModel, place
 
 # Number of elements compared at a time: small enough that their rounded copy stays in the caches.
@@ -63,7 +63,6 @@ class Weight:
     # the tensor that the optimizer updates: the parameter itself, this rank's part of it in the
     # same memory, or an fp32 master
     target: nn.Parameter
-    dtype: torch.dtype  # of the parameter
     copied: bool  # whether the target is an fp32 master, to be rounded into the parameter
     sharded: bool  # whether the parameter is a DTensor
     held: bool  # whether an optimizer holds it
@@ -140,12 +139,14 @@ class MasterWeights:
         Those that are already 16-bit start from their 16-bit values; others are cast.
 
         Raises:
-            PrecisionError: If an optimizer was given a tensor that is not the model's, or a
-                parameter was converted since it was taken in.
+            PrecisionError: If an optimizer was given a tensor that is not the model's.
         """
         self._install(False)  # in case loading a state has raised half-way
-        if self._to_target or [p.dtype for p in self._weights] != self._dtypes:
-            self._require_unconverted()
+        if [p.dtype for p in self._weights] != self._dtypes:
+            raise PrecisionError(
+                "a parameter has another dtype than when Precision took the model (model.to, "
+                ".half, .float): convert it first, then make the optimizer and Precision"
+            )
         if not any([p.requires_grad for p in self._held().waiting]):
             return
         for optimizer in self.own_optimizers:
@@ -163,18 +164,6 @@ class MasterWeights:
                 "optimizer"
             )
 
-    def _require_unconverted(self) -> None:
-        """Refuse parameters that were converted or moved since they were taken in."""
-        for weight in self._weights.values():
-            parameter, device = weight.parameter, weight.target.device
-            if parameter.dtype is not weight.dtype or parameter.device != device:
-                raise PrecisionError(
-                    f"{weight.name} is {dtype_name(parameter.dtype)} on {parameter.device} now, "
-                    f"and was {dtype_name(weight.dtype)} on {device} when Precision took it: the "
-                    "model was since converted or moved (model.to, .half, .float, .cuda). Do that "
-                    "first, then make the optimizer and Precision"
-                )
-
     @torch.no_grad()
     def _adopt_all(self, placed: PlacedModel) -> None:
         held, dtypes = self._held().by_parameter, placed.dtypes()
@@ -186,7 +175,7 @@ class MasterWeights:
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
-        self._dtypes = [weight.dtype for weight in self._weights.values()]
+        self._dtypes = [p.dtype for p in self._weights]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -211,7 +200,7 @@ class MasterWeights:
         if keeper is not None:
             with self.installed():
                 keeper.write_master_(target, exact.float())
-        return Weight(name, parameter, target, dtype, copied, sharded, parameter in held, keeper)
+        return Weight(name, parameter, target, copied, sharded, parameter in held, keeper)
 
     def _held(self) -> _Held:
         """The model's parameters that optimizers hold now."""

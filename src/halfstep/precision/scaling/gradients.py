@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +138,8 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-class Ranks(Protocol):
-    """How the ranks that train one model agree; :class:`OneRank` is the case of one process."""
+class Ranks:
+    """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host.
@@ -149,28 +149,6 @@ class Ranks(Protocol):
             gradients: This rank's parts of the step's gradients.
             norm: A function that returns the 2-norm of gradients as a scalar tensor.
         """
-
-    def cannot(self) -> None:
-        """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
-
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
-
-    def worst_(self, marks: Tensor) -> None:
-        """Like :meth:`worst`, but in place and without waiting for the device."""
-
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
-
-    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
-
-
-class OneRank:
-    """A run of one process, or of processes that each train a model of their own."""
-
-    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own loss and norm."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every)
         if total.is_cpu and loss.is_cpu:
@@ -179,22 +157,26 @@ class OneRank:
         return value, length
 
     def cannot(self) -> None:
-        """Do nothing: no other rank waits for this one."""
+        """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks unchanged, as there is no other rank."""
+        """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
         return list(marks)
 
     def worst_(self, marks: Tensor) -> None:
-        """Do nothing: there is no other rank."""
+        """Like :meth:`worst`, but in place and without waiting for the device."""
 
     def parts_of(self, parameter: Tensor) -> int:
-        """Always 1: this process holds every parameter whole."""
+        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
         return 1
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """This process's findings, unchanged."""
+        """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
         return found
+
+
+class OneRank(Ranks):
+    """A run of one process, or of processes that each train a model of their own."""
 
 
 # Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
