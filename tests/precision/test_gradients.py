@@ -60,11 +60,6 @@ def test_norm_equals_fp64(dtype, magnitude):
     assert float(exact) == pytest.approx(fp64_norm(gradients), rel=3068 * 2**-53, abs=0)
 
 
-def test_norm_of_nothing_is_zero():
-    assert (global_norm([]).dtype, float(global_norm([]))) == (torch.float32, 0.0)
-    assert float(global_norm([torch.zeros(0)])) == 0.0
-
-
 def test_norm_of_sparse_gradients_adds_up_duplicates_first():
     expected = math.sqrt(1 + 4 + (3 + 5) ** 2 + (4 + 6) ** 2 + 9)
     gradients = [sparse(), torch.tensor([3.0])]

@@ -11,7 +11,7 @@ One optimizer step, in this order (the order of Megatron-Core's mixed-precision 
 The check runs in every precision and before anything is changed, so a skipped step leaves weights,
 moments and step counters bit-identical. Between any two calls ``p.grad``, ``zero_grad()``,
 clipping, masks and writes to weights mean what they mean in torch.
-On CUDA the device takes these steps alone where it can: ``device_path.py``.
+On CUDA the device takes these steps alone where it can: ``masters/stepping.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
 from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_
-from halfstep.precision.device_path import DevicePath, device_path
 from halfstep.precision.ema import EMA
 from halfstep.precision.low_bit.linear import make_clock
 from halfstep.precision.masters.accumulation import GradientAccumulation
@@ -42,7 +41,9 @@ from halfstep.precision.masters.portable import make_plain_, make_portable_
 from halfstep.precision.masters.stepping import (
     Decision,
     DeviceDecision,
+    DevicePath,
     Gradients,
+    device_path,
     require_own_optimizer,
 )
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
@@ -50,7 +51,7 @@ from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Outcome, Recovery
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.gradients import Examiner, Judged, Ranks, clip_factor
+from halfstep.precision.scaling.gradients import Examiner, Judged, OneRank, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
 
 
@@ -149,8 +150,8 @@ class Precision:
         spikes = self.outcome.spikes
         self._examiner = Examiner(model, self.masters, self.ranks, spikes)
         self.path: DevicePath | None = None  # the steps that are decided on the device
-        if spikes is None:  # the host tests for spikes, so it decides then
-            self.path = device_path(self.optimizers, self.ranks, self.masters.installed)
+        if spikes is None and isinstance(self.ranks, OneRank):  # the host tests for spikes itself
+            self.path = device_path(self.optimizers, self.masters.installed)
         self._context = Autocast(policy, model, self.device, self.masters.adopt)
         cast_at_border(placed, self.clock)
         hooks = [*ForwardWatch(policy, self.device).attach(model), *self.masters.handles]
