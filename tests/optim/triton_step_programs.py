@@ -290,7 +290,6 @@ def changes_between_steps():
         with torch.no_grad():
             run.model.first.zero_()
         told = run.step(5)
-        closure_of(run)
         run.step(6)
         assert run.precision.loss_scale.value > 1
     told_alike(told, told)
@@ -341,19 +340,6 @@ def changes_between_steps():
     assert not pairs[0].weight.is_contiguous()
     for a, b in zip(*(made.parameters() for made in pairs), strict=True):
         assert same(a.detach(), b.detach())
-
-
-def closure_of(run):
-    """A step with a closure, which the host takes."""
-
-    def closure():
-        run.optimizer.zero_grad()
-        with run.precision.autocast():
-            loss = run.model(torch.ones(2, 50)).float().square().mean()
-        run.precision.backward(loss)
-        return loss
-
-    assert run.precision.step(closure).applied
 
 
 def captures():

@@ -151,7 +151,7 @@ def test_contradictions_are_refused():
             ({"backoff_factor": 2.0}, "> backoff_factor"),
             ({"min_scale": 0.5}, "1 <= min_scale"),
             ({"init_scale": 0.5}, "1 <= min_scale"),
-            ({"min_scale": 2.0**17}, r"min_scale <= init_scale .* got 2\^17, 2\^16, 2\^24"),
+            ({"min_scale": 2.0**17}, "min_scale <= init_scale .* got 131072, 65536, "),
             ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
             ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
             ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),

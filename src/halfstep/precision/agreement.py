@@ -159,8 +159,8 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
 
     Unmarked parameters are taken for copies, whose gradient counts once: for hand-written tensor
     parallel layers the norm would be too small, by up to the square root of the number of ranks.
-    Values are compared by a 62-bit hash in one small collective; parts with equal values, such as
-    all zeros, cannot be told from copies. All ranks must call this together, before training.
+    The sums of their bits are compared; parts with equal values, such as all zeros, cannot be told
+    from copies. All ranks must call this together, before training.
 
     Args:
         named_parameters: ``model.named_parameters()``.
@@ -184,16 +184,17 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
         if p.requires_grad and not is_sharded(p) and not getattr(p, MARK, False)
     ]
     kinds = repr([(name, str(p.dtype), p.requires_grad) for name, p in every])
-    if not all(_equal(ranks, [_digest(kinds + repr([name for name, _ in plain]))])):
+    kinds += repr([(name, tuple(p.shape)) for name, p in plain])
+    digest = hashlib.blake2b(kinds.encode(), digest_size=8).digest()
+    if not all(_alike(ranks, torch.tensor([int.from_bytes(digest, signed=True)]))):
         raise PrecisionError(
-            "the ranks' models have different parameters (names, dtypes, marks or frozen ones), so "
-            "the norm of all their gradients is not known; make them alike, or pass "
+            "the ranks' models have different parameters (names, shapes, dtypes, marks or frozen "
+            "ones), so the norm of all their gradients is not known; make them alike, or pass "
             "ranks=halfstep.OneRank() where each process trains a model of its own"
         )
     sums = [_sum_of_bits(p) for _, p in plain]
-    sums = torch.stack(sums).tolist() if sums else []
-    numbers = [_digest(f"{s} {tuple(p.shape)}") for s, (_, p) in zip(sums, plain, strict=True)]
-    for (name, _), same in zip(plain, _equal(ranks, numbers), strict=True):
+    alike = _alike(ranks, torch.stack(sums)) if sums else []
+    for (name, _), same in zip(plain, alike, strict=True):
         if not same:
             raise PrecisionError(
                 f"{name} differs from rank to rank, and nothing says that ranks hold parts of it: "
@@ -210,12 +211,10 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     return bits.detach().contiguous().view(_WORDS[bits.element_size()]).sum(dtype=torch.int64)
 
 
-def _digest(text: str) -> int:
-    """An integer below 2^62, which int64 holds with either sign."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2
-
-
-def _equal(ranks: Ranks, numbers: Sequence[int]) -> list[bool]:
-    """Element-wise, whether all ranks gave the same number: whether maximum equals minimum."""
-    worst = ranks.worst([*numbers, *(-number for number in numbers)])
-    return [a == -b for a, b in zip(worst[: len(numbers)], worst[len(numbers) :], strict=True)]
+def _alike(ranks: Ranks, numbers: Tensor) -> list[bool]:
+    """Element-wise, whether all ranks gave the same int64: whether maximum equals minimum."""
+    largest, least = numbers.clone(), -numbers
+    ranks.worst_(largest)
+    ranks.worst_(least)
+    alike: list[bool] = (largest == -least).tolist()
+    return alike

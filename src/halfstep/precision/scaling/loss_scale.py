@@ -25,16 +25,17 @@ Kind = Literal["none", "static", "dynamic"]
 State = dict[str, float | int]
 
 
-def _is_power_of_two(value: float) -> bool:
+def _is_power_of_two(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
     try:
         return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
     except OverflowError:  # an integer beyond the range of float
         return False
 
 
-def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    """Whether a value is of this kind of number; a bool is not, an int also counts as a float."""
-    return isinstance(value, (int, kind)) and not isinstance(value, bool)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class ScaleState(NamedTuple):
@@ -101,23 +102,18 @@ class LossScaleConfig:
             raise PrecisionError(f"scale is {self.kind!r}; allowed: none, static, dynamic")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if not _is_number(value, float):
-                raise PrecisionError(f"{name} is {value!r}; allowed: a number")
             if not _is_power_of_two(value):
                 raise PrecisionError(
                     f"{name} is {value!r}; allowed: powers of two, so that scaling is exact"
                 )
         for name in ("growth_interval", "hysteresis", "max_consecutive_skips"):
             value = getattr(self, name)
-            if not _is_number(value, int) or value < 1:
+            if not _is_count(value) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
-            powers = [
-                math.frexp(v)[1] - 1 for v in (self.min_scale, self.init_scale, self.max_scale)
-            ]
             raise PrecisionError(
-                "1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got 2^{}, 2^{}, "
-                "2^{}".format(*powers)
+                "1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got "
+                f"{self.min_scale:g}, {self.init_scale:g}, {self.max_scale:g}"
             )
         changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         if self.kind == "none" and changed:
@@ -177,19 +173,13 @@ class LossScale:
 
     def _checked(self, state: State) -> ScaleState:
         value, good, left = (state[name] for name in ScaleState._fields)
-        if not (_is_number(value, float) and _is_number(good, int) and _is_number(left, int)):
-            raise PrecisionError(f"saved loss-scale state {state!r} holds no numbers")
-        low, high = self.limits.min_scale, self.limits.max_scale
-        if not (_is_power_of_two(value) and low <= value <= high):
-            raise PrecisionError(
-                f"saved loss scale {value!r} is not a power of two between {low:g} and {high:g}"
-            )
-        if not 0 <= good < self.limits.growth_interval or left > self.limits.hysteresis:
-            raise PrecisionError(
-                f"saved loss-scale counters good_steps={good}, hysteresis_left={left} do not fit "
-                f"growth_interval={self.limits.growth_interval} and "
-                f"hysteresis={self.limits.hysteresis}"
-            )
+        limits = self.limits
+        if not (
+            (_is_power_of_two(value) and limits.min_scale <= value <= limits.max_scale)
+            and (_is_count(good) and 0 <= good < limits.growth_interval)
+            and (_is_count(left) and left <= limits.hysteresis)
+        ):
+            raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
         return ScaleState(float(value), int(good), int(left))
 
 
