@@ -126,10 +126,6 @@ class EMA:
         Raises:
             PrecisionError: If it is from another model; nothing is changed then.
         """
-        if set(state) != {"updates", "averages"} or not isinstance(state["updates"], int):
-            raise PrecisionError(
-                f"the saved average has keys {sorted(state)}, expected averages and updates"
-            )
         saved = state["averages"]
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in self.averages.items()}:
             odd = sorted(set(saved) ^ set(self.averages)) or ["shapes differ"]

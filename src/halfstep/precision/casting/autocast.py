@@ -322,10 +322,9 @@ class ForwardWatch:
         ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
         of the casts, and fail when it runs.
         """
-        policy, kind = self._policy, self._device.type
-        if torch.compiler.is_exporting() and active_autocast() and policy.casts_per_op:
+        if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
-                f"torch.export records no autocast, which policy {policy} computes in. Call "
+                f"torch.export records no autocast, which policy {self._policy} computes in. Call "
                 "torch.export.export(model, ...) outside of precision.autocast(): the program then "
                 "computes in fp32, and in 16 bits where it is called inside torch.autocast"
             )
@@ -333,6 +332,7 @@ class ForwardWatch:
             return
         if is_running(self._device):  # activation checkpointing recomputes it inside a backward
             return
+        policy, kind = self._policy, self._device.type
         context, outer = active_autocast(), torch.is_autocast_enabled(kind)
         if context is not None and context.policy.compute_dtype == policy.compute_dtype:
             found = torch.get_autocast_dtype(kind)
