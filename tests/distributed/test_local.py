@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed import loops
 from distributed.parity import same_bits
+from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.masters.local_part import (
     is_sharded,
     local_gradient,
     local_part,
-    parts_of,
 )
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
@@ -41,7 +41,13 @@ def parts(rank):
         tensor = distribute_tensor(whole, mesh, how, src_data_rank=None)
         part = local_part(tensor)
         same = part.data_ptr() == tensor._local_tensor.data_ptr()
-        found[name] = (is_sharded(tensor), parts_of(tensor), part, same, part.requires_grad)
+        found[name] = (
+            is_sharded(tensor),
+            ManyRanks("cpu").parts_of(tensor),
+            part,
+            same,
+            part.requires_grad,
+        )
     return found
 
 
