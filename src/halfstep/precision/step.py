@@ -170,6 +170,7 @@ class Precision:
             hooks=hooks,
             model=None if stays else model,
         )
+        self.masters.divide_states_()
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
@@ -413,6 +414,7 @@ class Precision:
         self.clock.step = progress.applied_total + progress.skipped_total
         if masters:
             self.masters.load_(masters)
+        self.masters.divide_states_()
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""

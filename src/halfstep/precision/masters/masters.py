@@ -260,6 +260,11 @@ class MasterWeights:
             for parameter, state in states:
                 optimizer.state[parameter] = _local_state(state) if yes else state
 
+    def divide_states_(self) -> None:
+        """Make the optimizer states of sharded weights this rank's parts, as a step does."""
+        with self.installed():
+            pass
+
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
     ) -> dict[nn.Parameter, Tensor]:
