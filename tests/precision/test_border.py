@@ -138,7 +138,6 @@ def wrong_calls():
         "replicas of parameters": lambda: halfstep.check_replicas(
             model.parameters(), halfstep.OneRank()
         ),
-        "ranks without a group": lambda: halfstep.ManyRanks("cpu"),
         "ranks on a planet": lambda: halfstep.ManyRanks("mars"),
         "scaler on a planet": lambda: halfstep.GradScaler("mars"),
         "scaler of a policy": lambda: halfstep.GradScaler("bf16-mixed"),

@@ -59,16 +59,10 @@ class ManyRanks(Ranks):
                 ``tensor_model_parallel = True``. None: all ranks of the group.
 
         Raises:
-            PrecisionError: If ``model_parallel`` does not divide the number of ranks, or no
-                process group has been initialised.
+            PrecisionError: If ``model_parallel`` does not divide the number of ranks.
+            ValueError: Of torch, if no process group has been initialised.
         """
         self._device = as_device(device)
-        if not dist.is_available() or not dist.is_initialized():
-            raise PrecisionError(
-                "ManyRanks: there is no default process group to agree in; call "
-                "torch.distributed.init_process_group, or halfstep.distributed.open_world, before "
-                "it. Allowed without one: halfstep.OneRank()"
-            )
         self._size = dist.get_world_size()
         self._loss_share = 1 / self._size if loss_share is None else loss_share
         self._model_parallel = self._size if model_parallel is None else model_parallel
