@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, Members
@@ -270,8 +269,8 @@ class Muon(LowPrecisionOptimizer):
         self._kernel(parameter.device, SGD.name).run(
             [replace(task, weight=weight, remainder=None, native=None)], average
         )
-        placed = place_like(momentum, whole_of(parameter))
-        return placed.full_tensor() if isinstance(placed, DTensor) else placed
+        placed: Any = place_like(momentum, whole_of(parameter))
+        return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 
 
 def _require_whole(parameter: nn.Parameter) -> None:

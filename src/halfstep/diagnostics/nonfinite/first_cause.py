@@ -180,10 +180,9 @@ def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 class _Buffers:
-    """A copy of a model's buffers, to put back: their values, and the very tensors.
+    """A copy of a model's buffers: their values, and the very tensors, which a forward may replace.
 
-    A forward may assign a new tensor to a buffer's name. torch's batch norm writes its averages
-    without a new ``_version``, so values are compared.
+    torch's batch norm writes averages without a new ``_version``, so values are compared.
     """
 
     @torch.no_grad()

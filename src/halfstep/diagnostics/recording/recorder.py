@@ -60,8 +60,7 @@ class StepLog:
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
         self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
-        rows = lambda step: self._given  # noqa: E731
-        self._excluded = Excluded(self._folder, rows, self._spikes, last_step=step)
+        self._excluded = Excluded(self._folder, lambda _: self._given, self._spikes, last_step=step)
 
     def begin(self, *, first: bool, **where: Any) -> None:
         """Remember a micro-batch before its forward; ``where`` says where it is found again."""
