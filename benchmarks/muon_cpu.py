@@ -1,16 +1,15 @@
 """Muon with an exact split master and 8-bit momentum beside torch's in fp32: time, loss, bytes.
 
-    python benchmarks/muon_cpu.py [--parts times ranks losses] [--rounds N] [--steps N]
+    python benchmarks/muon_cpu.py [--parts times losses] [--rounds N] [--steps N]
                                   [--seeds N ...] [--no-save]
 
 The model is gpt-small-cpu (14 M parameters) with a vocabulary of 8192. Times: a step of the
 optimizers alone over the model's parameters, interleaved in one process; torch's is
-torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Ranks: a
-step of ours on two processes with one thread each, which talk over gloo and have the same
-gradients, where each orthogonalizes every matrix and where they divide them. Losses: the mean of
-the last 20 of ``--steps`` steps on the bytes of the standard library's source, each seed with its
-own weights and batches, under bf16-mixed for torch's and bf16-split for ours; and the bytes of the
-storages that the matrices' weights and state occupy. Each part writes a file of results.
+torch.optim.Muon for the matrices and fused torch.optim.AdamW for the rest, both in fp32. Losses:
+the mean of the last 20 of ``--steps`` steps on the bytes of the standard library's source, each
+seed with its own weights and batches, under bf16-mixed for torch's and bf16-split for ours; and
+the bytes of the storages that the matrices' weights and state occupy. Each part writes a file of
+results.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from common import save, summary
@@ -37,7 +33,6 @@ from halfstep.trainer.models.gpt.gpt import GPT
 VOCABULARY, ROWS, LENGTH = 8192, 8, 128
 RATE, MATCH = 2e-3, "match_rms_adamw"
 LOW = {"update": "split", "moments": "8bit"}
-RANKS, ALONE, DIVIDED = 2, "each rank all matrices", "each rank its share"
 OURS, THEIRS = "halfstep Muon, split, 8-bit momentum", "torch Muon fp32"
 
 
@@ -103,51 +98,6 @@ def loss_after(kind: str, seed: int, steps: int, data: torch.Tensor) -> tuple[fl
     return statistics.mean(losses[-20:]), size
 
 
-def rank_times(rank: int, folder: str, rounds: int, out: Any) -> None:
-    """Steps of one of two ranks with equal gradients, that divide matrices and that do not."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
-    made = {name: with_gradients(torch.bfloat16) for name in (ALONE, DIVIDED)}
-    optimizers = {name: ours(model, **LOW) for name, model in made.items()}
-    optimizers[DIVIDED][0].ranks = dist.group.WORLD
-    taken: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(rounds + 2):
-        for name, (optimizer,) in optimizers.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            optimizer.step()
-            dist.barrier()  # as long as the slower rank's
-            if number > 1:
-                taken[name].append(time.perf_counter() - begin)
-    pairs = zip(*(model.parameters() for model in made.values()), strict=True)
-    same = all(torch.equal(a, b) for a, b in pairs)
-    if rank == 0:
-        out.send((taken, same))
-    dist.destroy_process_group()
-
-
-def ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What dividing matrices over two ranks with one thread each saves of a step."""
-    context = mp.get_context("spawn")
-    end, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        every = [
-            context.Process(target=rank_times, args=(rank, folder, arguments.rounds, theirs))
-            for rank in range(RANKS)
-        ]
-        for process in every:
-            process.start()
-        taken, same = end.recv()
-        for process in every:
-            process.join()
-    found = {name: summary(seconds) for name, seconds in taken.items()}
-    ratio = shown(found, DIVIDED, ALONE)
-    print(f"the same bits: {same}", flush=True)
-    return {"times": found, "ratio": ratio, "same_bits": same}
-
-
 def times(arguments: argparse.Namespace) -> dict[str, Any]:
     """A step of the optimizers alone, ours and torch's in turn."""
     made = {
@@ -195,7 +145,7 @@ def losses(arguments: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-PARTS = {"times": times, "ranks": ranks, "losses": losses}
+PARTS = {"times": times, "losses": losses}
 
 
 def main() -> None:
@@ -209,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for part in arguments.parts:
         results = PARTS[part](arguments) | {"busy_machine": arguments.busy}
-        results["threads"] = 1 if part == "ranks" else torch.get_num_threads()
+        results["threads"] = torch.get_num_threads()
         if not arguments.no_save:
             print(f"written: {save(f'muon-cpu-{part}', results, torch.device('cpu'))}")
 

@@ -37,9 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import save, summary
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.traffic import Traffic, data_parallel, fully_sharded
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.casting.autocast import cpu_has_bf16
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.step import Precision
@@ -91,8 +89,8 @@ class Variant:
     """A step, and what a rank sends in it."""
 
     step: Callable[[], None]
-    sent: Traffic
-    sent_fp32: Traffic
+    sent: int
+    sent_fp32: int
     alone: bool = False
 
 
@@ -107,7 +105,7 @@ def bare(
     batch: tuple,
     wrap: Callable[[Loss], torch.nn.Module],
     dtype: torch.dtype | None,
-    sent: Traffic,
+    sent: int,
     low: bool,
 ) -> Variant:
     """The loop by hand; AdamW is made after the model is wrapped, as FSDP2 needs it."""
@@ -130,7 +128,7 @@ def bare(
 
 
 def ddp(batch: tuple, dtype: torch.dtype | None, views: bool = False) -> Variant:
-    sent = data_parallel(sum(numbers_of(GPT(CONFIG))), RANKS, reduce_bytes=4)
+    sent = sum(numbers_of(GPT(CONFIG))) * 4  # a ring of two ranks sends the payload once
     return bare(
         batch,
         lambda loss: DistributedDataParallel(loss, gradient_as_bucket_view=views),
@@ -148,12 +146,14 @@ def fsdp(batch: tuple, dtype: torch.dtype | None, gathered: torch.dtype | None =
             fully_shard(block, mp_policy=casts)
         return fully_shard(loss, mp_policy=casts)
 
-    size = gathered.itemsize if gathered else 4
+    low = (dtype or gathered) is not None
+    return bare(batch, wrap, dtype, sharded_bytes(gathered.itemsize if gathered else 4), low)
+
+
+def sharded_bytes(gathered: int) -> int:
+    """What one of two ranks sends: blocks are gathered twice, the rest once, gradients summed."""
     blocks, outside = numbers_of(GPT(CONFIG))
-    sent = fully_sharded(blocks, RANKS, gather_bytes=size, reduce_bytes=4) + fully_sharded(
-        outside, RANKS, gather_bytes=size, reduce_bytes=4, reshard_after_forward=False
-    )
-    return bare(batch, wrap, dtype, sent, low=(dtype or gathered) is not None)
+    return ((2 * blocks + outside) * gathered + (blocks + outside) * 4) // RANKS
 
 
 def ours(batch: tuple, layout: str, policy: str) -> Variant:
@@ -170,7 +170,10 @@ def ours(batch: tuple, layout: str, policy: str) -> Variant:
             learning_rate=LEARNING_RATE, max_norm=1.0,
         )  # fmt: skip
 
-    return Variant(step, *strategy.traffic(1), alone=layout == "data=1")
+    sent = strategy.sent_bytes()
+    if layout.startswith("shard"):
+        sent = sharded_bytes(2 if policy == "bf16-module" else 4), sharded_bytes(4)
+    return Variant(step, *sent, alone=layout == "data=1")
 
 
 def random_batch(rank: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +239,7 @@ def worker(rank: int, folder: str, arguments: argparse.Namespace, pipe) -> None:
             if rank == 0:
                 print(name, found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
     if rank == 0:
-        sent = {n: (v.sent.total, v.sent_fp32.total) for n, v in variants.items()}
+        sent = {n: (v.sent, v.sent_fp32) for n, v in variants.items()}
         pipe.send((times, busy, sent, sum(numbers_of(GPT(CONFIG)))))
     dist.barrier()
     os._exit(0)  # the interpreter's own end may abort after gloo's threads

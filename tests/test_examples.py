@@ -12,7 +12,6 @@ HERE = ("minimal_loop", "own_module", "step_in_backward")
 ELSEWHERE = (  # run by the tests of what they show
     "accelerate_loop",
     "distributed_loop",
-    "fabric_loop",
     "gpt2_lora",
     "lightning_module",
     "transformers_trainer",

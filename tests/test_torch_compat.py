@@ -36,7 +36,6 @@ OTHERS = {
     "accelerator._models": "accelerate",
     "accelerator._optimizers": "accelerate",
     "trainer.accelerator._optimizers": "accelerate",
-    "wrapped._forward_module": "Lightning Fabric",
     "self.accelerator._models": "accelerate",
     "self._after_closure": "Lightning",
     "self.core.config._attn_implementation": "transformers",
@@ -53,8 +52,6 @@ OBJECTS = {
     "_version": "Tensor._version",
     "_values": "Tensor._values",
     "_sequence_nr": "Node._sequence_nr",
-    "_get_backend": "ProcessGroup._get_backend",
-    "_timeout": "Options._timeout",
 }
 
 

@@ -171,8 +171,7 @@ def sections() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 MODULES = {
     "integrations": tuple(
-        f"halfstep.integrations.{name}"
-        for name in ("accelerate", "hf_trainer", "lightning", "fabric")
+        f"halfstep.integrations.{name}" for name in ("accelerate", "hf_trainer", "lightning")
     ),
     "formats": ("halfstep.formats.floats", "halfstep.formats.blocks"),
 }

@@ -49,7 +49,6 @@ PRIVATE = {
         "GradScaler._check_scale_growth_tracker "
         "GradScaler._found_inf_per_device"
     ),
-    "gradients over several machines": "ProcessGroup._get_backend Options._timeout",
     "estimate": "torch._subclasses.fake_tensor",
 }
 """Names by the feature that needs them; ``Class._name`` is an attribute of an instance."""
@@ -101,6 +100,4 @@ _INSTANCES: dict[str, Callable[[], Any]] = {
     "Tensor": lambda: torch.ones(1),
     "Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "GradScaler": lambda: torch.amp.GradScaler("cpu", enabled=True),
-    "ProcessGroup": lambda: torch.distributed.ProcessGroup,
-    "Options": lambda: torch._C._distributed_c10d.Backend.Options,
 }

@@ -50,8 +50,6 @@ OPTIONAL = {
     ("integrations/lightning.py", "lightning.pytorch.plugins"),
     ("integrations/lightning.py", "lightning.pytorch.trainer.states"),
     ("integrations/lightning.py", "lightning.pytorch.utilities"),
-    ("integrations/fabric.py", "lightning.fabric"),
-    ("integrations/fabric.py", "lightning.fabric.plugins"),
     ("trainer/models/pretrained/hub.py", "transformers"),
     ("trainer/models/pretrained/hub.py", "peft"),
     ("trainer/models/pretrained/hub.py", "huggingface_hub.errors"),

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import halfstep
 from distributed.loops import Split, Tied, data, mse, net, wrap
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan
-from halfstep.distributed.select import choose_strategy
+from halfstep.distributed.strategy import ParallelPlan, choose_strategy
 from halfstep.precision.masters.local_part import local_part
 
 OPTIMIZERS = ("single", "foreach", "fused", "halfstep")

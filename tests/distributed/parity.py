@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from tests.reference.adam import EPS
 from torch.distributed.tensor import DTensor
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
-from halfstep.distributed.select import choose_strategy
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -31,25 +29,17 @@ def sequences(step):
 
 
 def prepare(
-    layout, policy, *, shape=(), sequence_parallel=False, frozen=(), kind="adamw", divided=False,
-    **options,
+    layout, policy, *, shape=(), frozen=(), kind="adamw", **options,
 ):  # fmt: skip
-    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names.
-
-    ``divided``: ranks divide the matrices of Muon, as they do in the trainer.
-    """
+    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
     value = parse_policy(policy)
-    strategy = choose_strategy(
-        Layout.parse(layout), value, torch.device("cpu"), sequence_parallel=sequence_parallel
-    )
+    strategy = choose_strategy(layout, value, "cpu")
     model = GPT(GPTConfig(**{**SHAPE, **dict(shape)}), seed=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(frozen)))
     strategy.place_(model, plan_of(model))
     config = OptimizerConfig(name=kind, learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
-    if divided:
-        optimizer.ranks = dist.group.WORLD
     precision = Precision(value, model, optimizer, ranks=strategy.ranks, **options)
     strategy.attach_(precision)
     return strategy, model, precision

@@ -22,7 +22,7 @@ SECONDS = 120  # a job that takes longer hangs
 COLLECTIVE_SECONDS = 40  # so does a collective
 IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.fsdp",
             "torch.distributed.tensor.parallel", "halfstep.distributed.shard",
-            "halfstep.distributed.tensor.tensor_parallel", "halfstep.trainer.session")  # fmt: skip
+            "halfstep.distributed.tensor_parallel", "halfstep.trainer.session")  # fmt: skip
 """What takes long to import, and most workers need."""
 JOBS = 40  # after which new processes serve: meshes leave groups, whose threads poll for ever
 WHERE_ASKED_FOR = ("accelerate", "transformers.trainer")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.distributed.data.reducer import GradientReducer
+from halfstep.distributed.reducer import GradientReducer
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -127,17 +127,12 @@ def reduced(
     bucket_bytes: int = BIG,
     steps: int = 1,
     overlap: bool = True,
-    ranks_per_machine: int | None = None,
 ) -> Found:
     """In a worker: the gradients after finish() of the last of several equal steps."""
     model = Net()
     precision = make(policy, model)
     reducer = GradientReducer(
-        precision,
-        dist.group.WORLD,
-        DTYPES[reduce],
-        bucket_bytes=bucket_bytes,
-        ranks_per_machine=ranks_per_machine,
+        precision, dist.group.WORLD, DTYPES[reduce], bucket_bytes=bucket_bytes
     )
     found: Found = {}
     for step in range(steps):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
-from tests.reference.adam import EPS, assert_near
 from tests.trainer.classifiers import (
     SPELLED,
     checkpoint_of,
@@ -20,9 +18,7 @@ from tests.trainer.classifiers import (
     write_files,
 )
 
-from distributed.commands import on_ranks
 from halfstep.distributed.world import World
-from halfstep.errors import ConfigError, PeerError
 from halfstep.trainer import loop
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
@@ -82,18 +78,6 @@ def alone(files, path, **overrides):
         return whole_run(classify_config(files, **overrides), path)
 
 
-def assert_near_runs(path, one):
-    """The measures of two runs, and their weights: fp32 sums in another order, and no more."""
-    for key in ("loss", "val_loss"):
-        assert column(path, key) == pytest.approx(column(one, key), rel=1e-5)
-    for key in ("val_accuracy", "val_macro_f1", "step", "tokens", "learning_rate", "skipped_total"):
-        assert column(path, key) == column(one, key), key
-    assert_near(
-        checkpoint_of(path).weights, checkpoint_of(one).weights, column(one, "learning_rate"),
-        betas=(0.9, 0.98),
-    )  # fmt: skip
-
-
 def assert_equal(path, one):
     assert metrics_without_layout(path) == metrics_without_layout(one)
     a, b = checkpoint_of(path), checkpoint_of(one)
@@ -110,31 +94,6 @@ def metrics_without_layout(path):
     """
     other = {"sent_bytes", "sent_bytes_fp32", "grad_norm", "val_loss"}
     return [{k: v for k, v in line.items() if k not in other} for line in metrics(path)]
-
-
-@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
-def test_two_ranks_equal_one_process(pool2, files, tmp_path, layout):
-    overrides = {
-        "run__batch_size": 5, "model__class_weights": "balanced", "model__label_smoothing": 0.1,
-        "model__dropout": 0.0, "optimizer__eps": EPS,
-    }  # fmt: skip
-    found = pool2.run(
-        run_here,
-        files=files,
-        path=tmp_path / "two",
-        overrides={**overrides, "run.parallel": layout},
-    )
-    session, ticks = alone(files, tmp_path / "one", **overrides)
-    assert_near_runs(tmp_path / "two", tmp_path / "one")
-    assert found[0] == found[1]
-    told, best, stopped_by = found[0]
-    assert told == [(t.record.step, t.evaluation.confusion) for t in ticks if t.evaluation]
-    assert sum(map(sum, told[-1][1])) == 41
-    assert (best, stopped_by) == (session.best.step, "")
-    names = {p.name for p in (tmp_path / "two").iterdir()}
-    assert names == {p.name for p in (tmp_path / "one").iterdir()}
-    report = json.loads((tmp_path / "two" / "report.json").read_text())
-    assert report["confusion"] == [list(row) for row in dict(told)[best]]
 
 
 @pytest.mark.parametrize(
@@ -177,50 +136,4 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
         assert torch.equal(tensor, common[name]), name
 
 
-def refused(rank, files, overrides):
-    try:
-        config = classify_config(files, **overrides)
-        open_session(config, no_progress, world=World.around_group())
-    except (ConfigError, PeerError) as error:
-        return str(error)
-    return ""
-
-
-def test_refusals_are_the_same_on_all_ranks(pool2, files):
-    small = {"run__batch_size": 12, "run__grad_accum": 12}
-    for overrides, words in (
-        (small, "batch_size=12 is too small for 2 ranks"),
-        ({"run.parallel": "shard=4"}, "needs 4 ranks"),
-    ):
-        found = pool2.run(refused, files=files, overrides=overrides)
-        assert found[0] == found[1]
-        assert words in found[0]
-
-
 # --- through the command line ---
-
-
-def words_of(files, path, *more):
-    return ["--train", files[0], "--dev", files[1], "--model", "scratch:tiny", "--device", "cpu",
-            "--precision", "fp32", "--batch-size", 24, "--max-steps", 6, "--eval-every", 3,
-            "--run.rank_timeout", 60, "--output-dir", path, *more]  # fmt: skip
-
-
-def test_two_ranks_print_and_write_once(pool2, files, tmp_path):
-    path = tmp_path / "r"
-    (code, out, err), silent = on_ranks(pool2, "finetune", "classify", *words_of(files, path))
-    assert code == 0, err
-    assert silent == (0, "", "")
-    summary, judged, left = out.splitlines()
-    assert judged.startswith("too short to judge: 0 of ")
-    assert summary.startswith(f"{path}: step 6; validation loss ")
-    assert "each rank sent " in summary
-    assert left == f"model in {path / 'model'}, report in {path / 'report.txt'}"
-    assert err.count("2 ranks as data=2") == 1
-    assert err.count("step 3: validation loss ") == err.count("step 6: validation loss ") == 1
-    assert len(metrics(path)) == 6
-    assert {p.name for p in path.iterdir()} == {
-        "config.toml", "env.json", "memory.json", "metrics.jsonl", "tokenizer",
-        "checkpoints", "run.lock",
-        "model", "report.txt", "report.json",
-    }  # fmt: skip

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 
 from distributed.parity import fingerprint, same_bits, whole
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
-from halfstep.distributed.select import choose_strategy
-from halfstep.errors import ConfigError
+from halfstep.distributed.strategy import choose_strategy, plan_of
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
@@ -111,40 +109,3 @@ def test_two_ranks_are_one_device_bit_for_bit(pool2, name, layout, policy):
         pool2.run(run, name=name, layout=layout, policy=policy),
         run(0, name, "data=1", policy, micro=2),
     )
-
-
-@pytest.mark.parametrize("policy", ["bf16-master", "bf16-pure", "bf16-split"])
-def test_16_bit_weights_over_data_ranks_are_one_device_bit_for_bit(pool2, policy):
-    same(
-        pool2.run(run, name="bert", layout="data=2", policy=policy),
-        run(0, "bert", "data=1", policy, micro=2),
-    )
-
-
-def refused(rank, name):
-    strategy = choose_strategy(Layout.parse("tensor=2"), parse_policy("fp32"), torch.device("cpu"))
-    model = MODELS[name]()
-    before = {n: type(p) for n, p in model.named_parameters()}
-    try:
-        strategy.place_(model, plan_of(model))
-    except ConfigError as error:
-        assert before == {n: type(p) for n, p in model.named_parameters()}
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_tensor_parallelism_is_refused_with_what_to_provide(pool2, name):
-    texts = pool2.run(refused, name=name)
-    assert texts[0] == texts[1]
-    for words in ("tensor=2", type(MODELS[name]()).__name__, "ParallelPlan(tensor=", "colwise",
-                  "rowwise", "data=2", "shard=2"):  # fmt: skip
-        assert words in texts[0]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("gpt2", "GPT2Block"), ("bert", "BertLayer")])
-def test_blocks_are_those_that_the_model_names(name, kind):
-    blocks = plan_of(MODELS[name]()).blocks
-    assert [type(block).__name__ for block in blocks].count(kind) == 2
-    inside = [m for block in blocks for m in block.modules() if m is not block]
-    assert not set(map(id, blocks)) & set(map(id, inside))

@@ -13,60 +13,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from distributed import loops
 from distributed.parity import same_bits
-from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.masters.local_part import (
-    is_sharded,
     local_gradient,
-    local_part,
 )
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
 
 pytestmark = pytest.mark.covering(ends=True)
 distributed = pytest.mark.distributed
-
-
-def parts(rank):
-    """Parts and how many different ones there are, for placements on a mesh of 2 by 2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(15.0).reshape(5, 3)
-    found = {}
-    for name, how in {
-        "copies": [Replicate(), Replicate()],
-        "rows": [Replicate(), Shard(0)],
-        "columns": [Shard(1), Replicate()],
-        "grid": [Shard(0), Shard(1)],
-    }.items():
-        tensor = distribute_tensor(whole, mesh, how, src_data_rank=None)
-        part = local_part(tensor)
-        same = part.data_ptr() == tensor._local_tensor.data_ptr()
-        found[name] = (
-            is_sharded(tensor),
-            ManyRanks("cpu").parts_of(tensor),
-            part,
-            same,
-            part.requires_grad,
-        )
-    return found
-
-
-@distributed
-def test_a_part_is_the_local_tensor_itself(pool4):
-    whole = torch.arange(15.0).reshape(5, 3)
-    ranks = pool4.run(parts)
-    for rank, found in enumerate(ranks):
-        a, b = divmod(rank, 2)
-        wanted = {
-            "copies": (1, whole),
-            "rows": (2, whole.chunk(2)[b]),
-            "columns": (2, whole.chunk(2, 1)[a]),
-            "grid": (4, whole.chunk(2)[a].chunk(2, 1)[b]),
-        }
-        for name, (count, part) in wanted.items():
-            sharded, number, got, same, gradient = found[name]
-            assert (sharded, number, same, gradient) == (True, count, True, False), name
-            assert torch.equal(got, part), name
 
 
 def gradients_as_their_weights(rank):
@@ -91,47 +43,6 @@ def test_gradients_are_summed_and_placed_as_their_weights(pool2):
         assert torch.equal(summed, (2 * whole + 100).chunk(2)[rank])
         for other in others:
             assert torch.equal(other, whole.chunk(2)[rank])
-
-
-def installed(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    model = nn.Module()
-    model.split = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]))
-    model.frozen = nn.Parameter(
-        distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)]), requires_grad=False
-    )
-    model.plain = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW(
-        [{"params": [model.split, model.plain], "lr": 0.1}, {"params": [model.frozen]}]
-    )
-    moment = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
-    optimizer.state[model.split] = {"exp_avg": moment, "step": torch.tensor(3.0), "note": "kept"}
-    optimizer.state[model.plain] = {"exp_avg": torch.ones(2)}
-    masters = MasterWeights(place(parse_policy("fp32"), model), [optimizer])
-    held = masters.named_parameters()
-    assert set(held) == {"split", "plain"}
-    groups = optimizer.param_groups
-    with masters.installed():
-        assert [p is q for p, q in zip(groups[0]["params"], held.values(), strict=True)] == [
-            True
-        ] * 2
-        assert set(optimizer.state) == {held["split"], model.plain}
-        with torch.no_grad():
-            held["split"].add_(1)  # reaches the model
-        state = optimizer.state[held["split"]]
-    assert groups[0]["params"][0] is model.split
-    assert groups[1]["params"][0] is model.frozen
-    assert set(optimizer.state) == {model.split, model.plain}
-    return local_part(model.split), type(state["exp_avg"]) is torch.Tensor, state
-
-
-@distributed
-def test_groups_and_states_come_along(pool2):
-    for rank, (weight, plain, state) in enumerate(pool2.run(installed)):
-        assert torch.equal(weight, torch.full((2 - rank, 2), 2.0))
-        assert plain
-        assert torch.equal(state["exp_avg"], torch.arange(6.0).reshape(3, 2).chunk(2)[rank])
-        assert (state["step"], state["note"]) == (3.0, "kept")
 
 
 # Loops of somebody's own.

@@ -190,19 +190,3 @@ def test_so_it_is_with_weights_of_16_bits(pool2, layout, policy, name):
         return
     for _, step in broken_steps(pool2, layout, policy, policy, name, "gradient"):
         assert (step["error"], step["cause"]) == ("NonFiniteError", "gradients")
-
-
-def refused(rank, layout, policy, name):
-    try:
-        Loop(rank, layout, policy, name)
-    except HalfstepError as error:
-        return repr(error)
-    return None
-
-
-@pytest.mark.parametrize(("policy", "name"), [("fp16-master", "fused"), ("bf16-split", "halfstep")])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_what_cannot_be_is_refused_alike(pool2, layout, policy, name):
-    first, second = pool2.run(refused, layout=layout, policy=policy, name=name)
-    assert first == second
-    assert first.startswith("PrecisionError")

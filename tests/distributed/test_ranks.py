@@ -19,7 +19,6 @@ from halfstep.precision.agreement import (
     MARK,
     ManyRanks,
     check_replicas,
-    ranks_of_this_process,
 )
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
@@ -68,11 +67,6 @@ def test_the_norm_is_that_of_the_whole_however_it_lies(pool):
     every(itertools.product(KINDS, (1.0, 1e30, 1e-30)), check)
 
 
-def test_a_share_of_the_loss_is_what_it_counts(pool2):
-    found = pool2.run(measured, kind="copies", size=1.0, ranks=2, share=1.0)
-    assert [loss for loss, _ in found] == [4.0, 4.0]
-
-
 def broken(rank, where, value):
     gradients = [torch.ones(3), torch.ones(2)]
     loss = torch.tensor(1.0)
@@ -93,14 +87,6 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
     every(itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf)), check)
 
 
-def opposite(rank):
-    return ManyRanks(CPU).measure(torch.tensor(math.inf if rank else -math.inf), {}, global_norm)
-
-
-def test_infinities_do_not_cancel(pool2):
-    assert all(math.isnan(loss) for loss, _ in pool2.run(opposite))
-
-
 def found_by(rank, marks, names):
     return ManyRanks(CPU).union(NonFinite(*marks[rank]), names)
 
@@ -118,33 +104,6 @@ def found_by(rank, marks, names):
 def test_a_find_of_any_rank_is_everybodys(pool2, marks, nan, inf):
     for found in pool2.run(found_by, marks=marks, names=["a", "b", "c"]):
         assert (found.nan, found.inf) == (nan, inf)
-
-
-def test_of_no_names_nothing_is_found(pool2):
-    """A model without floating buffers."""
-    assert pool2.run(found_by, marks=[((), ())] * 2, names=[]) == [NonFinite((), ())] * 2
-
-
-def worst(rank):
-    marks = torch.tensor([float(rank), -float(rank), 0.5])
-    ManyRanks(CPU).worst_(marks)
-    return ManyRanks(CPU).worst([rank, -rank, 5 - 3 * rank, -24 - rank]), marks.tolist()
-
-
-def test_the_worst_is_the_largest_place_by_place(pool2):
-    assert pool2.run(worst) == [([1, 0, 5, -24], [1.0, 0.0, 0.5])] * 2
-    marks = torch.tensor([1.0, -2.0])
-    OneRank().worst_(marks)
-    assert marks.tolist() == [1.0, -2.0]
-
-
-def default(rank):
-    return type(ranks_of_this_process(CPU)).__name__
-
-
-def test_several_processes_agree_by_default_and_one_has_nobody_to_ask(pool2):
-    assert pool2.run(default) == ["ManyRanks"] * 2
-    assert isinstance(ranks_of_this_process(CPU), OneRank)
 
 
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks
@@ -180,11 +139,6 @@ def test_marked_parts_of_layers_split_by_hand_give_the_norm_of_the_whole(pool2, 
     assert first == second == pytest.approx(whole_norm(), rel=1e-5)
 
 
-def test_without_a_mark_the_norm_is_too_small_which_is_why_it_is_refused(pool2):
-    first, _ = pool2.run(split_norm, ranks=2, marked=False, model_parallel=None)
-    assert first < 0.95 * whole_norm()
-
-
 def marks(rank, model_parallel):
     plain, marked = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     setattr(marked, MARK, True)
@@ -200,16 +154,6 @@ def test_a_mark_tells_that_model_parallel_ranks_hold_parts(pool4, model_parallel
     marked = nn.Parameter(torch.ones(2))
     setattr(marked, MARK, True)
     assert OneRank().parts_of(marked) == 1
-
-
-def misfit(rank, model_parallel):
-    with pytest.raises(PrecisionError, match="does not divide the 2 ranks"):
-        ManyRanks(CPU, model_parallel=model_parallel)
-
-
-def test_copies_of_a_model_must_fill_the_ranks(pool2):
-    for model_parallel in (0, 3, -2):
-        pool2.run(misfit, model_parallel=model_parallel)
 
 
 def refused(rank, case):

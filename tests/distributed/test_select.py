@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from distributed import parity
 from every import every
-from halfstep.distributed.data.reducer import DataParallel
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import plan_of
-from halfstep.distributed.select import EXACT, choose_strategy, decide
-from halfstep.distributed.shard import FullySharded
-from halfstep.distributed.tensor.tensor_parallel import TensorParallel
+from halfstep.distributed.strategy import choose_strategy, plan_of, refusal
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
@@ -40,7 +37,7 @@ def trains(rank, layout, policy):
 
 def all_refusals():
     for policy, layout in itertools.product((*POLICIES, *MORE), EVERY_LAYOUT):
-        if decide(parse_policy(policy), Layout.parse(layout)).refused:
+        if refusal(parse_policy(policy), Layout.parse(layout)):
             yield policy, layout
 
 
@@ -48,7 +45,7 @@ CELLS = [
     (policy, layout)
     for layout in ("data=2", "shard=2", "tensor=2", "data=2,tensor=2", "data=2,shard=2")
     for policy in (*ON_CPU, *MORE)
-    if not decide(parse_policy(policy), Layout.parse(layout)).refused
+    if not refusal(parse_policy(policy), Layout.parse(layout))
 ]
 # In the short set of tests: those that test_parity does not run, on two ranks.
 SHORT = {(p, t) for p, t in CELLS if p in MORE and Layout.parse(t).size == 2}
@@ -68,15 +65,16 @@ def test_a_cell_that_is_not_refused_trains(request, policy, layout):
     assert losses[1] < losses[0]
 
 
-@pytest.mark.parametrize("layout", ["data=2", "shard=2"])
-def test_two_ranks_are_one_device_but_for_random_bits(pool2, layout):
-    """Gradients that are rounded stochastically draw other bits on each rank, and so differ."""
-    for policy in ("mxfp8,simulate=yes", "nvfp4,simulate=yes"):
-        one = parity.run(0, "data=1", policy, steps=2, micro=2)
-        two, _ = pool2.run(parity.run, layout=layout, policy=policy, steps=2)
-        exact = decide(policy, layout).note == EXACT
-        assert exact == (policy == "mxfp8,simulate=yes")
-        assert exact == (two["losses"] == one["losses"]), policy
+def test_the_pages_table_refuses_what_is_refused():
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (.*) \|$", page.split("<!-- table -->")[1].split("<!-- end -->")[0], re.M
+    )
+    shown = {name: cells.split(" | ") for name, cells in rows}
+    assert shown.keys() == POLICIES.keys()
+    for name, policy in POLICIES.items():
+        refused = [bool(refusal(policy, text)) for text in TABLE_LAYOUTS]
+        assert [cell == "refused" for cell in shown[name]] == refused, name
 
 
 def test_every_refusal_names_policy_layout_and_a_way_out_that_is_none():
@@ -98,36 +96,17 @@ def names_a_way_out(policy, layout):
         if key == "parallel":
             other = Layout.parse(way)
             assert place.size in (1, other.size), "another number of ranks"
-            assert not decide(value, other).refused, way
+            assert not refusal(value, other), way
         elif key == "precision":
-            assert not decide(parse_policy(way), place).refused, way
+            assert not refusal(parse_policy(way), place), way
         else:
-            assert not decide(parse_policy(policy.replace("=auto", f"={way}")), place).refused, way
+            assert not refusal(parse_policy(policy.replace("=auto", f"={way}")), place), way
 
 
 def test_compile_is_refused_where_hooks_would_be_traced():
     for layout in ("shard=2", "tensor=2", "data=2,shard=2"):
         with pytest.raises(ConfigError, match=f"compile.*{layout}.*--compile out.*parallel=data="):
             choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)
-
-
-def test_sequence_parallel_needs_tensor_ranks():
-    for layout in ("data=1", "data=2", "shard=2"):
-        with pytest.raises(ConfigError, match=f"sequence_parallel.*{layout}.*tensor=N"):
-            choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, sequence_parallel=True)
-
-
-def kinds(rank):
-    wanted = {"data=2": DataParallel, "shard=2": FullySharded, "tensor=2": TensorParallel}
-    made = {t: choose_strategy(Layout.parse(t), parse_policy("fp32"), CPU) for t in wanted}
-    batch = {t: (s.batch_rank, s.layout.batch_ranks) for t, s in made.items()}
-    return {t: type(s) is wanted[t] for t, s in made.items()}, batch
-
-
-def test_the_kind_of_a_strategy_follows_the_axes(pool2):
-    for rank, (right, batch) in enumerate(pool2.run(kinds)):
-        assert all(right.values())
-        assert batch == {"data=2": (rank, 2), "shard=2": (rank, 2), "tensor=2": (0, 1)}
 
 
 @pytest.mark.parametrize("policy", ["fp16-master", "fp16-pure"])

@@ -31,10 +31,6 @@ def test_the_first_difference_is_named_on_every_rank(pool4):
     assert "'abd' and 'abc'" in found[2]  # only there both values are known
 
 
-def test_one_process_has_nothing_to_compare():
-    World.alone().require_same({"data": "abc"})
-
-
 def step_on_some(rank, able):
     model = nn.Linear(3, 1)
     precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))

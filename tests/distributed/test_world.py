@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from every import every
-from halfstep.distributed.world import Place, World, declare_over, find_place, meet, open_world
+from halfstep.distributed.world import Place, World, find_place, meet, open_world
 from halfstep.errors import ConfigError, PeerError
 
 TORCHRUN = {
@@ -29,7 +29,6 @@ def test_one_process_needs_no_group(monkeypatch):
         assert world.is_main
         assert bool(world.largest(int(True)))
         assert not world.largest(int(False))
-        world.barrier()
         assert world.share("text") == "text"
         assert world.remember("key", "text") == "text"
         assert world.main_only(lambda: 5) == 5
@@ -37,7 +36,7 @@ def test_one_process_needs_no_group(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             world.main_only(lambda: 1 / 0)
     assert not dist.is_initialized()
-    assert World.alone() == World()
+    assert World() == World()
 
 
 def test_the_environment_is_read():
@@ -134,7 +133,7 @@ def test_the_dead_do_not_disturb_a_meeting(store):
 
 
 def test_a_run_that_is_over_does_not_begin_again(store):
-    declare_over(store, "rank 1: no such policy")
+    store.set("over", "rank 1: no such policy")
     for result in meet_all(store, [place(0), place(1)]):
         assert "the run is over, by rank 1: no such policy" in str(result)
 
@@ -146,7 +145,6 @@ def words(rank):
     assert world.first_on_machine(lambda: rank * 2) == rank * 2
     assert bool(world.largest(int(rank == 1)))
     assert not world.largest(int(False))
-    world.barrier()
     texts = [f"from {rank}", "" if rank == 0 else "x", "größe \udcff" * 1000 if rank == 0 else ""]
     return [world.share(text) for text in texts], world.remember("key", f"of {rank}")
 
@@ -155,23 +153,6 @@ def words(rank):
 def test_what_rank_0_says_all_hear(pool2):
     expected = (["from 0", "", "größe \udcff" * 1000], "of 0")
     assert pool2.run(words) == [expected, expected]
-
-
-def order(rank, folder):
-    world = World.around_group()
-
-    def work():
-        before = (folder / "made").exists()
-        time.sleep(0.3)
-        (folder / "made").touch()
-        return before
-
-    return world.first_on_machine(work)
-
-
-@pytest.mark.distributed
-def test_the_first_rank_prepares_before_the_others(pool2, tmp_path):
-    assert pool2.run(order, folder=tmp_path) == [False, True]
 
 
 def told(rank, method, failing):

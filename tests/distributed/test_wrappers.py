@@ -130,23 +130,3 @@ def test_casts_by_module_are_refused_on_one_device():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(PrecisionError, match=r"is not sharded.*bf16-mixed"):
         Precision("bf16-module", model, optimizer)
-
-
-def alone_under_ddp(rank):
-    """What the refusal is for: the hook that moves gradients on, in the order torch calls it."""
-    model = loops.wrap("ddp", nn.Linear(2, 1, bias=False))
-    taken = []
-    weight = model.module.weight
-
-    def move_on(parameter):
-        taken.append(parameter.grad.clone())
-        parameter.grad = None
-
-    weight.register_post_accumulate_grad_hook(move_on)
-    model(torch.full((1, 2), float(rank + 1))).sum().backward()
-    return taken[0].tolist()
-
-
-def test_ddp_sums_after_the_hook_that_moves_gradients_on(pool2):
-    """If torch ever sums before it, the refusal can go."""
-    assert pool2.run(alone_under_ddp) == [[[1.0, 1.0]], [[2.0, 2.0]]]

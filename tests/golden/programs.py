@@ -530,7 +530,6 @@ def engines() -> Seen:
             "own_module": lambda: (
                 example("own_module", "bf16-mixed", "own") | run_seen(Path("own"))
             ),
-            "fabric_loop": lambda: example("fabric_loop"),
             "gpt2_lora": lambda: example("gpt2_lora"),
             "lightning_module": lambda: example("lightning_module", "bf16-master", 2),
             "transformers_trainer": lambda: example("transformers_trainer"),

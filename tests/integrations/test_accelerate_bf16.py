@@ -115,76 +115,12 @@ def test_a_broken_loss_of_any_micro_batch_stops_the_run_even_with_finite_gradien
     assert same(bits(model), before)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("clip", [None, 1e9])
-def test_skip_leaves_the_step_out_and_holds_the_schedule(kind, clip):
-    broken = {1: INF, 2: NAN, 4: INF}
-    with pytest.warns(UserWarning, match=r"the step is left out, as on_nonfinite=skip:2 allows"):
-        model, rate, skipped, scaler = train_bf16(
-            kind, 6, clip=clip, broken=broken.items(), on_nonfinite="skip:2"
-        )
-    assert skipped == [*broken]
-    assert rate == [pytest.approx(0.1 / (1 + 3))]
-    assert scaler.skipped_total == 3
-    assert scaler.get_scale() == 1.0
-    expected = net()
-    optimizer = OPTIMIZERS[kind](expected.parameters())
-    acc = accelerator("bf16")
-    expected, optimizer, rates = acc.prepare(expected, optimizer, schedule(optimizer))
-    for step in (0, 3, 5):
-        acc.backward(loss_of(expected, step))
-        if clip:
-            acc.clip_grad_norm_(expected.parameters(), clip)
-        optimizer.step()
-        rates.step()
-        optimizer.zero_grad()
-    assert same(bits(model), bits(acc.unwrap_model(expected)))
-
-
-def test_a_saved_state_goes_on_and_one_without_a_scaler_is_taken_up(tmp_path):
-    def run(steps, *, ours=True, load=None, save=None):
-        acc = accelerator("bf16")
-        scaler = attach(acc, on_nonfinite="skip:1") if ours else None
-        model = net()
-        optimizer = OPTIMIZERS["foreach"](model.parameters())
-        model, optimizer = acc.prepare(model, optimizer)
-        if load:
-            acc.load_state(tmp_path / load)
-            assert acc.scaler is scaler
-        for step in steps:
-            acc.backward(loss_of(model, step, {1: INF}.items() if ours else ()))
-            optimizer.step()
-            optimizer.zero_grad()
-        if save:
-            acc.save_state(tmp_path / save)
-        return bits(acc.unwrap_model(model)), scaler
-
-    with pytest.warns(UserWarning, match="left out"):
-        whole, _ = run(range(5))
-    with pytest.warns(UserWarning, match="left out"):
-        run(range(3), save="ours")
-    resumed, scaler = run(range(3, 5), load="ours")
-    assert same(whole, resumed)
-    assert scaler.skipped_total == 1
-    expected, _ = run(range(6), ours=False)
-    run(range(3), ours=False, save="theirs")
-    with pytest.warns(UserWarning, match=r"saved state has no scaler\.pt"):
-        resumed, scaler = run(range(3, 6), load="theirs")
-    assert same(expected, resumed)
-    assert scaler.skipped_total == 0
-    with pytest.raises(ValueError, match="folder does not exist"):
-        run((), load="nothing")
-
-
 def test_options_of_a_scale_are_refused_where_there_is_none():
     for error, text, precision, options in (
         (ConfigError, "got init_scale, strict, but there is no loss scale", "bf16",
          {"init_scale": 8.0, "strict": True}),
         (ConfigError, "got min_scale, but there is no", "no", {"scaler": False, "min_scale": 2.0}),
         (PrecisionError, "scaler=True with mixed_precision='bf16'", "bf16", {"scaler": True}),
-        (ConfigError, "is for loops without a loss scale", "no", {"on_nonfinite": "skip:1"}),
-        (PrecisionError, "on_nonfinite='never'", "bf16", {"on_nonfinite": "never"}),
     ):  # fmt: skip
         with pytest.raises(error, match=text):
             attach(accelerator(precision), **options)
@@ -217,22 +153,16 @@ def test_accidental_16_bit_weights_are_refused_at_prepare(precision, form, toget
     acc.prepare(optimizer)
 
 
-# Copies
-
-
 # On a GPU, where Accelerate's fp16 is fp16
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: nothing of it was run here")
-@pytest.mark.filterwarnings("ignore:the step is left out")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_on_a_gpu_steps_and_skips_are_told(kind, precision):
+def test_on_a_gpu_steps_and_skips_are_told(kind):
     AcceleratorState._reset_state(True)
-    acc = Accelerator(mixed_precision=precision)
-    scaler = attach(acc, **({"init_scale": 2.0**8} if precision == "fp16" else
-                            {"on_nonfinite": "skip:1"}))  # fmt: skip
+    acc = Accelerator(mixed_precision="fp16")
+    scaler = attach(acc, init_scale=2.0**8)
     model = net()
     model, optimizer = acc.prepare(model, OPTIMIZERS[kind](model.parameters()))
     for step in range(4):
@@ -245,7 +175,7 @@ def test_on_a_gpu_steps_and_skips_are_told(kind, precision):
         assert acc.optimizer_step_was_skipped is (step == 1)
         assert same(before, bits(model)) is (step == 1)
     assert scaler.skipped_total == 1
-    assert scaler.get_scale() == (2.0**7 if precision == "fp16" else 1.0)
+    assert scaler.get_scale() == 2.0**7
 
 
 @pytest.mark.parametrize("value", [INF, NAN])

@@ -108,43 +108,6 @@ def test_every_optimizers_steps_are_told(kind, unscale, machine):
     assert not scaler.calibrating
 
 
-def test_the_deprecated_contract_is_told_too(machine):
-    model, optimizer, scaler = made("takes the scaler")
-    assert step(model, optimizer, scaler, first=(INF, 1.0)).reason == "overflow"
-    assert step(model, optimizer, scaler).applied
-
-
-def test_before_update_the_next_scale_is_the_present_one(machine):
-    model, optimizer, scaler = made("fused")
-    scaler.scale(model((INF, 1.0))).backward()
-    scaler.step(optimizer)
-    before = scaler.last_step
-    assert (before.next_loss_scale, before.skipped_total, before.skipped_in_a_row) == (8.0, 1, 1)
-    scaler.update()
-    after = scaler.last_step
-    assert (after.next_loss_scale, after.skipped_total, after.skipped_in_a_row) == (4.0, 1, 1)
-    assert scaler.last_step == after
-
-
-@pytest.mark.parametrize("kind", ["fused", "sgd"])
-@pytest.mark.parametrize("how", ["cleared", "next loss scaled"])
-def test_what_is_known_when_the_gradients_are_gone(kind, how, machine):
-    model, optimizer, scaler = made(kind)
-    scaler.scale(model((NAN, 1.0))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    if how == "cleared":
-        optimizer.zero_grad()
-    else:
-        scaler.scale(model((INF, 1.0), (INF, 1.0))).backward()
-    told = scaler.last_step
-    assert not told.applied
-    # Marked at once where the host knows the flag; with a fused optimizer on a GPU it does not.
-    known = machine == "cpu" or kind == "sgd"
-    assert told.nonfinite_parameters == (("first",) if known else ())
-    assert told.reason == ("nan_gradients" if known else "overflow")
-
-
 def test_several_optimizers_are_told_one_by_one_and_counted_by_round(machine):
     model = Two()
     scaler = GradScaler("cpu", init_scale=8.0, names=model.named_parameters())

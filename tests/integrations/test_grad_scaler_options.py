@@ -13,7 +13,7 @@ from torch import nn
 import halfstep.integrations.grad_scaler
 from every import every
 from halfstep import GradScaler, NonFiniteError, PrecisionError
-from integrations.test_grad_scaler import INF, NAN, Two, made, step
+from integrations.test_grad_scaler import INF, NAN, made, step
 from reference.loss_scale import exponents
 
 DOCS = Path(__file__).parents[2] / "docs" / "grad-scaler.md"
@@ -193,16 +193,6 @@ def test_double_and_complex_parameters_are_scaled_too(dtype, options, bad):
 
     for ours, theirs in zip(run(True), run(False), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_disabled_scaler_with_options_does_nothing():
-    model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", enabled=False, strict=True)
-    told = step(model, optimizer, scaler)
-    assert told is None
-    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
-    assert not torch.equal(model.first, torch.ones(2))
 
 
 def test_doctests_and_the_how_to():

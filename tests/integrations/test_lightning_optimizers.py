@@ -16,17 +16,18 @@ from halfstep.precision.step import Precision
 pl = pytest.importorskip("lightning.pytorch")
 
 from halfstep.integrations.lightning import HalfstepPrecision  # noqa: E402
-from integrations.test_fabric import (  # noqa: E402
+from integrations.test_lightning import (  # noqa: E402
     POLICIES,
-    STATIC,
     WIDTH,
+    Regression,
+    fit,
+    loader,
     mse,
     network,
     same,
     spoilt,
     weights,
 )
-from integrations.test_lightning import Regression, fit, loader  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)`:FutureWarning"),
@@ -102,15 +103,6 @@ def test_a_gan_trains_under_every_policy(policy):
     assert same(weights(model), by_hand(policy))
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("make", [AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("policy", ["fp32", STATIC])
-def test_a_gan_in_fp32_is_lightnings_own_bit_for_bit(policy, make):
-    plain, _ = fit(None, Gan(make))
-    ours, _ = fit(HalfstepPrecision(policy), Gan(make))
-    assert same(weights(ours), weights(plain))
-
-
 @pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
 def test_only_the_optimizer_whose_gradients_overflow_skips(policy):
     model, run = fit(HalfstepPrecision(policy), Gan(bad=(2,)))
@@ -169,44 +161,6 @@ def test_gradients_that_wait_follow_the_scale():
     assert same(weights(model.net), weights(net))
 
 
-def test_optimizers_that_share_parameters_are_refused():
-    class Shared(TwoOfOneLoss):
-        def configure_optimizers(self):
-            return [self.make(self.net.parameters()), self.make(self.net[3].parameters())]
-
-    with pytest.raises(PrecisionError, match="a parameter is in two optimizers"):
-        fit(HalfstepPrecision("fp32"), Shared())
-
-
-class Twice(Regression):
-    """Two losses of one graph."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        output = self.net(batch[0])
-        self.manual_backward(mse(output, batch[1]) / 2, retain_graph=True)
-        self.manual_backward(mse(output, batch[1]) / 2)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master", "bf16-split"])
-def test_a_graph_may_be_kept_for_a_second_loss(policy):
-    model, run = fit(HalfstepPrecision(policy), Twice())
-    net = network()
-    own = Precision(policy, net, AdamW(net.parameters(), lr=0.01))
-    for inputs, targets in loader():
-        with own.autocast():
-            parts = [mse(net(inputs), targets) / 2 for _ in range(2)]
-        for part in parts:
-            own.backward(part)
-        result = own.step()
-    assert same(weights(model.net), weights(net))
-    assert run.precision_plugin.last_step == result
-
-
 class ByHand(Regression):
     automatic_optimization = False
 
@@ -219,20 +173,3 @@ class ByHand(Regression):
 def test_a_backward_past_the_policy_is_refused(policy):
     with pytest.raises(PrecisionError, match=r"step\(\) without.* self\.manual_backward\("):
         fit(HalfstepPrecision(policy), ByHand())
-
-
-def test_gradients_of_two_optimizers_are_clipped_each_by_itself():
-    class Clipped(TwoOfOneLoss):
-        def training_step(self, batch, index):
-            self.manual_backward(mse(self.net(batch[0]), batch[1]))
-            for optimizer in self.optimizers():
-                self.clip_gradients(optimizer, 0.01, "norm")
-                optimizer.step()
-                optimizer.zero_grad()
-
-    plain, _ = fit(None, Clipped(torch.optim.SGD))
-    ours, run = fit(HalfstepPrecision(STATIC), Clipped(torch.optim.SGD))
-    for name, weight in weights(plain).items():
-        # the factor is rounded once in fp64 here, a few times in fp32 there
-        torch.testing.assert_close(weights(ours)[name], weight, rtol=1e-6, atol=1e-7)
-    assert run.precision_plugin.last_step.applied

@@ -121,14 +121,6 @@ def test_accelerate(tmp_path, precision):
     check(lambda path: by_accelerate(path, precision), tmp_path / "n.jsonl")
 
 
-def test_accelerates_scaler_is_found(tmp_path):
-    def loop(path):
-        return by_accelerate(path, "no", torch.amp.GradScaler("cpu", init_scale=2.0**10))
-
-    steps = check(loop, tmp_path / "n.jsonl")
-    assert {step.loss_scale for step in steps} == {2.0**10}
-
-
 def test_the_transformers_trainer(tmp_path):
     check(lambda path: by_trainer(path, "bf16", tmp_path), tmp_path / "n.jsonl")
 

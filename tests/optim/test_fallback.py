@@ -71,22 +71,6 @@ def test_ordinary_gradients_stay_in_8_bits(betas):
     assert "exp_avg_codes" in optimizer.state[p]
 
 
-def test_the_warning_comes_once_and_names_a_few():
-    parameters = [nn.Parameter(torch.zeros(2, N // 2)) for _ in range(5)]
-    optimizer = AdamW(parameters, moments="8bit")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for step in range(70):
-            for p in parameters:
-                p.grad = gradient(step, 1e7).view(2, -1)
-            optimizer.step()
-    (only,) = said
-    assert "parameter 0 of shape (2, 256) (64 of 512 elements)" in str(only.message)
-    assert "and 2 more spread" in str(only.message)
-    assert len(fallen_back(optimizer)) == 5
-    assert fallen_back(optimizer)[4] == "parameter 4 of shape (2, 256)"
-
-
 # --- when -----------------------------------------------------------------------------------------
 
 
@@ -187,18 +171,6 @@ def test_a_resumed_run_goes_on_to_the_bit_and_says_nothing_anew(how):
     assert torch.equal(p, q)
     for key, value in optimizer.state[p].items():
         assert torch.equal(value, other.state[q][key]), key
-
-
-@pytest.mark.filterwarnings("ignore:the second moments")
-@pytest.mark.parametrize("moments", ["bf16", "fp32"])
-def test_another_format_forgets_it(moments):
-    p, optimizer = train("8bit", 1e7, 10)
-    q = nn.Parameter(p.detach().clone())
-    other = AdamW([q], moments=moments)
-    other.load_state_dict(optimizer.state_dict())
-    assert fallen_back(other) == ()
-    assert FELL_BACK not in other.state[q]
-    assert torch.equal(other.state[q]["exp_avg"].float(), optimizer.state[p]["exp_avg"].float())
 
 
 @pytest.mark.parametrize("elements", [512, 0])

@@ -50,7 +50,7 @@ def another_step_number(parameters, optimizer):
 
 
 def new_options(parameters, optimizer):
-    optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5, maximize=True, seed=3)
+    optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5, seed=3)
 
 
 def no_state(parameters, optimizer):

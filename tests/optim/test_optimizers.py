@@ -135,37 +135,6 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit():
 # --- low-precision moments ----------------------------------------------------------------------
 
 
-def nearest8(v: np.ndarray) -> np.ndarray:
-    """Rounding to the nearest number of 3 mantissa bits: what 8-bit moments must not do."""
-    return floats.nearest(v, floats.table(8, 3), math.inf)
-
-
-@pytest.mark.slow
-def test_a_second_moment_follows_gradients_that_shrink():
-    """Half of each block falls from 1 to 0.1, the rest stays: windows do not move."""
-    n, steps, beta2 = 2048, 2000, 0.999
-    p = nn.Parameter(torch.zeros(n))
-    optimizer = AdamW([p], lr=0.0, betas=(0.9, beta2), moments="8bit")
-    v = torch.ones(n)
-    entry = {"step": torch.tensor(5000.0), "exp_avg": torch.ones(n), "exp_avg_sq": v}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": {0: entry}, "param_groups": groups})
-    small = torch.arange(n) % 2 == 0
-    p.grad = torch.where(small, 0.1, 1.0)
-    rounded = np.array([1.0])
-    for _ in range(steps):
-        optimizer.step()
-        rounded = nearest8(beta2 * rounded + (1 - beta2) * 0.01)
-    true = beta2**steps + (1 - beta2**steps) * 0.01
-    state = optimizer.state[p]
-    got = decode(*stored_moment(state, "exp_avg_sq"), signed=False).double()
-    # Measured: one element has a standard deviation of 36 % (the root: 18 %), so the mean of 1024
-    # has one of 1.1 %: 4 sigma. A single element does not follow within 5 %, their mean does.
-    assert abs(got[small].mean().item() / true - 1) <= 0.05
-    assert abs(got[~small].mean().item() - 1) <= 0.05
-    assert rounded[0] / true - 1 > 0.25
-
-
 # --- options and errors -------------------------------------------------------------------------
 
 
@@ -179,51 +148,26 @@ def test_a_number_out_of_range_is_named_with_what_is_allowed():
     every(
         [
             ("adamw", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
-            ("adamw", {"betas": (1.0, 0.9)}, ["betas", "1.0", "0 <= beta < 1"]),
             ("adamw", {"betas": (0.9, -0.1)}, ["betas", "-0.1", "0 <= beta < 1"]),
             ("adamw", {"eps": 0.0}, ["eps", "0.0", "> 0", "NaN"]),
             ("adamw", {"weight_decay": -0.5}, ["weight_decay", "-0.5", ">= 0"]),
             ("adamw", {"lr": float("nan")}, ["lr", "nan"]),
-            ("sgd", {"lr": -1.0}, ["lr", "-1.0", ">= 0"]),
             ("sgd", {"lr": torch.tensor(-1.0)}, ["lr", "-1.0", ">= 0"]),
             ("sgd", {"momentum": -0.9}, ["momentum", "-0.9", ">= 0"]),
-            ("sgd", {"weight_decay": -1.0}, ["weight_decay", ">= 0"]),
             ("sgd", {"momentum": 0.0, "nesterov": True}, ["nesterov", "momentum > 0"]),
             ("sgd", {"dampening": 0.1, "nesterov": True}, ["nesterov", "dampening 0"]),
-            ("lion", {"lr": -1.0}, ["lr", ">= 0"]),
             ("lion", {"betas": (0.9, 1.0)}, ["betas", "0 <= beta < 1"]),
-            ("lion", {"weight_decay": -1.0}, ["weight_decay", ">= 0"]),
         ],
         check,
     )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"update": "exact"}, ["update", "'exact'", *WAYS]),
-        ({"moments": "4bit"}, ["moments", "'4bit'", *MOMENTS]),
-    ],
-)
-def test_an_unknown_way_is_named_with_all_that_are_known(name, options, words):
-    with pytest.raises(PrecisionError) as caught:
-        OPTIMIZERS[name]([parameter(3)], **options)
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "way_out"),
-    [
-        (torch.float16, "fp16-master"),
-        (torch.float64, r"round fp64.*torch\.optim\.AdamW.*model\.float"),
-        (torch.complex64, r"real numbers.*view_as_real.*torch\.optim\.AdamW"),
-    ],
-)
-def test_parameters_of_other_dtypes_are_refused(dtype, way_out):
-    with pytest.raises(PrecisionError, match=rf"\(3, 4\) is {dtype}.*{way_out}"):
-        AdamW([parameter((3, 4), dtype=dtype)])
+def test_parameters_of_other_dtypes_or_shared_memory_are_refused():
+    for dtype in (torch.float16, torch.float64, torch.complex64):
+        with pytest.raises(PrecisionError, match=rf"\(3, 4\) is {dtype}; .*fp16-master"):
+            AdamW([parameter((3, 4), dtype=dtype)])
+    with pytest.raises(PrecisionError, match="share memory"):
+        AdamW([nn.Parameter(torch.zeros(3, 1).expand(3, 4))])
 
 
 def test_bf16_weights_without_a_way_are_refused_before_anything_changes():
@@ -236,34 +180,6 @@ def test_bf16_weights_without_a_way_are_refused_before_anything_changes():
     for way in WAYS:
         assert f"'{way}'" in str(caught.value)
     assert_same(everything(optimizer), before)
-
-
-def test_sparse_gradients_are_refused_before_anything_changes():
-    first, table = parameter((4, 2)), parameter((10, 3))
-    optimizer = AdamW([first, table])
-    first.grad = torch.ones(4, 2)
-    table.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 3), (10, 3), check_invariants=True)
-    before = everything(optimizer)
-    with pytest.raises(PrecisionError, match="sparse"):
-        optimizer.step()
-    assert_same(everything(optimizer), before)
-
-
-def test_set_precision():
-    optimizer = AdamW([parameter(3, dtype=torch.bfloat16)])
-    optimizer.set_precision("split", "8bit")
-    assert optimizer.param_groups[0]["update"] == "split"
-    assert optimizer.param_groups[0]["moments"] == "8bit"
-    optimizer.set_precision("split", "8bit")
-    feed(optimizer, 0)
-    optimizer.step()
-    with pytest.raises(PrecisionError, match="stepped"):
-        optimizer.set_precision("split", "8bit")
-    made = AdamW([{"params": [parameter(3)]}, {"params": [parameter(2)], "moments": "bf16"}])
-    with pytest.raises(PrecisionError, match="moments='bf16'") as caught:
-        made.set_precision("split", "8bit")
-    assert "'8bit'" in str(caught.value)
-    assert [g["update"] for g in made.param_groups] == [None, None]
 
 
 # --- gradients ----------------------------------------------------------------------------------
@@ -307,8 +223,9 @@ def test_parameters_without_a_gradient_stay_and_keep_their_step():
 @pytest.mark.parametrize(
     ("gradient", "message"),
     [
-        *((torch.ones(shape), "shape") for shape in [(2,), (1,), (5, 1), (6,), (0,)]),
-        *((torch.ones(5, dtype=d), str(d)) for d in (torch.float64, torch.int32)),
+        *((torch.ones(shape), "shape") for shape in [(1,), (5, 1)]),
+        (torch.ones(5, dtype=torch.float64), "float64"),
+        (torch.sparse_coo_tensor([[1]], torch.ones(1), (5,), check_invariants=True), "sparse"),
     ],
 )
 def test_a_given_gradient_of_another_shape_or_dtype_is_refused(gradient, message):
@@ -385,11 +302,6 @@ def test_a_weight_that_is_part_of_a_larger_tensor_is_stepped_in_its_place(moment
     assert_same(everything(loaded), everything(one))
 
 
-def test_a_weight_whose_elements_share_memory_is_refused():
-    with pytest.raises(PrecisionError, match="share memory"):
-        AdamW([nn.Parameter(torch.zeros(3, 1).expand(3, 4))])
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_empty_and_scalar_parameters(name, way):
@@ -414,33 +326,6 @@ def test_empty_and_scalar_parameters(name, way):
 
 
 # --- masters ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_masters_are_read_as_they_were_written(way):
-    p, other = parameter((30, 7), dtype=torch.bfloat16), parameter(3, dtype=torch.bfloat16)
-    optimizer = AdamW([other, p], lr=1e-3, update=way)
-    value = numbers((30, 7), 1)
-    optimizer.write_master_(p, value)
-    read = optimizer.read_master(p)
-    assert read.dtype == torch.float32
-    assert read.shape == value.shape
-    x = value.double().numpy()
-    error = np.abs(read.double().numpy() - x)
-    gap = floats.gap(x, floats.BF16)
-    # in gaps of bf16: exact; 2^-8 for 15 bits; half of 2^-9, the residual's own; one; a half
-    allowed = {"split": 0, "split24": 2.0**-8, "kahan": 2.0**-9, "stochastic": 1, "nearest": 0.5}
-    assert (error <= allowed[way] * gap).all()
-    # written again, nothing moves; reading hands out no alias
-    optimizer.write_master_(p, read)
-    again = optimizer.read_master(p)
-    assert torch.equal(again, read)
-    read += 1
-    assert torch.equal(optimizer.read_master(p), again)
-    # through a step and back
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert not torch.equal(optimizer.read_master(p), again) or way == "nearest"
 
 
 # --- saving and loading -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
 from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.step import Precision
+from optim.triton_kernel_programs import OPTIONS, tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,12 +22,6 @@ pytestmark = [
     pytest.mark.skipif(isinstance(cuda.triton_kernels(), str), reason="NO TRITON on this GPU"),
 ]
 DEVICE = torch.device("cuda", 0)
-GROUPS = {
-    "adamw": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-8},
-    "sgd": {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
-    "directed": {"lr": 1e-3, "weight_decay": 0.1},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +46,6 @@ def make_tasks(rule, gradient, moments, update, sizes):
         moment, tops = tuple(m for m, _ in held), tuple(t for _, t in held)
         tasks.append(StepTask(weight, remainder, moment, tops, gradients, 3 * i))
     return tasks
-
-
-def tensors(task):
-    found = [task.weight, *task.moments, *task.tops]
-    return found if task.remainder is None else [*found, task.remainder]
 
 
 def same(a, b):
@@ -93,7 +83,7 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
             a.gradient.copy_(torch.where(draw[1] > 2, 0, values))
             b.gradient.copy_(a.gradient)
         how = "nearest" if update == "fp32" else update
-        plan = Plan(rule, rule.constants(GROUPS[rule.name], step), how, moments, 0.37, 7, step)
+        plan = Plan(rule, rule.constants(OPTIONS[rule.name], step), how, moments, 0.37, 7, step)
         cuda.run_cuda(ours, plan)
         run_torch(theirs, plan)
         for a, b in zip(ours, theirs, strict=True):

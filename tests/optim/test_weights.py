@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.kernels import reference as weights
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24
@@ -135,23 +134,6 @@ def test_every_tensor_starts_from_its_own_random_bits(update):
 
 
 # --- modes, counters, formulas ------------------------------------------------------------------
-
-
-def test_an_unknown_rounding_mode_is_refused_where_weights_are_read_and_written():
-    weight, value = torch.zeros(2, dtype=torch.bfloat16), torch.ones(2)
-    remainder = torch.zeros(2, dtype=torch.bfloat16)
-    for held in (None, remainder):
-        with pytest.raises(PrecisionError, match=r"'no-such-mode'; allowed: nearest, .*kahan"):
-            weights.master(weight, held, "no-such-mode")
-        with pytest.raises(PrecisionError, match=r"'no-such-mode'; allowed: nearest, .*kahan"):
-            weights.store_(weight, held, "no-such-mode", value, None)
-    for call in (
-        lambda: weights.master(weight, remainder, "nearest"),
-        lambda: weights.store_(weight, remainder, "nearest", value, None),
-    ):
-        with pytest.raises(PrecisionError, match="keeps none"):
-            call()
-    assert torch.equal(weight, torch.zeros(2, dtype=torch.bfloat16))
 
 
 @pytest.mark.usefixtures("each_kernel")

@@ -14,13 +14,11 @@ from halfstep.distributed import (
     broadcast_,
     check_agreement,
     choose_strategy,
-    decide,
     open_world,
     plan_of,
-    sum_hook,
 )
 from halfstep.errors import HalfstepError
-from halfstep.integrations import accelerate, fabric, hf_trainer, lightning
+from halfstep.integrations import accelerate, hf_trainer, lightning
 from reference.training import mlp
 
 
@@ -37,7 +35,6 @@ def test_names_and_values_mean_the_same(policy, device):
     with halfstep.autocast(policy, device):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     for layout in ("data=2", Layout(data=2)):
-        assert decide(policy, layout) == decide("bf16-mixed", Layout(data=2))
         assert Layout.choose(layout, 2) == Layout(data=2)
     for layout in ("data=1", Layout()):
         assert choose_strategy(layout, policy, device).layout == Layout()
@@ -52,14 +49,12 @@ def test_names_and_values_mean_the_same(policy, device):
         check_agreement(precision, model, layout, step=0)
     assert open_world(device).size == 1
     assert halfstep.GradScaler(device, init_scale=8.0).scale(torch.ones(())) == 8
-    for plugin in (fabric.HalfstepPrecision, lightning.HalfstepPrecision):
-        assert str(plugin(policy).policy) == "bf16-mixed"
+    assert str(lightning.HalfstepPrecision(policy).policy) == "bf16-mixed"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "torch.float16", torch.float16])
 def test_dtypes_by_name_and_value(dtype):
     assert halfstep.mask_value(dtype) == -16376.0
-    assert callable(sum_hook(dtype))
 
 
 def precision(*arguments):
@@ -148,7 +143,7 @@ def wrong_calls():
         "scaler of a number of ranks": lambda: halfstep.GradScaler("cpu", ranks=2),
         "scaler of a number of names": lambda: halfstep.GradScaler("cpu", names=5),
         "plugin of no policy": lambda: lightning.HalfstepPrecision(None),
-        "plugin of a dtype": lambda: fabric.HalfstepPrecision(torch.bfloat16),
+        "plugin of a dtype": lambda: lightning.HalfstepPrecision(torch.bfloat16),
         "attach to a model": lambda: accelerate.attach(model),
         "attach a model to a trainer": lambda: hf_trainer.attach(model),
         "policy by names of dtypes": lambda: halfstep.PrecisionPolicy(param_dtype="bf16"),
@@ -159,21 +154,17 @@ def wrong_calls():
         "momentum below 0": lambda: halfstep.optim.SGD(model.parameters(), lr=1.0, momentum=-1),
         "optimizer of nothing": lambda: halfstep.optim.SGD(None),
         "optimizer of a word": lambda: halfstep.optim.Lion(model.parameters(), update="x"),
-        "layout of a number": lambda: decide("fp32", 2),
-        "layout of nothing": lambda: decide("fp32", None),
+        "layout of a number": lambda: choose_strategy(2, "fp32", "cpu"),
         "layout of a word": lambda: choose_strategy("rows=2", "fp32", "cpu"),
         "layout of fractions": lambda: Layout(data=2.5),
         "layout of text": lambda: Layout(data="2"),
         "layout of True": lambda: Layout(tensor=True),
-        "layout to parse": lambda: Layout.parse(5),
         "layout to choose": lambda: Layout.choose(5, 2),
         "strategy of a number": lambda: Strategy(3, "fp32", "cpu"),
         "strategy on a planet": lambda: Strategy("data=1", "fp32", "mars"),
         "plan of a number": lambda: plan_of(5),
         "blocks of a model": lambda: ParallelPlan(blocks=model),
         "blocks of numbers": lambda: ParallelPlan(blocks=(5,)),
-        "sums of a word": lambda: sum_hook("bf17"),
-        "sums of integers": lambda: sum_hook(torch.int8),
         "reducer of a model": lambda: GradientReducer(model, None, "fp32"),
         "agreement of a layout": lambda: check_agreement(trained()[0], model, "rows=2", step=1),
         "agreement swapped": lambda: check_agreement(model, trained()[0], "data=2", step=1),

@@ -177,7 +177,6 @@ def test_clipping_one_inf_one_writes_no_nan(name, optimizer):
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_a_loss_that_is_not_finite_stops_at_once_and_leaves_the_scale_alone(name, value):
-    # test_acceptance.py takes 200 such steps: torch's scaler halves 200 times
     loop = Loop(scaled(name, init_scale=2**10))
     loop.step(STEPS[0])
     before = loop.state()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune as pruning
+from torch.nn.utils import parametrizations, prune as pruning
 from torch.utils.checkpoint import checkpoint
 
 from strangers.loops import HalfLoop, Idiom, Kit, Loop, flat
@@ -153,49 +153,9 @@ def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
 
 
 @between
-def adaptive_clip(loop: Loop, number: int, kit: Kit) -> None:
-    for p in loop.model.parameters():
-        limit = 0.05 * p.detach().float().norm().clamp(min=1e-3)
-        norm = p.grad.float().norm()
-        if norm > limit:
-            p.grad.mul_(float(limit / norm))
-
-
-@between
 def replace_gradients(loop: Loop, number: int, kit: Kit) -> None:
     for p in loop.model.parameters():
         p.grad = torch.tanh(10 * p.grad) * 0.05
-
-
-@idiom
-def divide_gradients_by_a_count(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        for part in range(4):
-            back(loop, 4 * number + part)
-        for p in loop.model.parameters():
-            p.grad /= 4
-        loop.step()
-
-
-@idiom
-def project_conflicting_gradients(kit: Kit) -> None:
-    """PCGrad: two tasks' gradients, taken apart, projected, put back."""
-    loop = usual(kit)
-    parameters = [*loop.model.parameters()]
-    for number in range(STEPS):
-        found = []
-        for task in range(2):
-            back(loop, 2 * number + task)
-            found.append([p.grad.clone().float() for p in parameters])
-            loop.discard()
-        first, second = found
-        inner = sum((a * b).sum() for a, b in zip(first, second, strict=True))
-        share = inner / sum(b.square().sum() for b in second)
-        back(loop, 2 * number)
-        for p, a, b in zip(parameters, first, second, strict=True):
-            p.grad.copy_(a - torch.minimum(share, torch.zeros(())) * b + b)
-        loop.step()
 
 
 @idiom
@@ -208,17 +168,6 @@ def gradients_by_autograd_grad(kit: Kit) -> None:
             loss = loss_of(loop.model, number + 50)
         for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             p.grad = p.grad + 0.5 * g
-        loop.step()
-
-
-@idiom
-def weigh_losses_by_gradient_norms(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        back(loop, 2 * number)
-        norm = float(torch.cat([p.grad.flatten().float() for p in loop.model.parameters()]).norm())
-        kit.seen.append(norm)
-        back(loop, 2 * number + 1, 1 / (1 + norm))
         loop.step()
 
 
@@ -290,29 +239,6 @@ def nan_loss_after_backward(kit: Kit) -> None:
 
 
 @idiom
-def retry_after_a_failed_backward(kit: Kit) -> None:
-    """Out of memory in the middle of a backward: clear, and run the batch in halves."""
-    loop = usual(kit)
-    for number in range(STEPS):
-        if number % 2:
-
-            def fail(gradient: Tensor) -> None:
-                raise RuntimeError("out of memory")
-
-            with loop.autocast():
-                x, y = data(number)
-                hidden = loop.model[1](loop.model[0](x))
-                hidden.register_hook(fail)
-                loss = F.mse_loss(loop.model[2](hidden).float(), y)
-            try:
-                loop.backward(loss)
-            except RuntimeError:
-                loop.optimizers[0].zero_grad()
-        back(loop, number)
-        loop.step()
-
-
-@idiom
 def backward_into_some_parameters(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -320,14 +246,6 @@ def backward_into_some_parameters(kit: Kit) -> None:
             loss = loss_of(loop.model, number)
         loop.backward(loss, inputs=[*loop.model[2].parameters()])
         loop.step()
-
-
-@by_loss
-def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    x.requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, y) + 0.1 * (slope.float().norm(dim=1) - 1).square().mean()
 
 
 @idiom
@@ -372,18 +290,6 @@ def truncated_backpropagation(kit: Kit) -> None:
 # --- weights --------------------------------------------------------------------------------------
 
 
-@idiom
-def initialise_after_wrapping(kit: Kit) -> None:
-    loop = usual(kit)
-    generator = torch.Generator().manual_seed(3)
-    for p in loop.model.parameters():
-        if p.dim() > 1:
-            nn.init.kaiming_uniform_(p, a=2.0, generator=generator)
-        else:
-            nn.init.zeros_(p)
-    train(loop)
-
-
 @afterwards
 def rescale_rows_to_unit_norm(loop: Loop, number: int, kit: Kit) -> None:
     weight = loop.model[0].weight
@@ -395,20 +301,6 @@ def rescale_rows_to_unit_norm(loop: Loop, number: int, kit: Kit) -> None:
 def load_the_model(loop: Loop, number: int, kit: Kit) -> None:
     if number == 2:
         loop.model.load_state_dict(mlp(5).state_dict())
-
-
-@idiom
-def lookahead(kit: Kit) -> None:
-    loop = usual(kit)
-    slow = [p.detach().clone().float() for p in loop.model.parameters()]
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        if number % 2:
-            with torch.no_grad():
-                for s, p in zip(slow, loop.model.parameters(), strict=True):
-                    s.add_(p.float() - s, alpha=0.5)
-                    p.copy_(s)
 
 
 @idiom
@@ -432,20 +324,6 @@ def swap_weights_for_an_evaluation(loop: Loop, number: int, kit: Kit) -> None:
         kit.seen.append(float(loss_of(loop.model, number)))
     for p, value in zip(loop.model.parameters(), own, strict=True):
         p.data.copy_(value)
-
-
-@idiom
-def average_of_a_deepcopy(kit: Kit) -> None:
-    loop = usual(kit)
-    average = copy.deepcopy(loop.model)
-    kit.trained.append(average)
-    kit.start.append(kit.start[0])
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), loop.model.parameters(), strict=True):
-                mine.mul_(0.95).add_(theirs, alpha=0.05)
 
 
 @idiom
@@ -562,27 +440,6 @@ def encoder_and_decoder_by_method(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def contrastive_momentum_encoder(kit: Kit) -> None:
-    """MoCo: keys by an average of the queries' encoder."""
-    loop = usual(kit)
-    keys = copy.deepcopy(loop.model)
-    for p in keys.parameters():
-        p.requires_grad_(False)
-    for number in range(STEPS):
-        x, _ = data(number)
-        with loop.autocast():
-            query = F.normalize(loop.model(x).float(), dim=1)
-            with torch.no_grad():
-                key = F.normalize(keys(x + 0.01).float(), dim=1)
-            loss = F.cross_entropy(5 * query @ key.T, torch.arange(16) % 2)
-        loop.backward(loss)
-        loop.step()
-        with torch.no_grad():
-            for mine, theirs in zip(keys.parameters(), loop.model.parameters(), strict=True):
-                mine.mul_(0.9).add_(theirs, alpha=0.1)
-
-
 # --- kinds of modules -----------------------------------------------------------------------------
 
 
@@ -609,18 +466,6 @@ def checkpointed(kit: Kit) -> None:
 def spectral_norm(kit: Kit) -> None:
     model = mlp()
     model[0] = parametrizations.spectral_norm(model[0], n_power_iterations=5)
-    of(kit, model)
-
-
-@idiom
-def symmetric_parametrization(kit: Kit) -> None:
-    class Symmetric(nn.Module):
-        def forward(self, w: Tensor) -> Tensor:
-            return w.triu() + w.triu(1).mT
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
     of(kit, model)
 
 
@@ -752,24 +597,6 @@ def optimizer_with_a_step_of_its_own(kit: Kit) -> None:
 
 
 @idiom
-def attacked_inputs(kit: Kit) -> None:
-    """FGSM: the gradient of the images comes by backward."""
-    loop = usual(kit)
-    for number in range(STEPS):
-        x, y = data(number)
-        x.requires_grad_(True)
-        with loop.autocast():
-            loss = F.mse_loss(loop.model(x), y)
-        loop.backward(loss)
-        kit.seen.append(float(x.grad.norm()))
-        loop.model.zero_grad()
-        with loop.autocast():
-            loss = F.mse_loss(loop.model((x + 5 * x.grad).detach()), y)
-        loop.backward(loss)
-        loop.step()
-
-
-@idiom
 def plain_optimizer_beside(kit: Kit) -> None:
     """A module in front that an optimizer of torch trains, stepped by hand."""
     front, model = nn.Linear(8, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 2))
@@ -824,47 +651,6 @@ def inner_loop(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @idiom
-def reptile(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(3):
-        old = copy.deepcopy(loop.model.state_dict())
-        for part in range(2):
-            back(loop, 2 * number + part)
-            loop.step()
-        new = loop.model.state_dict()
-        loop.model.load_state_dict({k: old[k] + 0.5 * (new[k] - old[k]) for k in old})
-
-
-@idiom
-def critic_with_gradient_penalty(kit: Kit) -> None:
-    """WGAN-GP: the critic steps more often, and is frozen while the maker steps."""
-    torch.manual_seed(0)
-    maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
-    critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    make = kit.take(maker, kit.sgd(maker.parameters(), lr=0.05, momentum=0.0))
-    judge = kit.take(critic, kit.sgd(critic.parameters(), lr=0.05, momentum=0.0))
-    for number in range(STEPS):
-        real, _ = data(number)
-        noise = real[:, :4].flip(0)
-        critic.requires_grad_(True)
-        critic.zero_grad()
-        with judge.autocast():
-            fake = maker(noise).detach()
-            mix = (0.5 * real + 0.5 * fake).requires_grad_(True)
-            (slope,) = torch.autograd.grad(critic(mix).sum(), mix, create_graph=True)
-            loss = critic(fake).mean() - critic(real).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
-        judge.backward(loss)
-        judge.step()
-        if number % 2:
-            critic.requires_grad_(False)
-            maker.zero_grad()
-            with make.autocast():
-                loss = -critic(maker(noise)).mean()
-            make.backward(loss)
-            make.step()
-
-
-@idiom
 def loss_after_the_context(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -872,21 +658,6 @@ def loss_after_the_context(kit: Kit) -> None:
         with loop.autocast():
             out = loop.model(x)
         loop.backward(F.mse_loss(out, y))
-        loop.step()
-
-
-@idiom
-def exception_in_the_context(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        try:
-            with loop.autocast():
-                loss_of(loop.model, number)
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            third = torch.full((2, 2), 1 / 3)
-            kit.seen.append(1000 * float((third @ third).sum()))  # in fp32 again
-        back(loop, number)
         loop.step()
 
 
@@ -919,32 +690,6 @@ def prune_by_torch_and_remove(kit: Kit) -> None:
             pruning.remove(layer, "weight")
         back(loop, number)
         loop.step()
-
-
-@idiom
-def low_rank_merged_for_an_evaluation(kit: Kit) -> None:
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base.requires_grad_(False)
-            self.a = nn.Parameter(0.3 * torch.randn(4, 8))
-            self.b = nn.Parameter(torch.zeros(16, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + x @ self.a.T @ self.b.T
-
-    model = mlp()
-    model[0] = Adapted(model[0])
-    adapted = model[0]
-    loop = kit.take(model, kit.sgd([p for p in model.parameters() if p.requires_grad]))
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        kept = adapted.base.weight.data.clone()
-        adapted.base.weight.data += adapted.b.data @ adapted.a.data
-        with torch.no_grad(), loop.autocast():
-            kit.seen.append(float(model[2](model[1](adapted.base(data(number)[0]))).mean()))
-        adapted.base.weight.data.copy_(kept)
 
 
 @idiom

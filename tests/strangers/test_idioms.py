@@ -11,8 +11,6 @@ from strangers.bounds import bound, reference
 from strangers.idioms import IDIOMS
 from strangers.loops import POLICIES, distance, verdict
 
-# What makes small differences of gradients large: they are divided by each other.
-AMPLIFIES = {"contrastive_momentum_encoder": 3.0}
 # Formats whose own defects are larger than their distance in a calm loop (docs/limits.md).
 DEFECTS = {
     ("adamw", "fp16-pure,init_scale=256"): 0.5,  # (1 - beta2) g^2 underflows for |g| < 0.0055
@@ -33,8 +31,7 @@ QUICK = ("fp32", "fp16-mixed,init_scale=256", "bf16-master", "bf16-split", "bf16
 
 def require_as_expected(name: str, policy: str) -> None:
     """No cell raises anything but a refusal, skips a step, or ends elsewhere than plain fp32."""
-    allowed = bound(policy) * AMPLIFIES.get(name, 1.0)
-    allowed = max(allowed, DEFECTS.get((name, policy), 0.0))
+    allowed = max(bound(policy), DEFECTS.get((name, policy), 0.0))
     kind, seen = verdict(IDIOMS[name], policy, reference(name), allowed)
     wanted = "refused" if policy in REFUSED.get(name, ()) else "equal"
     assert kind == wanted, f"{kind}: {seen}"
@@ -51,7 +48,7 @@ def test_idioms_under_the_other_policies():
 
 
 def test_most_cells_are_equal():
-    assert len(IDIOMS) >= 70
+    assert len(IDIOMS) >= 57
     assert sum(map(len, REFUSED.values())) <= 52
 
 
@@ -64,4 +61,4 @@ def test_the_bounds_would_see_an_idiom_that_is_not_honoured():
         if len(reference(name).weights) == len(plain.weights)
     }
     for policy in POLICIES:
-        assert sum(way > bound(policy) for way in changed.values()) >= 35, policy
+        assert sum(way > bound(policy) for way in changed.values()) >= len(changed) / 2, policy

@@ -183,8 +183,7 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if record.sent_bytes:
         in_fp32 = megabytes(record.sent_bytes_fp32 or 0)
         parts.append(
-            f"each rank sent {megabytes(record.sent_bytes)} of gradients and parameters a step "
-            f"(in fp32 {in_fp32})"
+            f"each rank sent {megabytes(record.sent_bytes)} of gradients a step (in fp32 {in_fp32})"
         )
     if best is not None and best.step != record.step:
         parts.append(f"the best state has {best.evaluation.text}")

@@ -57,11 +57,8 @@ class Layout:
         """Read ``"data=2,tensor=2"``; an empty text is one device.
 
         Raises:
-            ConfigError: For an unknown or repeated axis, a size that is not a positive integer, or
-                an argument that is not a string.
+            ConfigError: For an unknown or repeated axis, or a size that is not a positive integer.
         """
-        if not isinstance(text, str):
-            raise ConfigError(f"the layout is {text!r}; allowed: text such as data=2")
         allowed = ", ".join(field.name for field in fields(cls))
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):

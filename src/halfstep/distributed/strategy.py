@@ -16,26 +16,81 @@ A training loop reads the same with any of them::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# The package loads strategies on first use, as importing DTensor takes half as long as torch.
+import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan
-from halfstep.distributed.traffic import Traffic
+from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.agreement import ManyRanks
-from halfstep.precision.border import as_device
+from halfstep.precision.border import as_device, require, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
+from halfstep.precision.masters.local_part import is_sharded, local_part, reshard_
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.gradients import OneRank, Ranks
 from halfstep.precision.step import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """How a model may be split."""
+
+    blocks: tuple[nn.Module, ...]
+    """Modules to shard, each gathered as one unit, in the order in which they run."""
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    """Module name to style of tensor parallelism (``tensor_parallel.parallelize_``); empty: the
+    model does not support it."""
+    methods: tuple[str, ...] = ()
+    """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless all blocks are modules."""
+        several = self.blocks if isinstance(self.blocks, list | tuple) else (None,)
+        if not all(isinstance(block, nn.Module) for block in several):
+            raise ConfigError(
+                f"ParallelPlan(blocks={self.blocks!r:.80}); allowed: a tuple of the model's own "
+                "modules, in the order they run"
+            )
+
+
+def plan_of(model: nn.Module) -> ParallelPlan:
+    """Return the plan that a model provides, or the one derived from a Hugging Face model.
+
+    A user's own model needs ``blocks()``, a list of modules, and for tensor parallelism
+    ``tp_plan()``, a mapping from module name to style. The blocks of a Hugging Face model are the
+    modules whose class is named in ``_no_split_modules``.
+
+    Raises:
+        ConfigError: If the model is neither of these.
+        PrecisionError: If ``model`` is not a module.
+    """
+    require_model(model, "plan_of(model)")
+    own: Any = model
+    if callable(getattr(own, "blocks", None)):
+        tensor = own.tp_plan() if callable(getattr(own, "tp_plan", None)) else {}
+        methods = tuple(n for n in ("loss_sum", "logits") if callable(getattr(own, n, None)))
+        return ParallelPlan(blocks=tuple(own.blocks()), tensor=tensor, methods=methods)
+    names = set(getattr(own, "_no_split_modules", None) or ())
+    blocks = tuple(m for m in model.modules() if type(m).__name__ in names)
+    if not blocks:
+        raise ConfigError(
+            f"{type(model).__name__} does not say what to shard: it has neither blocks() nor, as "
+            "Hugging Face models, _no_split_modules; give parallelism "
+            "ParallelPlan(blocks=(its layers...,))"
+        )
+    return ParallelPlan(blocks=blocks)
 
 
 class Strategy:
@@ -55,7 +110,7 @@ class Strategy:
 
         Args:
             layout: A layout of as many ranks as there are, or its spelling. That it honours the
-                policy is checked by :func:`halfstep.distributed.select.choose_strategy`.
+                policy is checked by :func:`choose_strategy`.
             policy: The run's policy, or its name.
             device: This rank's device, or its name.
 
@@ -133,9 +188,9 @@ class Strategy:
         sums: list[float] = (table / self.layout.tensor).tolist()
         return sums
 
-    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
-        """Return what this rank sends for gradients and parameters per step, and that in fp32."""
-        return Traffic(), Traffic()
+    def sent_bytes(self) -> tuple[int, int]:
+        """Count the bytes of gradients that this rank sends in a step, and those of fp32; or 0."""
+        return 0, 0
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
@@ -144,3 +199,158 @@ def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     if not axes:
         return None
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+# Which layouts can honour which policies, and the strategy of a layout.
+
+
+def refusal(policy: str | PrecisionPolicy, layout: str | Layout) -> str:
+    """Say why ``layout`` does not honour ``policy`` and what to use instead; empty if it does."""
+    policy, layout = parse_policy(policy), Layout.of(layout)
+    low = policy.param_dtype != torch.float32
+    if layout.shard > 1 and layout.tensor > 1:
+        copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
+        ways = (copies, Layout(shard=layout.size), Layout(data=layout.size))
+        nearest = next(way for way in ways if not refusal(policy, way))
+        return (
+            "parameters cannot be sharded over shard and over tensor at once yet; "
+            f"use parallel={nearest}"
+        )
+    if policy.casts == "module" and layout.shard == 1:
+        return (
+            "casts=module is FSDP2's way to gather weights, and no axis shards them; "
+            "use parallel=shard=N, or precision=bf16-mixed"
+        )
+    if layout.tensor > 1 and policy.recipes():
+        return (
+            f"{policy.recipes()[0]} scales blocks of a layer's operands, and tensor ranks hold "
+            f"parts of them, whose scales nobody agrees on yet; use parallel=data={layout.size} "
+            f"or shard={layout.size}"
+        )
+    if layout.shard > 1 and low and any(form == "fp32" for _, form in policy.rules):
+        return (
+            "rules keep some parameters in fp32 beside 16-bit ones, and FSDP2 gathers a "
+            f"block's parameters in one format; use parallel=data={layout.size}, or a *-mixed "
+            "policy with the same rules"
+        )
+    return ""
+
+
+def choose_strategy(
+    layout: str | Layout,
+    policy: str | PrecisionPolicy,
+    device: str | torch.device,
+    *,
+    compiled: bool = False,
+) -> Strategy:
+    """Make the strategy of a layout; all ``layout.size`` ranks of the process group call it.
+
+    Args:
+        layout: A layout, or its spelling ``"data=2,tensor=2"``; :meth:`Layout.choose` checks it
+            against the number of ranks.
+        policy: The run's policy, or its name.
+        device: This rank's device, or its name.
+        compiled: Whether the model runs through ``torch.compile``.
+
+    Raises:
+        PrecisionError: If the layout does not honour the policy, naming the nearest that does.
+        ConfigError: For an option that the layout does not support.
+    """
+    layout, device = Layout.of(layout), as_device(device)
+    policy = parse_policy(policy, device)
+    refused = refusal(policy, layout)
+    if refused:
+        raise PrecisionError(
+            f"precision {policy} cannot be honoured under parallel={layout}: {refused}"
+        )
+    if compiled and (layout.shard > 1 or layout.tensor > 1):
+        raise ConfigError(
+            f"compile with parallel={layout} is not supported: the hooks that gather parameters "
+            "and sum activations would be traced into the graph; leave --compile out, or use "
+            f"parallel=data={layout.size}"
+        )
+    if layout.shard > 1:
+        return strategies.FullySharded(layout, policy, device)
+    if layout.tensor > 1:
+        return strategies.TensorParallel(layout, policy, device)
+    if layout.data > 1:
+        return strategies.DataParallel(layout, policy, device)
+    return Strategy(layout, policy, device)
+
+
+# Checks now and then, in one collective, that all ranks still train the same model.
+#
+# Ranks that have once stepped differently stay different for good, and nothing else shows it:
+# losses go on falling. Every rank makes a row of integers: steps, loss scale, and for every
+# parameter the sum of its bits and which part of it the rank holds. Ranks that hold the same part
+# must have the same sum.
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_agreement(
+    precision: Precision, model: nn.Module, layout: str | Layout, *, step: int, when: str = ""
+) -> None:
+    """Raise if the ranks no longer train the same model; all ranks call it together.
+
+    Args:
+        precision: Its loss scale and counts are compared.
+        model: Its parameters are compared where ranks hold copies of the same part.
+        layout: The layout of all ranks of the default group, or its spelling.
+        step: Steps taken.
+        when: When this is, for the message: ``"before the first step"``.
+
+    Raises:
+        PrecisionError: On every rank, naming the ranks that differ, and in what; or if an argument
+            is not a Precision or a model.
+        ConfigError: If ``layout`` is not a layout.
+    """
+    layout = Layout.of(layout)
+    require(precision, Precision, "check_agreement(precision)", "a halfstep.Precision")
+    require_model(model, "check_agreement(model)")
+    if layout.size == 1:
+        return
+    reshard_(model)  # compare the parts, not weights that are still gathered
+    weights = dict(model.named_parameters())
+    names = ["the step count", "the applied steps", "the loss scale", *weights]
+    scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
+    sums = [checksum(local_part(weight)) for weight in weights.values()]
+    parts = [0, 0, 0, *map(_part_number, weights.values())]
+    numbers = [step, precision.applied_total, scale, *sums]
+    row = torch.tensor([numbers, parts], device=precision.device)
+    rows = [torch.empty_like(row) for _ in range(layout.size)]
+    dist.all_gather(rows, row)
+    table = [found.tolist() for found in rows]
+    for column, name in enumerate(names):
+        first: dict[int, int] = {}  # part to the first rank that holds it
+        for rank, (found, held) in enumerate(table):
+            other = first.setdefault(held[column], rank)
+            if found[column] != table[other][0][column]:
+                told = f"{name} ({table[other][0][column]} and {found[column]})"
+                what = told if column < 2 else name
+                raise PrecisionError(
+                    f"rank {rank} differs from rank {other} in {what}"
+                    f"{' ' + when if when else f' after step {step}'}: ranks that hold copies of "
+                    "one model have parted ways, and no later step can mend it; go on from the "
+                    "last checkpoint with --resume, and look for memory or network faults, or for "
+                    "code that changes weights on some ranks only"
+                )
+
+
+def checksum(tensor: Tensor) -> int:
+    """Sum a tensor's elements, with their bits read as integers, in wrapping 64-bit arithmetic."""
+    words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
+    return int(words.sum(dtype=torch.int64))
+
+
+def _part_number(weight: Tensor) -> int:
+    """Number the part that this rank holds, by its coordinate on the mesh axes that split it."""
+    if not is_sharded(weight):
+        return 0
+    dtensor: Any = weight
+    mesh = dtensor.device_mesh
+    number = 0
+    for size, at, how in zip(mesh.shape, mesh.get_coordinate(), dtensor.placements, strict=True):
+        if how.is_shard():
+            number = number * size + at
+    return number

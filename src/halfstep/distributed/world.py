@@ -56,11 +56,6 @@ class World:
     """Key-value store that lives as long as the launcher, through all attempts."""
 
     @classmethod
-    def alone(cls) -> World:
-        """Make the world of a single process without any process group."""
-        return cls()
-
-    @classmethod
     def around_group(cls) -> World:
         """Wrap a default process group that the caller has made, all ranks on one machine."""
         rank = dist.get_rank()
@@ -81,11 +76,7 @@ class World:
         own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
-                declare_over(self._store, f"rank {self.rank}: {error}")
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.largest(0)
+                self._store.set(_OVER, f"rank {self.rank}: {error}")
 
     def wait_for_save(self) -> None:
         """Wait for all ranks, as long as writing a checkpoint may take them."""
@@ -158,7 +149,7 @@ class World:
         """Wait for all ranks, then destroy the process group."""
         if self.size > 1 and dist.is_initialized():
             with suppress(RuntimeError):  # a rank that died this late reports its own error
-                self.barrier()
+                self.largest(0)
             dist.destroy_process_group()
 
     def _work_together(self, work: Callable[[], T], patience: timedelta | None) -> T:
@@ -208,17 +199,8 @@ def open_world(
     device_kind = as_device(device_kind).type
     place = find_place(os.environ)
     if place is None:
-        return World.alone()
-    device = None
-    if device_kind == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        count = torch.cuda.device_count()
-        if place.local_rank >= count:
-            raise ConfigError(
-                f"LOCAL_RANK={place.local_rank}, but this machine has {count} GPUs; start one "
-                "rank per GPU, or choose --device cpu"
-            )
-        torch.cuda.set_device(device)
+        return World()
+    device = _own_gpu(place) if device_kind == "cuda" else None
     if place.run:
         end_with_parent()
     try:
@@ -243,6 +225,19 @@ def open_world(
     return World(place.rank, place.size, place.local_rank, attempt, store)
 
 
+def _own_gpu(place: Place) -> torch.device:
+    """Choose this rank's GPU of its machine."""
+    count = torch.cuda.device_count()
+    if place.local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={place.local_rank}, but this machine has {count} GPUs; start one "
+            "rank per GPU, or choose --device cpu"
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
 def _nothing() -> Any:
     """Do nothing: the work of a rank that only waits for others."""
 
@@ -251,7 +246,7 @@ def _nothing() -> Any:
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OVER = "over"
+_OVER = "over"  # the key of a run that no attempt may begin again, on any machine
 _PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 
 
@@ -372,11 +367,6 @@ def meet(store: Any, place: Place, timeout_seconds: float) -> tuple[int, Any]:
                     answered.add(name)
         pause()
     return int(attempt), prefixed(f"attempt_{number}", store)
-
-
-def declare_over(store: Any, why: str) -> None:
-    """Mark the run as over, so that no other attempt of it begins on any machine."""
-    store.set(_OVER, why)
 
 
 def end_with_parent() -> None:

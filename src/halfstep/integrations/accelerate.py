@@ -1,12 +1,11 @@
 """halfstep's loss scaler inside Hugging Face Accelerate; ``docs/integrations.md`` is the how-to.
 
 Call :func:`attach` between ``Accelerator(...)`` and ``prepare``. This file does not import
-Accelerate or change its classes: the scaler replaces Accelerate's own, and four methods of the
+Accelerate or change its classes: the scaler replaces Accelerate's own, and three methods of the
 single Accelerator object are replaced::
 
     unscale_gradients   asks the scaler; in Accelerate it does nothing outside fp16
     prepare_optimizer   refuses 16-bit weights whose small updates would be lost
-    load_state          accepts states that were saved before there was a scaler
     free_memory         also makes the scaler release optimizers and parameters
 
 bf16 needs no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` is used there.
@@ -14,7 +13,6 @@ bf16 needs no scale: :class:`~halfstep.integrations.loop_scaler.FiniteGuard` is 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict, Unpack
 
@@ -24,14 +22,13 @@ from torch.optim import Optimizer
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
-from halfstep.integrations.optimizer_tensors import Names
+from halfstep.integrations.optimizer_tensors import Names, refuse_pure
 from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
-           "unscale_gradients", "prepare_optimizer", "load_state", "free_memory", "_optimizers",
+           "unscale_gradients", "prepare_optimizer", "free_memory", "_optimizers",
            "_models")  # fmt: skip
 _OWN_SCALER = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
-_SCALER_FILE = "scaler.pt"  # where save_state keeps the scaler's state
 
 
 class ScaleOptions(TypedDict, total=False):
@@ -57,24 +54,21 @@ def attach(
     accelerator: Any,
     *,
     scaler: bool | None = None,
-    on_nonfinite: str = "stop",
     lost_updates_every: int = 50,
     **options: Unpack[ScaleOptions],
 ) -> LoopScaler:
     """Put halfstep's loss scaler into an Accelerator that has not yet prepared an optimizer.
 
-    ``backward`` then scales with halfstep's scaler (by 1 in bf16), ``clip_grad_norm_`` clips
-    unscaled gradients, ``optimizer_step_was_skipped`` is correct for fused optimizers too, so that
-    prepared schedulers hold on skipped steps, and ``save_state`` and ``load_state`` include the
-    scaler's state.
+    ``backward`` then scales with halfstep's scaler (by 1 in bf16, where a step that is not finite
+    stops the run), ``clip_grad_norm_`` clips unscaled gradients, ``optimizer_step_was_skipped`` is
+    correct for fused optimizers too, so that prepared schedulers hold on skipped steps, and
+    ``save_state`` and ``load_state`` include the scaler's state.
 
     Args:
         accelerator: An Accelerator with ``mixed_precision="bf16"`` on any device, ``"fp16"`` on an
             accelerator device, or ``"no"`` on any device if the loop uses its own autocast.
         scaler: Whether the loss is scaled. None: yes, unless ``mixed_precision="bf16"``. Pass False
             for ``"no"`` with an autocast in bf16, or without one.
-        on_nonfinite: Without a scale: ``"stop"``, or ``"skip:K"`` to skip up to K steps in a row
-            whose loss or gradients are not finite.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         options: Those of :class:`ScaleOptions`.
 
@@ -89,46 +83,30 @@ def attach(
             honoured. Nothing is changed then; ``prepare`` raises it for 16-bit weights.
     """
     scaled = _check(accelerator, scaler)
-    check_options(
-        options, "policies and recipes are halfstep.Precision's, which steps in their place"
-    )
-    made = _make(accelerator, scaled, on_nonfinite, options)
+    device = accelerator.device.type
+    made: LoopScaler
+    if scaled:
+        made = LoopScaler(device, **{"strict": True, **options})
+    else:
+        refuse_scale_options(accelerator, options)
+        made = FiniteGuard(device, **options)
     _Attachment(accelerator, made, lost_updates_every).install()
     return made
 
 
-def check_options(options: Mapping[str, Any], policies: str) -> None:
-    """Refuse names that are no options; ``policies`` says where a policy goes."""
-    known = ScaleOptions.__annotations__
-    unknown = sorted({*options} - {*known})
-    if unknown:
+def refuse_scale_options(accelerator: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options of a loss scale where there is none."""
+    scales = sorted({*options} - {"names", "ranks", "allow_pure"})
+    if scales:
         raise ConfigError(
-            f"attach() has no option {', '.join(unknown)}; allowed: {', '.join(known)}; {policies}"
+            f"attach() got {', '.join(scales)}, but there is no loss scale: "
+            f"mixed_precision={accelerator.mixed_precision!r}. Leave them out, or say scaler=True "
+            "with an fp16 autocast of your own"
         )
-
-
-def _make(accelerator: Any, scaled: bool, on_nonfinite: str, options: ScaleOptions) -> LoopScaler:
-    device = accelerator.device.type
-    if scaled:
-        if on_nonfinite != "stop":
-            raise ConfigError(
-                f"on_nonfinite={on_nonfinite!r} is for loops without a loss scale; a scale answers "
-                "overflows by skipping, up to max_consecutive_skips"
-            )
-        return LoopScaler(device, **{"strict": True, **options})
-    plain: dict[str, Any] = {
-        key: value for key, value in options.items() if key in ("names", "ranks", "allow_pure")
-    }
-    if len(plain) < len(options):
-        raise ConfigError(
-            f"attach() got {', '.join(sorted({*options} - {*plain}))}, but there is no loss scale: "
-            f"mixed_precision={accelerator.mixed_precision!r}, scaler=False. Leave them out"
-        )
-    return FiniteGuard(device, on_nonfinite=on_nonfinite, **plain)
 
 
 class _Attachment:
-    """The methods that replace an Accelerator's own; copied and pickled along with it."""
+    """The methods that replace an Accelerator's own."""
 
     def __init__(self, accelerator: Any, scaler: LoopScaler, every: int) -> None:
         self.accelerator = accelerator
@@ -139,13 +117,8 @@ class _Attachment:
         """Replace the Accelerator's scaler and methods."""
         self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
-        for name in ("unscale_gradients", "prepare_optimizer", "load_state", "free_memory"):
+        for name in ("unscale_gradients", "prepare_optimizer", "free_memory"):
             setattr(self.accelerator, name, getattr(self, name))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Bind the scaler of a copy to the copied Accelerator."""
-        self.__dict__.update(state)
-        self.scaler.bind(self.optimizers, self.named_parameters)
 
     def optimizers(self) -> list[Optimizer]:
         """The loop's optimizers, without Accelerate's wrappers."""
@@ -173,15 +146,12 @@ class _Attachment:
         """Prepare an optimizer as Accelerate does, after a check for 16-bit weights.
 
         Raises:
-            PrecisionError: For trainable 16-bit weights, as :meth:`halfstep.GradScaler.check`.
+            PrecisionError: For trainable 16-bit weights.
         """
-        if _kind(self.accelerator) != "FSDP":  # which widens the weights when it shards them
-            known = self.scaler._names
-            self.scaler._names = known or {p: name for name, p in self.named_parameters()}
-            try:
-                self.scaler.check(bare(optimizer))
-            finally:
-                self.scaler._names = known
+        widens = _kind(self.accelerator) == "FSDP"  # the weights, when it shards them
+        if not (widens or self.scaler._allow_pure):
+            names = self.scaler._names or {p: name for name, p in self.named_parameters()}
+            refuse_pure(bare(optimizer), names)
         kind: Any = type(self.accelerator)
         ready = kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
         if self.every:
@@ -195,24 +165,6 @@ class _Attachment:
         freed = kind.free_memory(self.accelerator, *objects)
         self.scaler.release()
         return freed
-
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load as Accelerate does; if the state has no scaler, the scaler starts afresh."""
-        accelerator, kind = self.accelerator, type(self.accelerator)
-        try:
-            kind.load_state(accelerator, *args, **kwargs)
-        except FileNotFoundError as error:
-            if _SCALER_FILE not in str(error):
-                raise
-            warnings.warn(
-                f"the saved state has no {_SCALER_FILE}: it was saved before attach(), and the "
-                "scaler's counts start from 0", stacklevel=2,
-            )  # fmt: skip
-            accelerator.scaler = None
-            try:
-                kind.load_state(accelerator, *args, **kwargs)
-            finally:
-                accelerator.scaler = self.scaler
 
 
 def refuse_engine(accelerator: Any) -> None:

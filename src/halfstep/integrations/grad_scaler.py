@@ -25,8 +25,7 @@ optimizer is the MAX over ranks, in one small collective beside the check.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,8 +40,6 @@ from halfstep.integrations.optimizer_tensors import (
     accepts_low_precision,
     kinds,
     name_table,
-    on_parts,
-    owned,
     parameter_names,
     refuse_half,
     refuse_pure,
@@ -66,7 +63,6 @@ EXTRA_KEY = "halfstep"
 """The key of a state dict's extra entry, which torch's scaler ignores."""
 
 _EXTRA = {"skipped_total": int, "skipped_in_a_row": int, "calibrating": bool}
-_NOT_CHECKED = "No inf checks were recorded"  # torch's words, when no gradient was seen
 _Held = Tensor | float
 """A number, or a 0-dim tensor on a device whose value has not been read yet."""
 
@@ -86,8 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: Good steps before the scale grows.
         enabled: If False, nothing is scaled and every step is taken.
         strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
-            16-bit weights whose small updates would be lost. :meth:`check` refuses them before
-            training.
+            16-bit weights whose small updates would be lost.
         min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
         max_scale: The ceiling; 2^126 if any other option is on.
         max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
@@ -203,22 +198,6 @@ class GradScaler(torch.amp.GradScaler):
         """Whether no step was applied yet, so that skips only mean the scale finds its level."""
         return not self._applied and not any(not step.skipped for step in self._round)
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Refuse, before training, what would fail at the first step or silently lose updates.
-
-        Raises:
-            PrecisionError: If the optimizer has trainable fp16 parameters, whose gradients cannot
-                be unscaled, or bf16 ones, whose small updates are lost; unless it has
-                ``accepts_low_precision_gradients = True``. Fused optimizers of torch are refused
-                here although their step would take fp16. With ``allow_pure=True``, or if the scaler
-                is disabled, bf16 passes.
-        """
-        if self._enabled and not accepts_low_precision(optimizer):
-            half = [p for p in owned(optimizer) if p.requires_grad and p.dtype == torch.float16]
-            refuse_half(optimizer, half, self._names, "The loss scaler needs fp32 gradients")
-        if self._enabled and not self._allow_pure:
-            refuse_pure(optimizer, self._names)
-
     # --- torch's calls ----------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
@@ -255,8 +234,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
         try:
-            with _unchecked_explained(), on_parts(optimizer):
-                value = super().step(optimizer, *args, **kwargs)
+            value = super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
         self._remember(optimizer)
@@ -410,8 +388,7 @@ class GradScaler(torch.amp.GradScaler):
         self, new_scale: float | Tensor | None, then: Callable[[], None] | None = None
     ) -> None:
         """Call torch's update, adapt the scale further by ``then``, and count the round."""
-        with _unchecked_explained():
-            super().update(new_scale)
+        super().update(new_scale)
         if then is not None:
             then()
         if self._round and self._scale is not None:
@@ -573,18 +550,3 @@ def _any_skipped(steps: list[_Step], device: torch.device) -> _Held:
     waiting = [step.found for step in steps if isinstance(step.found, Tensor)]
     known = float(any(step.skipped for step in steps if not isinstance(step.found, Tensor)))
     return (total(waiting, device) + known).clamp(max=1.0) if waiting else known
-
-
-@contextmanager
-def _unchecked_explained() -> Iterator[None]:
-    """Add to torch's assertion, when it saw no gradient, what that means."""
-    try:
-        yield
-    except AssertionError as error:
-        if not str(error).startswith(_NOT_CHECKED):
-            raise
-        raise AssertionError(
-            f"{error} Call scaler.step(optimizer) before update(). If it was called, no parameter "
-            "of the optimizer got a gradient: all are frozen, the loss was detached or does not "
-            "depend on them, or the model was moved or replaced after the optimizer was made"
-        ) from None

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -25,31 +23,28 @@ from torch import Tensor, nn
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.diagnostics.nonfinite.first_cause import search
-from halfstep.diagnostics.recording.recorder import StepLog
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
     attach as attach_scaler,
     bare,
-    check_options,
     refuse_engine,
+    refuse_scale_options,
 )
 from halfstep.integrations.loop_scaler import LoopScaler
-from halfstep.integrations.optimizer_tensors import refuse_pure, refuse_pure_weights
+from halfstep.integrations.optimizer_tensors import refuse_pure
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import OneRank, Ranks, find_nonfinite
 
 try:  # an optional dependency, the extra "hf"
-    from transformers import Trainer, TrainerCallback as TrainerCallback
+    from transformers import TrainerCallback
 except ImportError as error:
     raise ConfigError(
         "halfstep.integrations.hf_trainer needs transformers; pip install 'halfstep[hf]'"
     ) from error
 
-_NAN = "nan_gradients"
 _LOG = logging.getLogger(__name__)
 _NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler")
 
@@ -59,24 +54,18 @@ def attach(
     *,
     scaler: bool | None = None,
     lost_updates_every: int = 50,
-    stop_on_nonfinite: bool = True,
-    folder: str | Path = "",
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
 
-    It sets ``args.logging_nan_inf_filter=False`` and logs that: with True, the Trainer logs a mean
-    of earlier losses, or 0.0, where the loss is NaN.
+    Training stops before a step whose loss is not finite, or, without a scaler to skip it, whose
+    gradients are not. ``args.logging_nan_inf_filter`` is set to False: a NaN loss is logged as NaN.
 
     Args:
         trainer: A Trainer that has not trained yet.
         scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
-        stop_on_nonfinite: Raise before a step whose loss is not finite, or, without a scaler to
-            skip it, whose gradients are not. False: they are logged, and training continues.
-        folder: Write metrics and first causes there, for ``halfstep report``; empty: nothing is
-            written.
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -86,50 +75,25 @@ def attach(
     Raises:
         ConfigError: If it is not a Trainer, is already attached or trained, or if scaler options
             are given without a scaler.
-        PrecisionError: If its precision or engine does not allow a loss scaler; or if it
-            trains 16-bit weights whose small updates would be lost, unless
-            ``allow_pure=True``. If its class makes its own optimizer, ``train`` raises it.
+        PrecisionError: If its precision or engine does not allow a loss scaler. ``train`` raises it
+            for 16-bit weights whose small updates would be lost, unless ``allow_pure=True``.
     """
     _check(trainer)
-    check_options(options, "policies and recipes are halfstep.Precision's, in a loop of your own")
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
-    scales = {*options} - {"allow_pure", "names", "ranks"}
-    if scales and not wanted:
-        raise ConfigError(
-            f"attach() got {', '.join(sorted(scales))}, but this Trainer has no loss scaler: it "
-            f"trains with mixed_precision={trainer.accelerator.mixed_precision!r}. Leave them out, "
-            "or say scaler=True with an fp16 autocast of your own"
-        )
-    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
-    if not allow_pure:
-        _check_weights(trainer)
     used = None
     if wanted:  # the callback has a meter of its own
         used = attach_scaler(trainer.accelerator, scaler=wanted, lost_updates_every=0, **options)
-    callback = NumericsCallback(
-        trainer, used, lost_updates_every, ranks, stop=stop_on_nonfinite, allow_pure=allow_pure,
-        folder=folder,
-    )  # fmt: skip
+    else:
+        refuse_scale_options(trainer.accelerator, options)
+    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
+    callback = NumericsCallback(trainer, used, lost_updates_every, ranks, allow_pure=allow_pure)
     trainer.log, trainer.training_step = callback.log, callback.training_step
-    trainer.accelerator.clip_grad_norm_ = callback.kept_norm
+    trainer.accelerator.clip_grad_norm_ = callback.clip
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
         trainer.args.logging_nan_inf_filter = False
         _LOG.warning("args.logging_nan_inf_filter is now False: a NaN loss is logged as NaN")
     return callback
-
-
-class _KeptNorm:
-    """Accelerate's ``clip_grad_norm_``, which also records the norm for the step."""
-
-    def __init__(self, clip: Callable[..., Any]) -> None:
-        self._clip = clip
-        self.norm: Tensor | float | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Accelerate does, and record the norm that it returns."""
-        self.norm = self._clip(*args, **kwargs)
-        return self.norm
 
 
 class NumericsCallback(TrainerCallback):
@@ -147,9 +111,7 @@ class NumericsCallback(TrainerCallback):
         every: int,
         ranks: Ranks | None,
         *,
-        stop: bool,
         allow_pure: bool,
-        folder: str | Path,
     ) -> None:
         self.scaler = scaler
         self.meter: LostUpdateMeter | None = None
@@ -158,25 +120,24 @@ class NumericsCallback(TrainerCallback):
         self._accelerator = trainer.accelerator
         self._every = every
         self._ranks = ranks
-        self._stop = stop
         self._allow_pure = allow_pure
         self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
-        self._steps = StepLog(_policy_of(trainer), folder) if folder else None
-        self.now = (math.nan, math.nan)
-        """Loss on this rank, and norm, of the newest step."""
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
-        self.kept_norm = _KeptNorm(trainer.accelerator.clip_grad_norm_)
+        self._clip = trainer.accelerator.clip_grad_norm_
+        self._norm: Any = None  # which clipping has found since the last step
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
-        if self._steps is not None:
-            epoch = int(self._trainer.state.epoch or 0)
-            self._steps.begin(first=not self._micro, epoch=epoch)
         loss: Tensor = self._training_step(model, inputs, *args, **kwargs)
         self._micro.append((loss.detach(), inputs))
         return loss
+
+    def clip(self, *args: Any, **kwargs: Any) -> Any:
+        """Clip as Accelerate does, and record the norm that it returns."""
+        self._norm = self._clip(*args, **kwargs)
+        return self._norm
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer does, with :meth:`numbers` added during training."""
@@ -222,12 +183,10 @@ class NumericsCallback(TrainerCallback):
             self.meter.close()
         optimizer = bare(kwargs["optimizer"])
         if not self._allow_pure:
-            refuse_pure(optimizer, _names(self._trainer.model))
+            refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
-        if self._steps is not None:
-            self._steps.open(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.
@@ -237,99 +196,47 @@ class NumericsCallback(TrainerCallback):
             PrecisionError: If gradients were clipped before they were unscaled.
         """
         scaled = self._scaled and self.scaler is not None
-        if scaled and self.kept_norm.norm is None and args.max_grad_norm:
+        if scaled and self._norm is None and args.max_grad_norm:
             raise PrecisionError(
                 "this Trainer clips gradients without Accelerate, as expert parallelism does, so "
                 "before they are unscaled; set max_grad_norm=0, or train in bf16"
             )
-        micro, norm = self._micro, self.kept_norm.norm
-        self._micro, self.kept_norm.norm = [], None
-        if not (self._stop or self._steps) or not micro:
+        micro, norm = self._micro, self._norm
+        self._micro, self._norm = [], None
+        if not micro:
             return
         losses = [loss for loss, _ in micro]
         whole = torch.as_tensor(0.0 if norm is None else _whole(norm))
         device = losses[0].device
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
-        self.now = sum(values[:-1]), values[-1] if norm is not None else math.nan
         norm_broken = not self._scaled and not math.isfinite(values[-1])
-        broken = self._stop and self._agreeing(device).worst([loss_broken, norm_broken])
-        if broken and any(broken):
+        broken = self._agreeing(device).worst([loss_broken, norm_broken])
+        if any(broken):
             shown = math.nan if norm is None else float(_whole(norm))
             self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
             step = state.global_step + 1
-            error = stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
-            if self._steps is not None:
-                self._steps.stopped(step, *self._found(of_loss=bool(broken[0])), error.first_cause)
-                self._steps.close()
-            raise error
+            raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the reason if the scaler has skipped this step."""
         last = None if self.scaler is None else self.scaler.last_step
         if last is not None and not last.applied:
             self._reason = last.reason
-        if self._steps is not None:
-            loss, norm = self.now
-            scale = 1.0 if last is None else last.loss_scale
-            result = StepResult(
-                applied=True, loss=loss, grad_norm=norm, loss_scale=scale, next_loss_scale=scale,
-                skipped_total=0, skipped_in_a_row=0,
-            )  # fmt: skip
-            if last is not None:
-                result = replace(last, loss=loss, grad_norm=norm)
-            rate = bare(kwargs["optimizer"]).param_groups[0]["lr"]
-            self._steps.stepped(state.global_step + 1, result, learning_rate=float(rate))
-
-    def _found(self, *, of_loss: bool) -> tuple[str, float, float]:
-        """Why the present step is broken, on this rank or another; its loss and norm."""
-        loss, norm = self.now
-        if of_loss and math.isfinite(loss):
-            loss = math.nan  # of another rank
-        reason = "nonfinite_loss" if of_loss else "overflow" if math.isinf(norm) else _NAN
-        return reason, loss, norm
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the meter's hooks from the optimizer."""
         if self.meter is not None:
             self.meter.close()
-        if self._steps is not None:
-            self._steps.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
         return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def _forget(self) -> None:
-        self._micro, self.kept_norm.norm = [], None
+        self._micro, self._norm = [], None
         if self.scaler is not None:
             self.scaler.abandon()
-
-
-def _policy_of(trainer: Any) -> str:
-    """The precision that Accelerate trains in, by halfstep's name for it."""
-    mixed = trainer.accelerator.mixed_precision
-    return "fp32" if mixed == "no" else f"{mixed}-mixed"
-
-
-def _check_weights(trainer: Any) -> None:
-    """Refuse 16-bit weights before training, where the optimizer is known already."""
-    names = _names(trainer.model)
-    if trainer.optimizer is not None:
-        refuse_pure(bare(trainer.optimizer), names)
-        return
-    if getattr(trainer.accelerator.distributed_type, "name", "") == "FSDP":
-        return  # widens the weights when it shards them
-    given = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    if given is not None:
-        if not getattr(given[0], "accepts_low_precision_gradients", False):
-            refuse_pure_weights(given[0].__name__, names)
-    elif type(trainer).create_optimizer is Trainer.create_optimizer:
-        refuse_pure_weights(f"{type(trainer).__name__}'s optimizer", names)
-
-
-def _names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _whole(norm: Any) -> Any:

@@ -1,4 +1,4 @@
-"""halfstep's precision plugin for Lightning's ``Trainer``; Fabric's is in ``fabric``.
+"""halfstep's precision plugin for Lightning's ``Trainer``.
 
 It is given as ``Trainer(plugins=[...])``, not together with ``precision=``.
 ``docs/integrations-lightning.md`` is the how-to.
@@ -7,17 +7,35 @@ It is given as ``Trainer(plugins=[...])``, not together with ``precision=``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explained
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.fabric import PolicyPlugin, check_strategy
+from halfstep.integrations.optimizer_tensors import owned
+from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.cast import (
+    cast_at_border,
+    cast_floating,
+    cast_to_policy_,
+    check_wrappers,
+    give_back_,
+)
+from halfstep.precision.checks import one_device
+from halfstep.precision.low_bit.linear import Region
+from halfstep.precision.policy.devices import default_device
+from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import OneRank
+from halfstep.precision.step import Precision
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,14 +49,45 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-class HalfstepPrecision(PolicyPlugin, LightningPrecision):
+class HalfstepPrecision(LightningPrecision):
     """A whole halfstep policy: ``Trainer(plugins=[HalfstepPrecision("bf16-master")])``.
 
     The model keeps the policy's weights after ``fit``; ``trainer.save_checkpoint`` then still saves
     the exact masters. After ``validate``, ``test`` and ``predict`` its own weights are restored.
+
+    Attributes:
+        policy: The precision policy.
+        engine: The :class:`halfstep.Precision` that takes the steps; None outside a training.
+        last_step: What the latest optimizer step did; None before the first.
     """
 
-    _idle = False  # whether the latest batches had no loss, and so no step
+    def __init__(
+        self,
+        policy: str | PrecisionPolicy,
+        *,
+        on_nonfinite: str = "stop",
+        on_spike: str = "off",
+    ) -> None:
+        """Parse the policy; the other options are those of :class:`halfstep.Precision`.
+
+        ``auto`` is the policy of this machine's accelerator, since Lightning asks for a plugin's
+        precision before it has a device.
+
+        Raises:
+            PrecisionError: If there is no such policy.
+        """
+        self.policy = parse_policy(policy, default_device())
+        self.precision: Any = lightning_name(self.policy)
+        self._options: Any = {"on_nonfinite": on_nonfinite, "on_spike": on_spike}
+        self.engine: Precision | None = None
+        self.last_step: StepResult | None = None
+        self._model: nn.Module | None = None
+        self._context: Autocast | None = None
+        self._border: ModuleBorder | None = None
+        self._own_weights: list[tuple[nn.Parameter, Tensor]] = []  # of a model under evaluation
+        self._max_norms: dict[Optimizer, float] = {}  # to which the next steps clip
+        self._state: dict[str, Any] = {}  # of a training that has ended
+        self._idle = False  # whether the latest batches had no loss, and so no step
 
     def applied(self) -> bool:
         """Whether the latest optimizer step updated the weights; True before the first."""
@@ -55,7 +104,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         module: Any = model if isinstance(model, LightningModule) else model.module
         check_strategy(module.trainer.strategy, self.policy)
         if module.trainer.state.fn != TrainerFn.FITTING:
-            self.evaluate_(module)  # a strategy keeps an earlier fit's optimizers
+            self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
         if type(module).backward is not LightningModule.backward:
             raise PrecisionError(
@@ -63,7 +112,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
                 "call; compute with the loss in training_step, and use self.manual_backward(loss, "
                 "retain_graph=True) for options"
             )
-        self.train_(module, optimizers, model)
+        self._train(module, optimizers, model)
         for config in lr_schedulers if module.automatic_optimization else ():
             if config.interval == "step":
                 config.scheduler = HeldScheduler(config.scheduler, self.applied)
@@ -93,7 +142,7 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if self._idle:
             return output
         try:
-            self.step_(optimizer)
+            self._step(optimizer)
         except NonFiniteError as error:
             if not automatic:  # the closure does nothing there
                 raise
@@ -110,34 +159,227 @@ class HalfstepPrecision(PolicyPlugin, LightningPrecision):
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            self.clip_value_(optimizer, float(clip_val))
+            self._clip_value(optimizer, float(clip_val))
         else:  # manual optimization clips by Lightning's wrapper of the optimizer
             self._max_norms[getattr(optimizer, "optimizer", optimizer)] = float(clip_val)
+
+    def _train(self, model: nn.Module, optimizers: Sequence[Optimizer], wrapped: nn.Module) -> None:
+        """Put a model and its optimizers under the policy; ``wrapped`` is the module to call.
+
+        Raises:
+            PrecisionError: As :class:`halfstep.Precision`; nothing has been changed then.
+        """
+        on_spike = self._options["on_spike"]
+        if len(optimizers) > 1 and on_spike != "off":
+            raise PrecisionError(
+                f"on_spike={on_spike!r} with {len(optimizers)} optimizers, each of which "
+                "takes steps of its own losses; allowed: one optimizer, or on_spike='off'"
+            )
+        check_wrappers(self.policy, wrapped)
+        self.engine = Precision(self.policy, model, optimizers, **self._options)
+        self._take(model, self.engine.autocast())
+        self.last_step, self._state, self._max_norms = None, {}, {}
+
+    def _evaluate(self, model: nn.Module) -> None:
+        """Put a model under the policy; :meth:`teardown` restores its own weights."""
+        context = Autocast(self.policy, model, one_device(model))
+        own = [(parameter, parameter.detach()) for parameter in model.parameters()]
+        cast_to_policy_(model, self.policy)
+        cast_at_border(place(self.policy, model))
+        self._own_weights = own
+        self._take(model, context)
+
+    def _take(self, model: nn.Module, context: Autocast) -> None:
+        self._model, self._context = model, context
+        self._border = ModuleBorder(model, self.policy)
+
+    def teardown(self) -> None:
+        """Give the model back without hooks, and keep the state for a later checkpoint."""
+        if self._model is None:
+            return
+        if self.engine is not None:
+            device = one_device(self._model)  # Lightning has moved it, and moments, to the CPU
+            for master in self.engine.named_parameters().values():
+                master.data = master.data.to(device)
+            try:
+                self._state = self.engine.state_dict()
+            finally:
+                self.engine.close()
+                self.engine = None
+        else:
+            give_back_(self._model)
+            for parameter, value in self._own_weights:
+                parameter.data = value.to(parameter.device)
+        if self._border is not None:
+            self._border.remove_()
+        self._model = self._context = self._border = None
+        self._own_weights = []
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context for a forward and its loss.
+
+        Raises:
+            PrecisionError: If no model was set up.
+        """
+        if self._context is None or self._border is None:
+            raise PrecisionError("halfstep's precision plugin has no model yet")
+        with self._context, self._border.on():
+            yield
+
+    def _ready(self) -> Precision:
+        if self.engine is None:
+            raise PrecisionError("halfstep's precision plugin has no model yet")
+        return self.engine
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Check, clip and apply this optimizer's gradients, or skip; others' gradients wait."""
+        engine, max_norm = self._ready(), self._max_norms.pop(optimizer, None)
+        if engine._loss is None and isinstance(engine.ranks, OneRank):  # else they agree in it
+            raise PrecisionError(
+                "step() without backward(): call self.manual_backward(loss) instead of "
+                "loss.backward(), so that the loss is scaled and checked"
+            )
+        with _others_aside(engine, optimizer):
+            self.last_step = engine.step(max_norm=max_norm)
+
+    def _clip_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clip gradients to ``[-limit, limit]``; what is not finite stays, to be found."""
+        for parameter in owned(optimizer):
+            gradient = parameter.grad
+            if gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resume needs besides the model's and the optimizers' state."""
+        return self._state if self.engine is None else self.engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where :meth:`state_dict` was taken; ignored outside a training."""
+        if self.engine is not None:
+            self.engine.load_state_dict(state_dict)
+
+
+@contextmanager
+def _others_aside(engine: Precision, optimizer: Optimizer) -> Iterator[None]:
+    """Set the other optimizers' gradients, and the loss, aside during one optimizer's step."""
+    others = {
+        parameter: parameter.grad
+        for other in engine.optimizers
+        if other is not optimizer
+        for parameter in owned(other)
+        if parameter.grad is not None
+    }
+    loss = engine._loss
+    for parameter in others:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
+        if others:
+            engine._loss = loss
+
+
+def lightning_name(policy: PrecisionPolicy) -> str:
+    """Lightning's nearest name for a policy, for its summaries and logs alone."""
+    if policy.compute_dtype == torch.float32:
+        return "32-true"
+    form = "bf16" if policy.compute_dtype == torch.bfloat16 else "16"
+    return f"{form}-mixed" if policy.param_dtype == torch.float32 else f"{form}-true"
+
+
+def check_strategy(strategy: object, policy: object) -> None:
+    """Refuse strategies that cast, shard or scale themselves."""
+    if type(strategy).__name__ not in ("SingleDeviceStrategy", "DDPStrategy"):
+        raise PrecisionError(
+            f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
+            f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
+            "sharded training use halfstep.distributed (docs/distributed.md)"
+        )
+
+
+class ModuleBorder:
+    """Casts at the outermost call of any submodule with parameters, while it is on.
+
+    :class:`halfstep.Precision` casts at the border of ``model(...)``. A ``training_step`` calls
+    ``self.net(x)`` instead, and computes the loss from its output: there the border is the
+    outermost call of a submodule. Floating inputs are cast to the compute dtype if the policy has
+    16-bit weights, and floating outputs to fp32. Modules without parameters (losses, metrics) are
+    not touched. Calls from within the model's own ``forward`` are not outermost, and neither is
+    what activation checkpointing repeats during a backward.
+    """
+
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
+        self._policy = policy
+        self._root = model
+        self._on = False
+        self._depth = 0
+        self._handles: list[Any] = []
+        if policy.compute_dtype == torch.float32:
+            return
+        for module in model.modules():
+            if any(p.is_floating_point() for p in module.parameters()):
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
+
+    def remove_(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Cast within this context."""
+        before = self._on, self._depth
+        self._on, self._depth = True, 0
+        try:
+            yield
+        finally:
+            self._on, self._depth = before
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self._on or self._redirected(module):
+            return None
+        self._depth += 1
+        low = any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
+        if self._depth > 1 or module is self._root or not low:
+            return None
+        dtype = self._policy.compute_dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._on or self._depth == 0:  # it was not entered
+            return None
+        self._depth -= 1
+        return cast_floating(output, self._policy.output_dtype) if self._depth == 0 else None
+
+    def _redirected(self, module: nn.Module) -> bool:
+        """Whether Lightning calls the model only to reach its ``training_step``, as under DDP."""
+        own = module.__dict__.get("forward")
+        if module is not self._root or own is None or isinstance(own, Region):
+            return False
+        return getattr(own, "__func__", own) is not type(module).forward
 
 
 class StepLog(Callback):
     """Log what each optimizer step did: loss scale, skips, gradient norm, lost updates, and why.
 
-    ``PREFIXloss_scale``, ``PREFIXskipped`` (0 or 1), ``PREFIXskipped_total``, ``PREFIXgrad_norm``
-    and ``PREFIXlost_updates`` (the newest measured) go to the Trainer's loggers; a skipped step's
-    reason and parameters, which are text, to Lightning's console log.
+    ``halfstep/loss_scale``, ``halfstep/skipped`` (0 or 1), ``halfstep/skipped_total``,
+    ``halfstep/grad_norm`` and ``halfstep/lost_updates`` (the newest measured) go to the Trainer's
+    loggers, the scale and the total to the progress bar; a skipped step's reason and parameters,
+    which are text, to Lightning's console log.
 
     Args:
-        prefix: Prefix of the logged names.
-        prog_bar: Whether the progress bar shows the loss scale and the skipped steps.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never. Logged
             is the share of the parameter group that loses most.
     """
 
-    def __init__(
-        self,
-        prefix: str = "halfstep/",
-        *,
-        prog_bar: bool = True,
-        lost_updates_every: int = 50,
-    ) -> None:
-        self._prefix = prefix
-        self._prog_bar = prog_bar
+    def __init__(self, *, lost_updates_every: int = 50) -> None:
         self._every = lost_updates_every
         self._seen: StepResult | None = None
         self._meter: LostUpdateMeter | None = None
@@ -170,8 +412,8 @@ class StepLog(Callback):
         silent = {"skipped": not result.applied, "grad_norm": result.grad_norm}
         if result.applied:
             silent |= self._lost()
-        for values, bar in ((shown, self._prog_bar), (silent, False)):
-            named = {f"{self._prefix}{key}": float(value) for key, value in values.items()}
+        for values, bar in ((shown, True), (silent, False)):
+            named = {f"halfstep/{key}": float(value) for key, value in values.items()}
             pl_module.log_dict(named, prog_bar=bar, on_step=True, on_epoch=False)
         if not result.applied:
             whose = ", ".join(result.nonfinite_parameters[:3]) or "not known"

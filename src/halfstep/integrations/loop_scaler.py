@@ -16,7 +16,6 @@ they were clipped.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -29,13 +28,11 @@ from halfstep.diagnostics.lost_updates.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler, total
 from halfstep.integrations.optimizer_tensors import (
-    Names,
     name_table,
     stored_gradients,
     with_gradients,
 )
 from halfstep.precision.checks import some
-from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 
 _UNPICKLED = ("_optimizers", "_find_names", "meter")
@@ -241,32 +238,11 @@ class FiniteGuard(LoopScaler):
 
     It takes the place of a loop's loss scaler, with a constant scale of 1. What remains of a scaler
     is the check whether anything is not finite, on any rank: the run stops with the cause, and the
-    weights are those before the step, or up to K such steps in a row are left out.
-
-    Args:
-        device: As in torch's scaler.
-        on_nonfinite: ``"stop"`` or ``"skip:K"``.
-        names: Parameter names for messages; None: the prepared models' own.
-        ranks: The ranks that must agree; None: the default group, if there is one.
-        allow_pure: As in :class:`halfstep.GradScaler`.
-
-    Raises:
-        PrecisionError: For another ``on_nonfinite``.
+    weights are those before the step. The options are those of :class:`halfstep.GradScaler`.
     """
 
-    def __init__(
-        self,
-        device: str,
-        *,
-        on_nonfinite: str = "stop",
-        names: Names | None = None,
-        ranks: Ranks | None = None,
-        allow_pure: bool = False,
-    ) -> None:
-        self._choice = Recovery.parse(on_nonfinite)
-        bounds: dict[str, Any] = {"min_scale": 1.0, "max_scale": 1.0}
-        super().__init__(device, 1.0, **bounds, names=names, ranks=ranks, allow_pure=allow_pure)
-        self._said = False
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, 1.0, min_scale=1.0, max_scale=1.0, **options)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless something is not finite on any rank; without gradients, as without a guard.
@@ -284,7 +260,7 @@ class FiniteGuard(LoopScaler):
         """Act on what the steps have found; do nothing if no optimizer had a gradient.
 
         Raises:
-            NonFiniteError: As ``on_nonfinite`` says.
+            NonFiniteError: If something was not finite.
         """
         if new_scale is not None or self._per_optimizer_states:
             super().update(new_scale)
@@ -305,15 +281,6 @@ class FiniteGuard(LoopScaler):
         else:
             whose = some(found.names) or "parameters that are not known here"
             what = f"{found.what} in the gradients of {whose} under a finite loss"
-        if self._choice.action == "skip" and int(self._in_a_row) <= self._choice.count:
-            if not self._said:
-                self._said = True
-                warnings.warn(
-                    f"the step is left out, as on_nonfinite={self._choice} allows: {what}. Said "
-                    "once; last_step tells of every step",
-                    stacklevel=6,
-                )
-            return
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
             "to lower; to see which operation made it: "

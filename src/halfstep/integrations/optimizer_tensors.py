@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.checks import some
-from halfstep.precision.masters.local_part import as_target, is_sharded, local_gradient, local_part
-from halfstep.precision.masters.stepping import KeepsMasters
+from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part
 from halfstep.precision.policy.policy import dtype_name
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -85,25 +83,20 @@ def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
     Optimizers with ``accepts_low_precision_gradients = True`` pass, halfstep's among them: those
     keep small updates, or were given ``update="nearest"``.
     """
-    if not accepts_low_precision(optimizer):
-        names = parameter_names(optimizer, known)
-        refuse_pure_weights(type(optimizer).__name__, names)
-
-
-def refuse_pure_weights(kind: str, names: Mapping[Tensor, str]) -> None:
-    """Like :func:`refuse_pure`, for an optimizer not made yet, of which ``kind`` is the name."""
+    names = parameter_names(optimizer, known)
     low = [p for p in names if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    if not low:
+    if not low or accepts_low_precision(optimizer):
         return
     count = sum(parameter.numel() for parameter in low)
     held = some(tuple(names[parameter] for parameter in low))
     dtypes = " and ".join(sorted({dtype_name(p.dtype) for p in low}))
     raise PrecisionError(
-        f"{len(low)} of {len(names)} tensors of {kind} are trained in {dtypes} with nothing behind "
-        f"them, so updates below half the gap between two such numbers are lost: {held}. Keep them "
-        f"in fp32 with model.float() before the optimizer is made ({2 * count} bytes more, and as "
-        f"much for the gradients and for each moment), use halfstep.optim.AdamW(..., "
-        f"update='split') with bf16 weights ({2 * count} bytes more), or say allow_pure=True"
+        f"{len(low)} of {len(names)} tensors of {type(optimizer).__name__} are trained in {dtypes} "
+        "with nothing behind them, so updates below half the gap between two such numbers are "
+        f"lost: {held}. Keep them in fp32 with model.float() before the optimizer is made "
+        f"({2 * count} bytes more, and as much for the gradients and for each moment), use "
+        f"halfstep.optim.AdamW(..., update='split') with bf16 weights ({2 * count} bytes more), or "
+        "say allow_pure=True"
     )
 
 
@@ -141,26 +134,3 @@ def kinds(optimizer: Optimizer) -> set[str]:
     every = with_gradients(optimizer)
     found = {"sharded" if is_sharded(p) else "plain" for p in every}
     return found | {"complex"} if any(p.is_complex() for p in every) else found
-
-
-@contextmanager
-def on_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Show an optimizer of halfstep, which takes plain tensors, this rank's parts of DTensors."""
-    parts: dict[Tensor, Tensor] = {}
-    if isinstance(optimizer, KeepsMasters):
-        for parameter in filter(is_sharded, owned(optimizer)):
-            parts[parameter] = as_target(local_part(parameter), parameter)
-            parts[parameter].grad = local_gradient(parameter)
-    _exchange(optimizer, parts)
-    try:
-        yield
-    finally:
-        _exchange(optimizer, {part: parameter for parameter, part in parts.items()})
-
-
-def _exchange(optimizer: Optimizer, new: dict[Tensor, Tensor]) -> None:
-    if new:
-        for group in optimizer.param_groups:
-            group["params"] = [new.get(p, p) for p in group["params"]]
-        for old in [p for p in optimizer.state if p in new]:
-            optimizer.state[new[old]] = optimizer.state.pop(old)

@@ -19,7 +19,7 @@ import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels import Kernel, kernel_for
 from halfstep.optim.kernels.cpu import RULES
-from halfstep.optim.kernels.reference import Plan, write_master_
+from halfstep.optim.kernels.reference import Plan, read_master, write_master_
 from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
     check_gradient,
@@ -162,12 +162,7 @@ class LowPrecisionOptimizer(Optimizer):
                     )
 
     def set_precision(self, update: Update, moments: Moments) -> None:
-        """Set the rounding mode and the format of moments, as a policy says.
-
-        Raises:
-            PrecisionError: As :meth:`check_precision`; nothing is changed then.
-        """
-        self.check_precision(update, moments)
+        """Set what :meth:`check_precision` accepts."""
         for group in self.param_groups:
             group["update"], group["moments"] = update, moments
 
@@ -324,7 +319,7 @@ class LowPrecisionOptimizer(Optimizer):
                     algorithm.constants(plain_options(group), step),
                     update,
                     moments,
-                    -multiplier if group.get("maximize") else multiplier,
+                    multiplier,
                     group["seed"],
                     step,
                     decision,
@@ -454,8 +449,7 @@ class LowPrecisionOptimizer(Optimizer):
         data = dense(parameter)
         remainder = self.state.get(parameter, {}).get(REMAINDER)
         held = None if remainder is None else flat(remainder, data)
-        read = self._kernel(data.device, self.algorithm.name).read
-        value = read(flat(data, data), held, update_of(group, parameter))
+        value = read_master(flat(data, data), held, update_of(group, parameter))
         return value.as_strided(data.shape, data.stride())
 
     @torch.no_grad()
@@ -542,11 +536,12 @@ class LowPrecisionOptimizer(Optimizer):
     def _converted(self, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
         """The states of a whole ``state_dict``, in this optimizer's formats, by parameter."""
         groups = state_dict["param_groups"]
-        if any(group.get("amsgrad") for group in groups):
-            raise PrecisionError(
-                "the saved state is from an optimizer with amsgrad=True, which "
-                f"{type(self).__name__} does not have"
-            )
+        for option in ("amsgrad", "maximize"):
+            if any(group.get(option) for group in groups):
+                raise PrecisionError(
+                    f"the saved state is from an optimizer with {option}=True, which "
+                    f"{type(self).__name__} does not have"
+                )
         parameters = [parameter for _, _, parameter in self._members()]
         numbers = [number for group in groups for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))

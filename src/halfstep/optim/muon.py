@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer, Members
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import Moments
-from halfstep.optim.options import checked_betas, require_option
+from halfstep.optim.options import require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
@@ -102,9 +100,6 @@ class Muon(LowPrecisionOptimizer):
     algorithm = MUON
     on_direction: Callable[[Tensor, Tensor, float], None] | None = None
     """Called in a step with each matrix, the direction that it moves along, and its factor."""
-    ranks: dist.ProcessGroup | None = None
-    """The ranks that divide matrices among them, where all of them step together with the same
-    gradients: each orthogonalizes its share and sends the directions to the others. To be set."""
 
     def __init__(
         self,
@@ -118,19 +113,17 @@ class Muon(LowPrecisionOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: Adjustment | None = None,
         *,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.95),
+        betas: tuple[float, float] = (0.9, 0.95),
         update: Update | None = None,
         moments: Moments | None = None,
         seed: int = 0,
     ) -> None:
         """Make the optimizer; the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
 
-        Each is also an option of a group.
-
         Args:
             params: Groups, as of :func:`muon_groups`, or matrices.
-            lr: A number, or a CPU tensor of one element, which is read at every step.
-            weight_decay: Decoupled weight decay, multiplied by ``lr``.
+            lr: As of :class:`AdamW`.
+            weight_decay: As of :class:`AdamW`.
             momentum: Decay of the average of gradients.
             nesterov: Orthogonalize the average of momentum and gradient, not the momentum itself.
             ns_coefficients: Of :func:`newton_schulz`.
@@ -141,18 +134,10 @@ class Muon(LowPrecisionOptimizer):
                 there are more rows; ``"match_rms_adamw"``: times 0.2 and the square root of the
                 larger, so that one learning rate suits matrices and AdamW.
             betas: AdamW's decay rates, in groups with ``use_muon=False``.
-            update: The rounding mode of bf16 weights.
-            moments: The format of the momentum, and of AdamW's moments.
-            seed: Seed of stochastic rounding.
-
-        Raises:
-            PrecisionError: For a number outside its range, a group of Muon with a parameter that is
-                no matrix, or the reasons of :class:`AdamW`.
+            update: As of :class:`AdamW`.
+            moments: As of :class:`AdamW`.
+            seed: As of :class:`AdamW`.
         """
-        require_option(bool(lr >= 0), "learning rate", lr, "lr >= 0")
-        require_option(weight_decay >= 0, "weight_decay value", weight_decay, ">= 0")
-        require_option(0 <= momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
-        require_option(eps > 0, "epsilon value", eps, "eps > 0")
         options = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -162,7 +147,7 @@ class Muon(LowPrecisionOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "betas": checked_betas(betas),
+            "betas": betas,
             "use_muon": True,
         }
         super().__init__(params, options, update=update, moments=moments, seed=seed)
@@ -175,43 +160,25 @@ class Muon(LowPrecisionOptimizer):
         group = self.param_groups[-1]
         try:
             _check_options(group)
-            for parameter in group["params"] if self.is_directed(group) else ():
-                _require_whole(parameter)
         except PrecisionError:
             self.param_groups.pop()
             raise
-
-    def is_directed(self, group: Mapping[str, Any]) -> bool:
-        """Whether a group's parameters are moved along a direction, rather than by AdamW."""
-        return self.algorithm_of(group) is not ADAMW
 
     def algorithm_of(self, group: Any) -> Algorithm:
         """Muon, or AdamW in groups with ``use_muon=False``."""
         return MUON if group["use_muon"] else ADAMW
 
-    def check_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Refuse as every optimizer here, and gradients of other parameters than other ranks'."""
-        super().check_step(gradients)
-        if self.ranks is None:
-            return
-        given = set(map(id, gradients))
-        every = [parameter for _, _, parameter in self._members()]
-        held = [id(parameter) in given for parameter in every]
-        mark = zlib.crc32(bytes(held))
-        ends = torch.tensor([mark, -mark], device=every[0].device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.ranks)
-        if int(ends.sum()):
-            raise PrecisionError(
-                f"Muon.ranks: this rank has gradients of {sum(held)} of {len(held)} parameters, "
-                "and another rank of others, so they would exchange directions of different "
-                "matrices; give all ranks the same gradients, or leave optimizer.ranks None"
-            )
-
     def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
-        if not self.is_directed(group):
+        if not group["use_muon"]:
             super()._run(group, plan, members)
             return
-        for parameter, task, direction, factor in self._directions(group, plan, members):
+        steps, coefficients, eps = (group[key] for key in ("ns_steps", "ns_coefficients", "eps"))
+        kernel = self._kernel(members[0][0].device, DIRECTED.name)
+        for parameter, task in members:
+            whole = self._averaged(group, plan, parameter, task)
+            whole = newton_schulz(whole, steps, coefficients, eps)
+            factor = adjustment(group["adjust_lr_fn"], *whole.shape)
+            direction = part_like(whole, whole_of(parameter))
             if self.on_direction is not None:
                 self.on_direction(parameter, direction, factor)
             # element-wise again, so one kernel stores it in any rounding mode
@@ -223,35 +190,7 @@ class Muon(LowPrecisionOptimizer):
                 gradient=flat(direction, dense(parameter)),
                 stream=task.stream,
             )
-            kernel = self._kernel(parameter.device, DIRECTED.name)
             kernel.run([move], replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor))
-
-    def _directions(
-        self, group: dict[str, Any], plan: Plan, members: Members
-    ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor, float]]:
-        """Each matrix with the direction of its update, of its shape, and a factor of that."""
-        size, rank = 1, 0
-        if self.ranks is not None:
-            size, rank = dist.get_world_size(self.ranks), dist.get_rank(self.ranks)
-        steps, coefficients, eps = (group[key] for key in ("ns_steps", "ns_coefficients", "eps"))
-        # A turn has a matrix for each rank, of like sizes, as no rank goes on before the last.
-        ordered = sorted(members, key=_products, reverse=True)
-        for at in range(0, len(ordered), size):
-            turn = ordered[at : at + size]
-            found = [self._averaged(group, plan, parameter, task) for parameter, task in turn]
-            if rank < len(turn):
-                found[rank] = newton_schulz(found[rank], steps, coefficients, eps)
-            if size > 1:
-                found = [direction.contiguous() for direction in found]
-                sent = [
-                    dist.broadcast(direction, group=self.ranks, group_src=owner, async_op=True)
-                    for owner, direction in enumerate(found)
-                ]
-                for work in sent:
-                    work.wait()
-            for (parameter, task), direction in zip(turn, found, strict=True):
-                factor = adjustment(group["adjust_lr_fn"], *direction.shape)
-                yield parameter, task, part_like(direction, whole_of(parameter)), factor
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -273,24 +212,6 @@ class Muon(LowPrecisionOptimizer):
         return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 
 
-def _require_whole(parameter: nn.Parameter) -> None:
-    """Refuse a part of a tensor that cannot be gathered."""
-    if getattr(parameter, MARK, False):
-        sharded = is_sharded(parameter)
-        raise PrecisionError(
-            f"a parameter of shape {tuple(parameter.shape)} is "
-            f"{'a DTensor over several ranks' if sharded else f'marked {MARK}'}, and Muon needs "
-            "whole tensors: update it by AdamW or Lion of halfstep.optim, or let every rank hold "
-            "it whole"
-        )
-
-
-def _products(member: tuple[nn.Parameter, StepTask]) -> int:
-    """Multiplications of a step of :func:`newton_schulz`: two by the matrix, and A A."""
-    short, long = sorted(whole_of(member[0]).shape)
-    return short * short * (2 * long + short)
-
-
 def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
     """The factor of the learning rate for a matrix of this shape; see :class:`Muon`."""
     if kind == "match_rms_adamw":
@@ -300,7 +221,8 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 def _check_options(group: dict[str, Any]) -> None:
     """Refuse options of Muon that mean nothing, and parameters that are no matrices."""
-    kind, steps = group["adjust_lr_fn"], group["ns_steps"]
+    kind, steps, momentum = group["adjust_lr_fn"], group["ns_steps"], group["momentum"]
+    require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
     if kind not in (None, *allowed):
         raise PrecisionError(
@@ -321,9 +243,29 @@ def _check_options(group: dict[str, Any]) -> None:
                 "make it with halfstep.optim.muon_groups(model), or give this one a group of its "
                 "own with use_muon=False, which AdamW updates"
             )
+        if getattr(parameter, MARK, False):
+            raise PrecisionError(
+                f"a parameter of shape {tuple(parameter.shape)} is marked {MARK}, and Muon needs "
+                "whole tensors: update it by AdamW or Lion of halfstep.optim, or let every rank "
+                "hold it whole"
+            )
 
 
 _HEADS = frozenset({"lm_head", "head", "classifier", "score"})
+
+
+def _reason(name: str, parameter: nn.Parameter, tables: Sequence[nn.Module]) -> str:
+    """Why a parameter belongs to Muon or to AdamW: by its table, its shape or its name."""
+    path = name.split(".")
+    embeddings: list[Tensor] = [table.get_parameter("weight") for table in tables]
+    # of the words, not of positions, which may be as many as a hidden layer is wide
+    head = max((weight.shape for weight in embeddings), default=None)
+    if any(parameter is weight for weight in embeddings) or "embed" in ".".join(path[-2:]):
+        return "embeddings" if parameter.dim() > 1 else "no matrices"
+    if parameter.dim() != 2:
+        return "no matrices"
+    named_so = len(path) > 1 and path[-2] in _HEADS
+    return "heads" if parameter.shape == head or named_so else "matrices"
 
 
 def muon_groups(
@@ -355,22 +297,10 @@ def muon_groups(
                 f"parameters, such as {next(iter(named), 'none')}"
             )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    embeddings = {id(table.weight) for table in tables}
-    # of the words, not of positions, which may be as many as a hidden layer is wide
-    head = max((table.weight.shape for table in tables), default=None)
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
-        *path, last = name.split(".")
-        if any(fnmatchcase(name, pattern) for pattern in adamw):
-            reason = "asked for"
-        elif id(parameter) in embeddings or "embed" in ".".join([*path[-1:], last]):
-            reason = "embeddings" if parameter.dim() > 1 else "no matrices"
-        elif parameter.dim() != 2:
-            reason = "no matrices"
-        elif parameter.shape == head or (path and path[-1] in _HEADS):
-            reason = "heads"
-        else:
-            reason = "matrices"
+        asked = any(fnmatchcase(name, pattern) for pattern in adamw)
+        reason = "asked for" if asked else _reason(name, parameter, tables)
         found.setdefault(reason, []).append((name, parameter))
     groups = []
     for reason in ("matrices", "embeddings", "heads", "asked for", "no matrices"):

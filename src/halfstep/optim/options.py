@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -50,54 +50,60 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
+    if not holds:
+        raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")
+
+
+# Of the numbers in a group's options: torch's name, the condition, and the condition in words.
+_NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "lr": ("learning rate", lambda x: x >= 0, "lr >= 0"),
+    "eps": ("epsilon value", lambda x: x > 0, "eps > 0; with 0, elements at rest become NaN"),
+    "weight_decay": ("weight_decay value", lambda x: x >= 0, ">= 0"),
+    "momentum": ("momentum value", lambda x: x >= 0, ">= 0"),
+}
+
+
 def check_group(group: dict[str, Any], owner: str) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
-    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
-        if group[key] is not None and group[key] not in allowed:
-            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         raise PrecisionError(
             f"lr is a tensor on {rate.device}, which every step would have to wait for; give a "
             "number or a CPU tensor"
         )
-    for key in ("amsgrad", "capturable", "differentiable"):
+    for key, (name, holds, words) in _NUMBERS.items():
+        require_option(bool(key not in group or holds(group[key])), name, group.get(key), words)
+    for index, beta in enumerate(group.get("betas", ())):
+        name = f"beta parameter at index {index}"
+        require_option(0 <= beta < 1, name, beta, "betas: 0 <= beta < 1")
+    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
+        if group[key] is not None and group[key] not in allowed:
+            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
+    for key in ("amsgrad", "capturable", "differentiable", "maximize"):
         if group.get(key):
             raise PrecisionError(
                 f"{key}=True is not supported by halfstep.optim.{owner}; leave it out, or use "
                 "torch.optim, for 16-bit weights under policy bf16-master"
             )
     for parameter in group["params"]:
-        shape = tuple(parameter.shape)
-        if parameter.dtype not in _WEIGHTS:
-            raise PrecisionError(
-                f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
-                f"weights. {_way_out(parameter.dtype, owner)}"
-            )
-        if any(n > 1 and stride == 0 for n, stride in zip(shape, parameter.stride(), strict=True)):
-            raise PrecisionError(
-                f"a parameter of shape {shape} and strides {parameter.stride()} has elements that "
-                "share memory; give each element its own (parameter.data = parameter.data.clone())"
-            )
+        _check_parameter(parameter, owner)
 
 
-def _way_out(dtype: torch.dtype, owner: str) -> str:
-    """Advice for a parameter of an unsupported dtype."""
-    theirs = f"torch.optim.{owner}" if hasattr(torch.optim, owner) else "one of torch.optim"
-    if dtype.is_complex:
-        return (
-            "Its update rules are for real numbers: make the parameter "
-            f"torch.view_as_real(value), or keep it complex with {theirs}"
+def _check_parameter(parameter: Tensor, owner: str) -> None:
+    shape, strides = tuple(parameter.shape), parameter.stride()
+    if parameter.dtype not in _WEIGHTS:
+        raise PrecisionError(
+            f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
+            "weights. For fp16, call model.float() and use halfstep.Precision with policy "
+            "fp16-master; keep others with one of torch.optim"
         )
-    if dtype == torch.float64:
-        return (
-            "Its steps are computed in fp32 and would round fp64 weights: keep them with "
-            f"{theirs}, or call model.float() first"
+    if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+        raise PrecisionError(
+            f"a parameter of shape {shape} and strides {strides} has elements that "
+            "share memory; give each element its own (parameter.data = parameter.data.clone())"
         )
-    return (
-        "Call model.float() before you make it; halfstep.Precision with policy fp16-master then "
-        "casts the model and gives it fp32 masters"
-    )
 
 
 def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
@@ -131,18 +137,3 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
             f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
         )
-
-
-def checked_betas(betas: tuple[float | Tensor, float | Tensor]) -> tuple[float, float]:
-    """The betas as numbers, as ``torch.optim`` stores them."""
-    for index, beta in enumerate(betas):
-        require_option(
-            bool(0 <= beta < 1), f"beta parameter at index {index}", beta, "betas: 0 <= beta < 1"
-        )
-    return float(betas[0]), float(betas[1])
-
-
-def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Raise unless ``holds``; the message begins like ``torch.optim``'s, which programs match."""
-    if not holds:
-        raise PrecisionError(f"Invalid {name}: {value}; allowed: {allowed}")

@@ -94,23 +94,27 @@ def convert(
         draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
-            if values is None or values.shape != data.shape:
-                raise PrecisionError(
-                    f"the saved state of parameter {stream} has no {name} of shape "
-                    f"{tuple(data.shape)}: it is from another optimizer or model"
-                )
-            _check_tops(f"{name} of parameter {stream}", values, tops)
-            kept, tops = _moment(values.to(data.device), tops, moments, data, draw, signed=i == 0)
+            where = f"{name} of parameter {stream}"
+            values = _of_shape(where, values, data)
+            _check_tops(where, values, tops)
+            kept, tops = _moment(values, tops, moments, data, draw, signed=i == 0)
             state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
     if held is not None and held.dtype == rounding_mode(update).remainder_dtype:
-        if held.shape != data.shape:
-            raise PrecisionError(
-                f"the saved remainder of parameter {stream} has shape {tuple(held.shape)}, "
-                f"the parameter {tuple(data.shape)}: it is from another model"
-            )
-        state[REMAINDER] = _like(flat(held.to(data.device), data), data)
+        held = _of_shape(f"remainder of parameter {stream}", held, data)
+        state[REMAINDER] = _like(flat(held, data), data)
     return state
+
+
+def _of_shape(what: str, saved: Tensor | None, data: Tensor) -> Tensor:
+    """A saved tensor on the parameter's device, if it has the parameter's shape."""
+    if saved is None or saved.shape != data.shape:
+        shape = None if saved is None else tuple(saved.shape)
+        raise PrecisionError(
+            f"the saved {what} has shape {shape}, the parameter {tuple(data.shape)}: it is from "
+            "another optimizer or model"
+        )
+    return saved.to(data.device)
 
 
 def _check_tops(what: str, codes: Tensor, tops: Tensor | None) -> None:

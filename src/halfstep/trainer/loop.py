@@ -362,9 +362,8 @@ def _record(
     cause: Cause | None,
 ) -> Record:
     result, seconds, tokens = taken.result, taken.seconds, taken.tokens
-    run = session.config.run
     rate = session.task.flops(tokens) / seconds
-    sent, fp32 = session.strategy.traffic(run.grad_accum)
+    sent, fp32 = session.strategy.sent_bytes()
     return Record.of(
         session.step,
         result,
@@ -377,8 +376,8 @@ def _record(
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
         frozen_below={r.group: r.frozen_below for r in lost if math.isfinite(r.frozen_below)}
         or None,
-        sent_bytes=sent.total or None,
-        sent_bytes_fp32=fp32.total or None,
+        sent_bytes=sent or None,
+        sent_bytes_fp32=fp32 or None,
         tokens=session.tokens,
         tokens_per_second=tokens / seconds,
         flops_per_second=rate,

@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.memory.table import Memory
-from halfstep.distributed.consistency import check_agreement
-from halfstep.distributed.data.reducer import broadcast_tensors_
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.select import choose_strategy
-from halfstep.distributed.strategy import Strategy
+from halfstep.distributed.reducer import broadcast_tensors_
+from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.muon import Muon
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import reshard_
@@ -297,7 +293,7 @@ def open_session(
     config: BaseConfig,
     progress: Progress,
     *,
-    world: World = World.alone(),  # noqa: B008  (frozen)
+    world: World = World(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
@@ -312,7 +308,7 @@ def open_session(
         HalfstepError: For data, configuration, precision, layout or model folder that cannot be
             used. No run folder exists yet.
     """
-    require_torch(*(["gradients over several machines"] if world.size > 1 else []))
+    require_torch()
     run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
@@ -322,9 +318,7 @@ def open_session(
     require_support(policy, device)
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
-    strategy = choose_strategy(
-        layout, policy, device, compiled=run.compile, sequence_parallel=run.sequence_parallel
-    )
+    strategy = choose_strategy(layout, policy, device, compiled=run.compile)
     _require_rows(run.batch_size, config, layout)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     count_peak_from_here()
@@ -362,8 +356,6 @@ def _precision(
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
-        if isinstance(optimizer, Muon):
-            optimizer.ranks = dist.group.WORLD
     ema = EMA(task.model, run.ema_decay) if run.ema_decay else None
     precision = Precision(
         policy,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan
+from halfstep.distributed.strategy import ParallelPlan
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model

@@ -10,8 +10,7 @@ from every import every
 from strangers.packages.cells import check
 
 pytestmark = pytest.mark.strangers
-MODULES = ("diffusion_models", "graphs", "lightning_demos", "lora", "sentences", "sft",
-           "timm_models", "trainers", "transformer_models")  # fmt: skip
+MODULES = ("diffusion_models", "lora", "sft", "timm_models", "trainers", "transformer_models")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -86,83 +86,6 @@ MNIST = Script(
     (("    model = Net().to(device)\n", "    model = Net().to(device)\n    prepare(model)\n"),),
 )
 
-DCGAN = Script(
-    "dcgan",
-    (
-        ("import torch\nfrom", "import halfstep\nimport torch\nfrom"),
-        (
-            "    losses = []\n",
-            "    precisionD = halfstep.Precision(policy, netD, optimizerD)\n"
-            "    precisionG = halfstep.Precision(policy, netG, optimizerG)\n"
-            "    losses = []\n",
-        ),
-        (
-            """\
-            output = netD(real)
-            errD_real = criterion(output, label)
-            errD_real.backward()
-""",
-            """\
-            with precisionD.autocast():
-                output = netD(real)
-                errD_real = criterion(output, label)
-            precisionD.backward(errD_real)
-""",
-        ),
-        (
-            "            fake = netG(noise)\n",
-            "            with precisionG.autocast():\n                fake = netG(noise)\n",
-        ),
-        (
-            """\
-            output = netD(fake.detach())
-            errD_fake = criterion(output, label)
-            errD_fake.backward()
-""",
-            """\
-            with precisionD.autocast():
-                output = netD(fake.detach())
-                errD_fake = criterion(output, label)
-            precisionD.backward(errD_fake)
-""",
-        ),
-        ("optimizerD.step()", "precisionD.step()"),
-        (
-            """\
-            output = netD(fake)
-            errG = criterion(output, label)
-            errG.backward()
-""",
-            """\
-            with precisionD.autocast():
-                output = netD(fake)
-                errG = criterion(output, label)
-            precisionG.backward(errG)
-""",
-        ),
-        ("optimizerG.step()", "precisionG.step()"),
-        (
-            "        fake = netG(fixed_noise)\n",
-            "        with precisionG.autocast():\n            fake = netG(fixed_noise)\n",
-        ),
-    ),
-    tuple(
-        (
-            f"optimizer{net} = optim.Adam(net{net}.parameters(), lr=opt.lr,"
-            " betas=(opt.beta1, 0.999))",
-            f"optimizer{net} = halfstep.optim.AdamW(\n        net{net}.parameters(), lr=opt.lr,"
-            " betas=(opt.beta1, 0.999), weight_decay=0\n    )",
-        )
-        for net in "DG"
-    ),
-    (
-        (
-            "    criterion = nn.BCELoss()\n",
-            "    criterion = nn.BCELoss()\n    prepare(netG)\n    prepare(netD)\n",
-        ),
-    ),
-)
-
 NANOGPT = Script(
     "nanogpt",
     (
@@ -226,6 +149,5 @@ NANOGPT = Script(
 
 SCRIPTS = {
     "mnist": MNIST,
-    "dcgan": DCGAN,
     "nanogpt": NANOGPT,
 }

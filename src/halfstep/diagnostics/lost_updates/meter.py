@@ -260,7 +260,7 @@ def intended_updates(
     own, kind = is_own(optimizer), type(optimizer)
     if not own and (kind not in _RULES or options.get("amsgrad")):
         return f"the rule of {kind.__name__} is not one of those that are replayed"
-    directed = isinstance(optimizer, Muon) and optimizer.is_directed(options)
+    directed = isinstance(optimizer, Muon) and options["use_muon"]
     if directed and any(sample.direction is None for sample in samples):
         return f"the direction of {kind.__name__} was given to another meter"
     rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]

@@ -9,9 +9,8 @@ from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.optim.kernels.cpu import RULES, native_kernel
-from halfstep.optim.kernels.reference import Plan, read_master, run_torch
+from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.state import StepTask
-from halfstep.precision.masters.rounding import Update
 from halfstep.precision.scaling.gradients import global_norm
 
 
@@ -24,8 +23,6 @@ class Kernel:
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
-    # the fp32 value of a flat weight and its remainder
-    read: Callable[[Tensor, Tensor | None, Update], Tensor] = read_master
     reason: str = ""  # why it is not a fast kernel
 
     @property
@@ -42,20 +39,18 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
         rule: The name of the update rule; compiled kernels know some of them.
     """
     reason: object = "no kernel for this device"
-    norm, read = global_norm, read_master
+    norm = global_norm
     if device_type == "cpu":
         native = reason = native_kernel()
         if not isinstance(native, str):
             if rule in RULES:
-                return Kernel(
-                    "a kernel compiled for this CPU", native.run, native.norm, native.read
-                )
+                return Kernel("a kernel compiled for this CPU", native.run, native.norm)
             reason = f"no compiled kernel has the rule {rule}"
-            norm, read = native.norm, native.read
+            norm = native.norm
     elif device_type == "cuda":
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
             if rule in RULES:
                 return Kernel("Triton kernels", cuda.run_cuda, norm)
             reason = f"no Triton kernel has the rule {rule}"
-    return Kernel("torch operations", run_torch, norm, read, str(reason))
+    return Kernel("torch operations", run_torch, norm, str(reason))

@@ -353,16 +353,6 @@ extern "C" void halfstep_step(const HalfstepTask* tasks, int64_t task_count,
   }
 }
 
-// The fp32 values of a 16-bit weight and its remainder, as a step reads them.
-extern "C" void halfstep_read(const HalfstepTask* task, const HalfstepPlan* plan, float* values,
-                              int32_t threads) {
-  const int64_t count = task->count, chunks = (count + kChunk - 1) / kChunk;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && chunks > 7)
-  for (int64_t c = 0; c < chunks; ++c)
-    read_master(*task, *plan, c * kChunk, static_cast<int>(std::min(kChunk, count - c * kChunk)),
-                values + c * kChunk);
-}
-
 // The sum of all squares. Chunk sums are added in a fixed order, whatever the number of threads.
 extern "C" double halfstep_square_sum(const void* const* tensors, const int64_t* counts,
                                       const int32_t* dtypes, int64_t tensor_count,

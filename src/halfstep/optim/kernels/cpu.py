@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.kernels.library import address, load_library
-from halfstep.optim.kernels.reference import Plan, read_master
+from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK, moment_dtype
 from halfstep.optim.state import StepTask, is_dense
 from halfstep.precision.masters.rounding import ROUNDING, Update
@@ -74,15 +74,6 @@ class NativeKernel:
             ctypes.c_int32,
         )
 
-        self._read = library.halfstep_read
-        self._read.restype = None
-        self._read.argtypes = (
-            ctypes.POINTER(_Task),
-            ctypes.POINTER(_Plan),
-            ctypes.c_void_p,
-            ctypes.c_int32,
-        )
-
     def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
         weight, gradient = tasks[0].weight.dtype, tasks[0].gradient.dtype
@@ -118,18 +109,6 @@ class NativeKernel:
         )
         self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
         increment_version([tensor for task in tasks for tensor in task.written])
-
-    def read(self, weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-        """What :func:`halfstep.optim.kernels.reference.read_master` gives, in one pass."""
-        if remainder is None:
-            return read_master(weight, remainder, update)
-        values, n = torch.empty(weight.shape, dtype=torch.float32, device="cpu"), weight.numel()
-        task = _Task(address(weight, n, torch.bfloat16), _rest(remainder, n, update), count=n)
-        plan = _Plan(update=_UPDATES[update])
-        self._read(
-            ctypes.byref(task), ctypes.byref(plan), values.data_ptr(), torch.get_num_threads()
-        )
-        return values
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""

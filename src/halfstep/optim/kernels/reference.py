@@ -17,13 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, Moments, decode, encode
 from halfstep.optim.rules import Algorithm
 from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import (
     ROUNDING,
-    RoundingMode,
     Update,
     random_bits,
     rounding_mode,
@@ -95,7 +93,7 @@ _PART = 1 << 16
 
 def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
     """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
-    join = _mode(update, remainder).join
+    join = rounding_mode(update).join
     return weight.float() if remainder is None or join is None else join(weight, remainder)
 
 
@@ -106,7 +104,7 @@ def store_(
 
     ``random`` are int32 random bits of shape (n,), or None if the rounding mode draws none.
     """
-    mode = _mode(update, remainder)
+    mode = rounding_mode(update)
     if mode.remainder_dtype is not None and remainder is None:
         mode = ROUNDING["nearest"]  # an fp32 weight needs none
     stored, rest = mode.split(value, random)
@@ -150,12 +148,3 @@ def _chunks(weight: Tensor, remainder: Tensor | None) -> Iterator[tuple[slice, T
     for start in range(0, weight.numel(), _PART):
         part = slice(start, start + _PART)
         yield part, None if remainder is None else remainder[part]
-
-
-def _mode(update: Update, remainder: Tensor | None) -> RoundingMode:
-    mode = rounding_mode(update)
-    if remainder is not None and mode.remainder_dtype is None:
-        raise PrecisionError(
-            f"a remainder was given for update={update!r}, which keeps none beside its weights"
-        )
-    return mode

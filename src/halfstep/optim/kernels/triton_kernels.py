@@ -211,52 +211,34 @@ def _store(  # noqa: ANN202
 
 
 @triton.jit
-def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the compiler
-    row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
-    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
-    aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
-):  # fmt: skip
-    """Update elements ``start`` to ``start + 128 * rows`` of one tensor."""
-    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
-    element = at.to(tl.uint32) + start.to(tl.uint32)
-    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
-    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
-    weight = load(weight_at, at, count, masked)
-    remainder = weight
-    if update == "split" or update == "split24" or update == "kahan":
-        signed_type: tl.constexpr = tl.int16 if update == "split" else tl.int8
-        remainder_type: tl.constexpr = tl.uint16 if update == "kahan" else signed_type
-        remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
-        remainder = load(remainder_at, at, count, masked)
-    w = joined_master(weight, remainder, update)
-    stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
-    gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
-    g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
-    g = (
-        from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
-    ) * multiplier
-
-    small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
-    moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
+def _read_moment(
+    address: tl.tensor, tops: tl.tensor, at: tl.tensor, count: tl.tensor,
+    moments: tl.constexpr, signed: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     block = tl.arange(0, rows)
-    blocks = (count + LANES - 1) // LANES
-    if rule != "directed":
-        m_at = pointer(row, FIRST, moment_type, aligned) + start
-        codes = load(m_at, at, count, masked)
-        tops = block
-        if moments == "8bit":
-            m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
-            tops = load(m_tops, block, blocks, masked)
-        m = decode_moment(codes, tops, moments, True)
-    if rule == "adamw":
-        v_at = pointer(row, SECOND, moment_type, aligned) + start
-        codes = load(v_at, at, count, masked)
-        if moments == "8bit":
-            v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
-            tops = load(v_tops, block, blocks, masked)
-        v = decode_moment(codes, tops, moments, False)
+    top = load(tops, block, (count + LANES - 1) // LANES, masked) if moments == "8bit" else block
+    return decode_moment(load(address, at, count, masked), top, moments, signed)
 
+
+@triton.jit
+def _write_moment(  # noqa: ANN202
+    address, tops, at, count, value, random,  # noqa: ANN001
+    moments: tl.constexpr, signed: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    if moments == "fp32":
+        _store(address, at, count, value, masked)
+    elif moments == "bf16":
+        b = cut(canonical(value), random if signed else random >> 12, 0xFFFF) >> 16
+        _store(address, at, count, b.to(tl.uint16), masked)
+    else:
+        codes, top = encode_moment(value, random, moments, signed)
+        _store(address, at, count, codes, masked)
+        _store(tops, tl.arange(0, rows), (count + LANES - 1) // LANES, top, masked)
+
+
+@triton.jit
+def _moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, c7, rule: tl.constexpr):  # noqa: ANN001, ANN202
+    """The new weight and moments; see ``rules.py``. A moment that a rule lacks is any number."""
     if rule == "adamw":  # c: beta1, 1 - beta1, beta2, 1 - beta2, decay, size, correction, eps
         m = m * c0 + g * c1
         v = v * c2 + (g * c3) * g
@@ -271,7 +253,15 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
         u = m * c0 + g * c1
         w = w * c4 - ((u > 0).to(tl.float32) - (u < 0).to(tl.float32)) * c5
         m = m * c2 + g * c3
+    return w, m, v
 
+
+@triton.jit
+def _write_weight(  # noqa: ANN202
+    weight_at, remainder_at, at, count, w, random,  # noqa: ANN001
+    update: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """Store a master as a weight and its remainder; see ``reference.store_``."""
     if update == "fp32":
         _store(weight_at, at, count, w, masked)
     elif update == "split":
@@ -279,12 +269,13 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
         _store(weight_at, at, count, ((b + 0x8000) >> 16).to(tl.uint16), masked)
         _store(remainder_at, at, count, b.to(tl.uint16).to(tl.int16, bitcast=True), masked)
     elif update == "split24":
-        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFF) >> 8
+        b = cut(canonical(w), random, 0xFF) >> 8
         _store(weight_at, at, count, ((b + 0x80) >> 8).to(tl.uint16), masked)
         _store(remainder_at, at, count, b.to(tl.uint8).to(tl.int8, bitcast=True), masked)
     elif update == "stochastic":
-        b = cut(canonical(w), mix(element ^ _key(row, step, 0)), 0xFFFF) >> 16
-        _store(weight_at, at, count, b.to(tl.uint16), masked)
+        _store(
+            weight_at, at, count, (cut(canonical(w), random, 0xFFFF) >> 16).to(tl.uint16), masked
+        )
     elif update == "kahan":
         high, lost = kahan(w)
         high, lost = kahan(kahan_sum(high, lost))
@@ -293,27 +284,54 @@ def _tile(  # noqa: ANN202, C901, PLR0915  # its branches are constants of the c
     else:
         _store(weight_at, at, count, nearest(w).to(tl.uint16), masked)
 
+
+@triton.jit
+def _tile(  # noqa: ANN202
+    row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
+    aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Update elements ``start`` to ``start + 128 * rows`` of one tensor.
+
+    All branches are the compiler's, and what no branch reads is not loaded.
+    """
+    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
+    element = at.to(tl.uint32) + start.to(tl.uint32)
+    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
+    low_type: tl.constexpr = tl.uint16 if update == "kahan" else tl.int16
+    remainder_type: tl.constexpr = tl.int8 if update == "split24" else low_type
+    stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
+    gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
+    small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
+    moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
+
+    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
+    remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
+    weight = load(weight_at, at, count, masked)
+    keeps: tl.constexpr = update == "split" or update == "split24" or update == "kahan"
+    w = joined_master(weight, load(remainder_at, at, count, masked) if keeps else weight, update)
+    g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
+    g = from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
+    g = g * multiplier
+
+    m, v = g, g
+    m_at = pointer(row, FIRST, moment_type, aligned) + start
+    v_at = pointer(row, SECOND, moment_type, aligned) + start
+    m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
+    v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
     if rule != "directed":
-        if moments == "fp32":
-            _store(m_at, at, count, m, masked)
-            if rule == "adamw":
-                _store(v_at, at, count, v, masked)
-        else:
-            random = mix(element ^ _key(row, step, 1))
-            if moments == "bf16":
-                b = cut(canonical(m), random, 0xFFFF) >> 16
-                _store(m_at, at, count, b.to(tl.uint16), masked)
-                if rule == "adamw":
-                    b = cut(canonical(v), random >> 12, 0xFFFF) >> 16
-                    _store(v_at, at, count, b.to(tl.uint16), masked)
-            else:
-                codes, tops = encode_moment(m, random, moments, True)
-                _store(m_at, at, count, codes, masked)
-                _store(m_tops, block, blocks, tops, masked)
-                if rule == "adamw":
-                    codes, tops = encode_moment(v, random, moments, False)
-                    _store(v_at, at, count, codes, masked)
-                    _store(v_tops, block, blocks, tops, masked)
+        m = _read_moment(m_at, m_tops, at, count, moments, True, masked, rows)
+    if rule == "adamw":
+        v = _read_moment(v_at, v_tops, at, count, moments, False, masked, rows)
+    w, m, v = _moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, c7, rule)
+    random = mix(element ^ _key(row, step, 0))
+    _write_weight(weight_at, remainder_at, at, count, w, random, update, masked)
+    random = mix(element ^ _key(row, step, 1))
+    if rule != "directed":
+        _write_moment(m_at, m_tops, at, count, m, random, moments, True, masked, rows)
+    if rule == "adamw":
+        _write_moment(v_at, v_tops, at, count, v, random, moments, False, masked, rows)
 
 
 @triton.jit(do_not_specialize=["step"])

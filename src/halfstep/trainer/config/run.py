@@ -146,10 +146,6 @@ class RunConfig:
         'Sizes of the mesh axes that ranks share the work on: "data=2", "shard=2", "tensor=2" or '
         '"data=2,tensor=2" (docs/distributed.md); empty: data over all ranks.',
     )
-    sequence_parallel: bool = option(
-        False,
-        "With tensor ranks: split norms and residual streams between them along the sequence.",
-    )
     rank_timeout: Annotated[float, Range("seconds > 0", lambda x: x > 0)] = option(
         300.0, "Seconds after which a rank that does not answer ends the run."
     )

@@ -55,8 +55,7 @@ class Vocabulary:
     """The rows of an embedding table, all of which are local to this process.
 
     Tensor parallelism puts an object with the same methods in its place, whose rows are split over
-    ranks (``halfstep.distributed.tensor.styles``); all ranks then call the same methods in the same
-    order.
+    ranks (``halfstep.distributed.tensor_parallel``); all ranks then call the same methods in order.
     """
 
     def local(self, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -216,8 +216,8 @@ Config = TypeVar("Config", bound=BaseConfig)
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # where prepared data is kept, and how ranks, micro-batches and threads share the same batches.
 RESUMABLE = frozenset(
-    {"data.cache_dir", "on_nonfinite", "on_spike", "capture", "parallel", "sequence_parallel",
-     "grad_accum", "rank_timeout", "threads", "max_steps", "max_seconds", "epochs", "eval_every",
+    {"data.cache_dir", "on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
+     "rank_timeout", "threads", "max_steps", "max_seconds", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir",
      "report_to"}
 )  # fmt: skip

@@ -58,7 +58,7 @@ class Replayed:
         return "the step does not repeat: another machine, another torch, or a fault that is gone"
 
 
-def replay(path: Path, precision: str = "", world: World = World.alone()) -> Replayed:  # noqa: B008
+def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:  # noqa: B008
     """Rebuild a run from a capture, and replay the captured step; all ranks call it.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's

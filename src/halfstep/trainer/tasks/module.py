@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from halfstep.distributed.data.reducer import broadcast_
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan, plan_of
+from halfstep.distributed.reducer import broadcast_
+from halfstep.distributed.strategy import ParallelPlan, plan_of
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import is_sharded

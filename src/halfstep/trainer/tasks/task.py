@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.plan import ParallelPlan, plan_of
+from halfstep.distributed.strategy import ParallelPlan, plan_of
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.cast import around_model
 from halfstep.precision.policy.policy import PrecisionPolicy

@@ -190,15 +190,10 @@ class GPT(LanguageModel):
         that the number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank.
         ``vocab`` splits an embedding over its tokens, and with it the head, as ``wte`` is both.
 
-        With sequence parallelism, the sequence is split over ranks from ``wte`` and
-        ``replicate:scatter``, which takes a rank's part of its input's positions, to
-        ``replicate:gather``, whose output is gathered to the whole sequence again.
-
-        **Source:** Shoeybi et al. 2019, "Megatron-LM", §3; Korthikanti et al. 2022, "Reducing
-        Activation Recomputation in Large Transformer Models", §4.2.2.
+        **Source:** Shoeybi et al. 2019, "Megatron-LM", §3.
         """
         head = 3 * self.config.n_embd // self.config.n_head
-        plan = {"wte": "vocab", "wpe": "replicate:scatter"}
+        plan = {"wte": "vocab", "wpe": "replicate"}
         for i in range(self.config.n_layer):
             plan[f"layers.{i}.attn_norm"] = "replicate"
             plan[f"layers.{i}.attn.qkv"] = f"colwise:{head}"
@@ -206,7 +201,7 @@ class GPT(LanguageModel):
             plan[f"layers.{i}.mlp_norm"] = "replicate"
             plan[f"layers.{i}.mlp.up"] = "colwise"
             plan[f"layers.{i}.mlp.down"] = "rowwise"
-        plan["final_norm"] = "replicate:gather"
+        plan["final_norm"] = "replicate"
         return plan
 
     def require_shares(self, ranks: int) -> None:

@@ -12,6 +12,19 @@ used to sum over ranks::
 Buckets start in the same order on every rank, in whatever order gradients are finished there. The
 result is a SUM: divide the loss by the count of the whole batch of all ranks.
 
+A sum in fp32 is one all-reduce. In 16 bits a ring all-reduce would round after every one of its
+n - 1 additions; here each rank sends every other rank that one's part, adds what it received in
+fp32, and sends the sum to all::
+
+    buffer    = round16(gradients)                       one rounding on each rank
+    received  = all_to_all(parts of buffer)              (n - 1) / n of the bytes
+    part      = round16(received[0] + received[1] + ...) in fp32, by rank; one rounding
+    result    = all_gather(part)                         (n - 1) / n of the bytes
+
+This sends as many bytes as a ring all-reduce in 16 bits. The order of additions is fixed, so the
+bits of the result do not depend on how the elements are spread over buffers. An fp16 overflow
+becomes inf and stays so; NaN stays NaN.
+
 **Source:** Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020, section 3.2: buckets in reverse order, and overlap.
 """
@@ -20,33 +33,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfstep.distributed.data.flat_sums import (
-    Bucket,
-    as_reduce_dtype,
-    make_buckets,
-    sparse_gradients,
-)
 from halfstep.distributed.strategy import Strategy
-from halfstep.distributed.traffic import Traffic, all_reduce
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import require, require_model
+from halfstep.precision.border import as_dtype, require, require_model
 from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.policy.policy import DTYPES, dtype_name
 from halfstep.precision.step import Precision
 
 MIB = 2**20
 # As in torch's DDP: its bucket_cap_mb, and torch.distributed._DEFAULT_FIRST_BUCKET_BYTES.
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, MIB
+ALIGNMENT = 16  # elements: 64 bytes of fp32, a cache line and the widest vector register
 
 
 class GradientReducer:
@@ -72,31 +79,22 @@ class GradientReducer:
         reduce_dtype: str | torch.dtype,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        ranks_per_machine: int | None = None,
     ) -> None:
-        """Allocate buffers and register hooks; all ranks of the group call it together.
-
-        The buffers are permanent and hold the gradients: 4 bytes per trainable element; with 16
-        bits on the wire 2 more, or only 2 in all where the gradients may stay in 16 bits.
+        """Allocate buffers, which hold the gradients, and register hooks; all ranks call it.
 
         Args:
             precision: Each parameter that its optimizers update is reduced, once.
             group: The ranks with different data; its backend must support the model's device.
             reduce_dtype: Dtype on the wire, by name or value. fp32 adds by the group's all-reduce.
-                bf16 and fp16 round every rank's gradient once, add in fp32 and round the sum once;
-                with several ranks on each of several machines, each machine's sum is rounded too.
+                bf16 and fp16 round every rank's gradient once, add in fp32 and round the sum once.
             bucket_bytes: Size of a bucket on the wire.
-            ranks_per_machine: Number of the run's processes on each machine, numbered machine by
-                machine; None: what torchrun says (LOCAL_WORLD_SIZE).
 
         Raises:
-            PrecisionError: If ``reduce_dtype`` is none of these, an embedding has sparse gradients,
-                nothing is trainable, or ranks differ in what they train.
+            PrecisionError: If ``reduce_dtype`` is none of these, nothing is trainable, or ranks
+                differ in what they train.
         """
         require(precision, Precision, "GradientReducer(precision)", "a halfstep.Precision")
         reduce_dtype = as_reduce_dtype(reduce_dtype)
-        if bucket_bytes < 1:
-            raise PrecisionError(f"bucket_bytes={bucket_bytes}; allowed: integers >= 1")
         self.armed = False
         """Whether the backward that is running is the last of the step."""
         self._precision = precision
@@ -112,20 +110,12 @@ class GradientReducer:
         if self._ranks == 1:
             return  # one rank's gradients are the sums, and are not rounded for sending
         self._check(group, reduce_dtype, bucket_bytes)
-        groups = [group]
-        if reduce_dtype != torch.float32:
-            groups = split_by_machine(group, ranks_per_machine, precision.device)
         policy, device = precision.policy, precision.device
         # halfstep's optimizers accept 16-bit gradients; others need the weights' dtype.
         low = policy.update != "nearest" or policy.grad_dtype != torch.float32
-        self._buckets = make_buckets(
-            {name: parameter for name, (_, parameter) in reversed(self._trained.items())},
-            groups,
-            reduce_dtype,
-            reduce_dtype if low else torch.float32,
-            bucket_bytes,
-            min(FIRST_BUCKET_BYTES, bucket_bytes),
-        )
+        named = {name: parameter for name, (_, parameter) in reversed(self._trained.items())}
+        result_dtype = reduce_dtype if low else torch.float32
+        self._buckets = make_buckets(named, group, reduce_dtype, result_dtype, bucket_bytes)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for bucket in self._buckets:
@@ -133,16 +123,14 @@ class GradientReducer:
                 hook = partial(self._finished, bucket, name)
                 self._trained[name][0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in one step, padding included."""
-        return sum(bucket.sum.sent_bytes for bucket in self._buckets)
+    def bytes_per_step(self, itemsize: int) -> int:
+        """Bytes that this rank sends in one step, padding included, at a size of an element.
 
-    @property
-    def fp32_bytes_per_step(self) -> int:
-        """Bytes that this rank would send with ``reduce_dtype`` fp32 and the same buffers."""
-        sizes = [bucket.sum.buffer.numel() * torch.float32.itemsize for bucket in self._buckets]
-        return sum(all_reduce(size, self._ranks) for size in sizes)
+        **Source:** a ring all-reduce, and an exchange and a gather, send 2 (n - 1) / n of the
+        payload (Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009).
+        """
+        numbers = sum(bucket.sum.buffer.numel() for bucket in self._buckets)
+        return 2 * (self._ranks - 1) * numbers * itemsize // self._ranks
 
     @contextlib.contextmanager
     def last(self) -> Iterator[None]:
@@ -249,15 +237,8 @@ class GradientReducer:
     def _check(
         self, group: dist.ProcessGroup, reduce_dtype: torch.dtype, bucket_bytes: int
     ) -> None:
-        """Refuse sparse embeddings, and ranks whose buckets differ, which would deadlock."""
-        model = self._precision.model
-        weights: dict[Tensor, str] = {weight: name for name, (weight, _) in self._trained.items()}
-        for module in model.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                weight = module.weight
-                if weight in weights:
-                    raise sparse_gradients(weights[weight])
-        if not weights:
+        """Refuse ranks whose buckets differ, which would deadlock."""
+        if not self._trained:
             raise PrecisionError("the optimizer holds no trainable parameter: nothing to reduce")
         shapes = [(n, p.dtype, tuple(p.shape)) for n, (_, p) in self._trained.items()]
         text = repr((shapes, reduce_dtype, bucket_bytes))
@@ -296,12 +277,12 @@ class DataParallel(Strategy):
         if self._reducer is not None:
             self._reducer.finish()
 
-    def traffic(self, micro_batches: int) -> tuple[Traffic, Traffic]:
+    def sent_bytes(self) -> tuple[int, int]:
         """Return the reducer's bytes; micro-batches accumulate before anything is sent."""
         if self._reducer is None:
-            return Traffic(), Traffic()
-        sent, fp32 = self._reducer.bytes_per_step, self._reducer.fp32_bytes_per_step
-        return Traffic(gradients=sent), Traffic(gradients=fp32)
+            return 0, 0
+        count = self._reducer.bytes_per_step
+        return count(self.policy.reduce_dtype.itemsize), count(torch.float32.itemsize)
 
 
 def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
@@ -352,68 +333,242 @@ def broadcast_tensors_(tensors: Iterable[Tensor], group: dist.ProcessGroup | Non
             part.copy_(values)
 
 
-# Grouping of ranks by machine, for sums in two levels.
+# Sums of flat buffers.
 
 
-def neighbours(ranks: Sequence[int], rank: int, per_machine: int) -> list[list[int]]:
-    """List the ranks that a rank adds with at each level.
+class DirectSum:
+    """A sum by an all-reduce in place.
 
-    Args:
-        ranks: The group's ranks, by their numbers in the run.
-        rank: One of them.
-        per_machine: Number of the run's ranks on every machine, numbered machine by machine.
-
-    Returns:
-        Two lists: the group's ranks on this rank's machine, and one rank of each machine, the one
-        at the same position there. Or a single list of all ranks where two levels would not help:
-        one machine has them all, each machine has one, machines have different numbers of ranks, or
-        the group is not in the order of ranks.
+    Every kind of sum has a 1-D ``buffer`` for this rank's elements and a ``result``, in the same
+    memory or not, which holds the sum after all :meth:`phases` and :meth:`wait`. Each step of the
+    iterator launches one phase. Sums share scratch memory, so whenever one advances, those that
+    started earlier advance before it.
     """
-    machines = [[*own] for _, own in groupby(ranks, lambda other: other // per_machine)]
-    count = len(machines[0])
-    uneven = any(len(own) != count for own in machines)
-    if len(machines) == 1 or count == 1 or uneven or [*ranks] != sorted(ranks):
-        return [[*ranks]]
-    inside = next(own for own in machines if rank in own)
-    place = inside.index(rank)
-    return [inside, [own[place] for own in machines]]
+
+    def __init__(self, elements: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.result = self.buffer = torch.zeros(elements, device=device)
+        self._group = group
+        self._work: Any = None
+
+    def phases(self) -> Iterator[None]:
+        """Launch the only phase, the all-reduce of the whole buffer."""
+        self._work = dist.all_reduce(self.buffer, group=self._group, async_op=True)
+        yield
+
+    def wait(self) -> None:
+        """Wait for the all-reduce that :meth:`phases` has started."""
+        self._work.wait()
 
 
-def split_by_machine(
-    group: dist.ProcessGroup, ranks_per_machine: int | None, device: torch.device
-) -> list[dist.ProcessGroup]:
-    """Make the groups for a sum within machines and between them, or return the group alone.
+class RoundedSum:
+    """A sum with 16 bits on the wire and additions in fp32."""
 
-    All ranks of the group call it together. With NCCL and a ``device_id`` in
-    ``init_process_group``, where communicators are split from one, all ranks of the run must.
+    def __init__(
+        self, elements: int, group: dist.ProcessGroup, received: Tensor, result_dtype: torch.dtype
+    ) -> None:
+        """Allocate the buffer, the result and this rank's part.
+
+        Args:
+            elements: Size of the buffer, a multiple of the number of ranks.
+            group: The ranks that add.
+            received: Scratch memory that sums take in turn, in the dtype on the wire.
+            result_dtype: Dtype of ``result``: the wire's or fp32.
+        """
+        self._group, self._received = group, received[:elements]
+        self.buffer = torch.zeros_like(self._received)
+        same = result_dtype == self.buffer.dtype
+        self.result = self.buffer if same else torch.zeros_like(self.buffer, dtype=result_dtype)
+        self._part = torch.zeros_like(self.buffer[: elements // dist.get_world_size(group)])
+        self._work: Any = None
+
+    def phases(self) -> Iterator[None]:
+        """Exchange parts, add them in rank order, and gather the sums."""
+        group = self._group
+        self._work = dist.all_to_all_single(self._received, self.buffer, group=group, async_op=True)
+        yield
+        self._work.wait()
+        add_by_rank(self._received.view(-1, len(self._part)), self._part)
+        self._work = gather(self.buffer, self._part, group)
+        yield
+
+    def wait(self) -> None:
+        """Wait for all parts, and widen them to the result's dtype."""
+        self._work.wait()
+        if self.result is not self.buffer:
+            self.result.copy_(self.buffer)
+
+
+def add_by_rank(received: Tensor, part: Tensor) -> None:
+    """Write the sum of the rows, added in fp32 from the first to the last and rounded once.
 
     Args:
-        group: The ranks that add.
-        ranks_per_machine: See :func:`neighbours`; None: what torchrun says, or else 1. If ranks
-            differ in it, there is one level.
-        device: Device of the buffers; its backend's timeout is used for the new groups.
+        received: (ranks, elements), 16-bit.
+        part: (elements,), 16-bit: the result.
+    """
+    if len(received) == 2:  # torch also adds two 16-bit tensors in fp32, in a quarter of the time
+        torch.add(received[0], received[1], out=part)
+        return
+    total = received[0].float()
+    for other in received[1:]:
+        total.add_(other)
+    part.copy_(total)
+
+
+def gather(result: Tensor, part: Tensor, group: dist.ProcessGroup) -> Any:
+    """Start an all-gather of the ranks' parts in rank order; torch 2.13 renames the function."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(result, part, group=group, async_op=True)
+
+
+def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
+    """Return the dtype that gradients are summed in, given by name or value.
 
     Raises:
-        PrecisionError: If ``ranks_per_machine`` is below 1.
+        PrecisionError: If it is not fp32, bf16 or fp16.
     """
-    if ranks_per_machine is None:
-        ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks_per_machine < 1:
-        raise PrecisionError(f"ranks_per_machine={ranks_per_machine}; allowed: integers >= 1")
-    table = torch.tensor([ranks_per_machine, -ranks_per_machine], device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-    most, least = table.tolist()
-    ranks = dist.get_process_group_ranks(group)
-    levels = neighbours(ranks, dist.get_rank(), ranks_per_machine)
-    if most != -least or len(levels) == 1:
-        return [group]
-    backend: Any = group._get_backend(device)
-    return [
-        dist.new_group(
-            level,
-            timeout=backend.options._timeout,
-            backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-        )
-        for level in levels
-    ]
+    dtype = as_dtype(value)
+    if dtype not in DTYPES.values():
+        raise PrecisionError(f"reduce={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+    return dtype
+
+
+# Buckets: the gradients of many parameters in one flat buffer, so that they are summed together.
+#
+# A buffer holds, one after the other, each parameter's gradient in the parameter's own memory
+# order, padded to a multiple of 16 elements; then for each parameter a 1 if this rank has a
+# gradient for it, or else 0. The sum of these flags tells whether any rank has a gradient, without
+# another message.
+
+
+class Bucket:
+    """A set of parameters whose gradients are summed together."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], total: DirectSum | RoundedSum) -> None:
+        """Lay the parameters out in the buffer.
+
+        Args:
+            named: The tensors that the optimizer updates, by name.
+            total: A sum of :func:`elements` elements or more.
+        """
+        self.sum = total
+        self.names = [*named]
+        self.started = False
+        self.pending = set(self.names)
+        """Parameters whose gradient the last micro-batch has not finished yet."""
+        self._parameters = [*named.values()]
+        self._absent: list[int] = []
+        offset, inputs, results = 0, [], []
+        for parameter in self._parameters:
+            inputs.append(_view(total.buffer, parameter, offset))
+            results.append(_view(total.result, parameter, offset))
+            offset += _aligned(parameter.numel())
+        self._inputs = inputs
+        self._results = dict(zip(self._parameters, results, strict=True))
+        end = offset + len(inputs)
+        self._have, self._anyone_has = total.buffer[offset:end], total.result[offset:end]
+
+    def fill(self, masters: MasterWeights, scale: float = 1.0) -> None:
+        """Copy this rank's gradients into the buffer, with zeros for those that it does not have.
+
+        The gradients' own memory is freed: views of the buffer take their place.
+
+        Args:
+            masters: Hold the gradients.
+            scale: Multiplies the gradients before they are rounded to the buffer's dtype.
+
+        Raises:
+            PrecisionError: If a gradient is sparse.
+        """
+        self.started = True
+        found = masters.gradients(self._parameters)
+        sparse = [
+            name
+            for name, parameter in zip(self.names, self._parameters, strict=True)
+            if parameter in found and found[parameter].is_sparse
+        ]
+        if sparse:
+            raise PrecisionError(
+                f"the gradient of {sparse[0]} is sparse, and sums over ranks are of dense "
+                "gradients; use sparse=False in the embedding"
+            )
+        self._absent = [i for i, p in enumerate(self._parameters) if p not in found]
+        gradients = [*found.values()]
+        if scale != 1.0 and gradients:
+            gradients = list(torch._foreach_mul(gradients, scale))
+        self._have.fill_(1)
+        if self._absent:
+            torch._foreach_zero_([self._inputs[i] for i in self._absent])
+            self._have.copy_(torch.tensor([float(p in found) for p in self._parameters]))
+        if gradients:
+            pairs = zip(self._inputs, self._parameters, strict=True)
+            torch._foreach_copy_([view for view, p in pairs if p in found], gradients)
+        masters.replace({p: self._results[p] for p in found})
+
+    def sums(self) -> dict[nn.Parameter, Tensor]:
+        """Return the summed gradients of parameters that have one on any rank, as buffer views.
+
+        The host waits for the device only if this rank lacked some gradient.
+        """
+        if not self._absent:
+            return self._results
+        found = [have > 0 for have in self._anyone_has.tolist()]
+        return {p: g for (p, g), yes in zip(self._results.items(), found, strict=True) if yes}
+
+    def reset(self) -> None:
+        """Mark all gradients as pending again, for the next step."""
+        self.started = False
+        self.pending = set(self.names)
+
+
+def make_buckets(
+    named: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup,
+    reduce_dtype: torch.dtype,
+    result_dtype: torch.dtype,
+    bucket_bytes: int,
+) -> list[Bucket]:
+    """Distribute parameters over buckets in their order.
+
+    Args:
+        named: The tensors that the optimizer updates, by name; on one device.
+        group: The ranks that add.
+        reduce_dtype: Dtype on the wire.
+        result_dtype: Dtype of the sums: ``reduce_dtype`` or fp32.
+        bucket_bytes: Largest size on the wire; only a single larger parameter exceeds it. The first
+            bucket is smaller, so that sums start early.
+    """
+    ranks = dist.get_world_size(group)
+    device = next(iter(named.values())).device
+    filled: list[dict[str, nn.Parameter]] = [{}]
+    size, most = 0, min(FIRST_BUCKET_BYTES, bucket_bytes)
+    for name, parameter in named.items():
+        own = parameter.numel() * reduce_dtype.itemsize
+        if filled[-1] and size + own > most:
+            filled.append({})
+            size, most = 0, bucket_bytes
+        filled[-1][name] = parameter
+        size += own
+    sizes = [elements([*part.values()], ranks) for part in filled]
+    total: Iterator[DirectSum | RoundedSum]
+    if reduce_dtype == torch.float32:
+        total = (DirectSum(size, group, device) for size in sizes)
+    else:
+        received = torch.zeros(max(sizes), dtype=reduce_dtype, device=device)
+        total = (RoundedSum(size, group, received, result_dtype) for size in sizes)
+    return [Bucket(part, own) for part, own in zip(filled, total, strict=True)]
+
+
+def elements(parameters: Sequence[Tensor], ranks: int) -> int:
+    """Return the size of a buffer for these parameters that ``ranks`` can share equally."""
+    numbers = sum(_aligned(parameter.numel()) for parameter in parameters) + len(parameters)
+    return -(-numbers // (ranks * ALIGNMENT)) * ranks * ALIGNMENT
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """Make a view with the parameter's memory order, or a contiguous one if that has gaps."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return flat.as_strided(parameter.shape, strides, offset)

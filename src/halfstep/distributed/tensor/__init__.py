@@ -1,1 +1,0 @@
-"""Tensor parallelism: every rank holds, and computes with, a part of each layer."""
