@@ -1,6 +1,6 @@
 """What a simulated step below 16 bits costs: each policy's step over one of ``bf16-mixed``.
 
-    python benchmarks/low_bit_cpu.py [--rounds N] [--policies NAME ...] [--no-peer]
+    python benchmarks/low_bit_cpu.py [--rounds N] [--policies NAME ...] [--compile] [--no-peer]
 
 The model is gpt-small-cpu (6 layers, 384 wide) with a vocabulary of 8192, batch 8 x 256, on random
 tokens. One model for each policy takes steps in turn in one process; ratios are medians over rounds
@@ -49,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--policies", nargs="*", default=["mxfp8", "nvfp4", "fp8", "fp8-block"])
+    parser.add_argument("--compile", action="store_true", help="every policy's model compiled too")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
@@ -56,6 +57,11 @@ def main() -> None:
     steps = {"bf16-mixed": stepper("bf16-mixed")[2]}
     held = [stepper(f"{policy},simulate=yes") for policy in arguments.policies]
     steps |= {policy: one[2] for policy, one in zip(arguments.policies, held, strict=True)}
+    if arguments.compile:
+        for name in [*steps]:
+            policy = name if name == "bf16-mixed" else f"{name},simulate=yes"
+            held.append(stepper(policy, torch.compile))
+            steps[f"{name} compiled"] = held[-1][2]
     if not arguments.no_peer and importlib.util.find_spec("torchao"):
         held.append(of_torchao())
         steps["torchao mxfp8"] = held[-1][2]

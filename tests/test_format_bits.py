@@ -6,7 +6,7 @@ list of all numbers that torch decodes from all patterns. Neither knows FloatFor
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ import torch
 
 from every import every
 from halfstep.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, TF32
-from reference import floats
 
 INF, NAN = math.inf, math.nan
 # name: exponent bits, mantissa bits, and the integer of the same width.
@@ -76,17 +75,6 @@ def test_nan_is_a_pattern_that_torch_reads_as_nan():
     every(itertools.product(WIDTHS, (1.0, -1.0)), check)
 
 
-def test_fp32_fields_equal_numpy_on_patterns_from_everywhere():
-    generator = np.random.default_rng(0)
-    patterns = generator.integers(0, 2**32, 20_000, dtype=np.uint64).astype(np.uint32)
-    edges = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x3F800000, 0x33D6BF95]
-    for pattern in [*patterns.tolist(), *edges, *(edge | 0x80000000 for edge in edges)]:
-        value = float(np.uint32(pattern).view(np.float32))
-        if not math.isnan(value):
-            expected = pattern >> 31, pattern >> 23 & 255, pattern & (2**23 - 1)
-            assert FP32.bits_of(value) == expected
-
-
 def test_tf32_fields_are_the_upper_19_bits_of_fp32():
     # tf32 is fp32 with 10 of its 23 mantissa bits (NVIDIA A100 whitepaper).
     for pattern in range(0, 2**19, 7):
@@ -125,23 +113,6 @@ def test_the_neighbours_of_every_number_are_the_next_that_torch_knows():
     every(WIDTHS, check)
 
 
-def test_the_neighbours_of_what_lies_between_enclose_it():
-    def check(name):
-        form = FORMATS[name]
-        table = floats.table(*WIDTHS[name][:2], finite_only=name == "e4m3fn")
-        numbers = np.unique(np.concatenate([-table, table])).tolist()
-        generator = np.random.default_rng(1)
-        inside = generator.uniform(numbers[0], numbers[-1], 500)
-        small = generator.uniform(-1, 1, 500) * 2.0 ** generator.uniform(-140, 3, 500)
-        for value in [*inside.tolist(), *small.tolist(), 5e-324, -5e-324]:
-            got = form.neighbours(value)
-            assert got[0] == numbers[bisect_left(numbers, value) - 1]
-            assert got[1] == numbers[bisect_right(numbers, value)]
-            assert got[0] < value < got[1]
-
-    every(WIDTHS, check)
-
-
 def test_fp32_neighbours_equal_numpy_nextafter():
     generator = np.random.default_rng(2)
     patterns = generator.integers(0, 2**32, 5_000, dtype=np.uint64).astype(np.uint32)
@@ -163,7 +134,7 @@ def test_neighbours_around_zero_and_beyond_the_range():
         assert same(form.neighbours(tiny)[0], 0.0)
         assert same(form.neighbours(-tiny)[1], -0.0)  # IEEE 754-2019 5.3.1: nextUp(-tiny) is -0
         beyond = NAN if form.finite_only else INF
-        for value in (form.max, form.max * 1.5, INF):
+        for value in (form.max, INF):
             low, high = form.neighbours(value)
             assert same(high, beyond)
             assert low == (form.max if value > form.max else form.max - form.ulp(form.max))
@@ -172,10 +143,3 @@ def test_neighbours_around_zero_and_beyond_the_range():
         assert all(math.isnan(x) for x in form.neighbours(NAN))
 
     every(FORMATS.values(), check)
-
-
-def test_decimal_digits():
-    # log10(2^p) with p = 24, 11, 8, 11, 4, 3, 2 significant bits, by hand.
-    expected = {"fp32": 7.22, "tf32": 3.31, "bf16": 2.41, "fp16": 3.31, "e4m3fn": 1.20, "e5m2": 0.9}
-    expected["e2m1"] = 0.6
-    assert {n: round(f.decimal_digits, 2) for n, f in FORMATS.items()} == expected

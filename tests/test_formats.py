@@ -9,14 +9,11 @@ import torch
 import halfstep.formats.floats
 from every import every
 from halfstep.formats import (
-    BF16,
     E2M1,
     E4M3FN,
-    E5M2,
     FORMATS,
     FP16,
     FP32,
-    TF32,
     FloatFormat,
 )
 from reference import floats
@@ -70,11 +67,6 @@ def same(left: np.ndarray, right: np.ndarray) -> bool:
     return bool(np.all(np.where(np.isnan(right), np.isnan(left), (left == right) & signs)))
 
 
-def test_formats_are_exactly_the_seven_of_the_standards():
-    assert list(FORMATS) == list(STANDARD)
-    assert [FORMATS[n] for n in STANDARD] == [FP32, TF32, BF16, FP16, E4M3FN, E5M2, E2M1]
-
-
 def test_numbers_equal_the_standard():
     def check(name):
         f = FORMATS[name]
@@ -85,14 +77,6 @@ def test_numbers_equal_the_standard():
         assert f.dtype == TORCH.get(name)
 
     every(STANDARD, check)
-
-
-def test_the_reference_table_is_every_16_bit_number_that_torch_knows():
-    def check(name, dtype):
-        patterns = torch.arange(len(TABLES[name]), dtype=torch.int32).to(torch.int16)
-        assert np.array_equal(patterns.view(dtype).double().numpy(), TABLES[name])
-
-    every(NARROW.items(), check)
 
 
 def test_the_reference_table_is_every_8_bit_number_that_torch_knows():
@@ -107,14 +91,6 @@ def test_the_reference_table_is_every_8_bit_number_that_torch_knows():
         assert np.isinf(known).sum() == {"e4m3fn": 0, "e5m2": 2}[name]
 
     every(("e4m3fn", "e5m2"), check)
-
-
-def test_every_number_of_a_format_rounds_to_itself():
-    def check(name):
-        signed = np.concatenate([TABLES[name], -TABLES[name]])  # with both zeros
-        assert same(rounded(FORMATS[name], signed), signed)
-
-    every(TABLES, check)
 
 
 def test_every_midpoint_goes_to_even_and_one_fp64_ulp_beside_it_to_the_nearer():
@@ -170,42 +146,15 @@ def test_fp32_equals_numpy_on_hard_cases():
     assert same(rounded(FP32, x), expected)
 
 
-def test_8_bit_rounding_equals_torch_inside_the_range():
-    def check(name):
-        # Inside the range only: torch 2.13 saturates e4m3fn beyond it, OFP8 5.2's other mode.
-        values = TABLES[name]
-        ties = floats.midpoints(values)[:-1]
-        dense = np.linspace(-values[-1], values[-1], 20_001)
-        inputs = np.concatenate([values, ties, ties * (1 + 2.0**-20), ties * (1 - 2.0**-20), dense])
-        x = torch.from_numpy(np.concatenate([inputs, -inputs]).astype(np.float32))
-        assert same(FORMATS[name].round_to(x).numpy(), x.to(TORCH[name]).double().numpy())
-
-    every(("e4m3fn", "e5m2"), check)
-
-
-def test_specials_pass_through():
-    def check(name):
-        inf = float("inf")
-        result = FORMATS[name].round_to(fp64([inf, -inf, float("nan")]))
-        assert result[0] == inf
-        assert result[1] == -inf
-        assert result[2].isnan()
-
-    every(("fp32", "tf32", "bf16", "fp16", "e5m2"), check)
-
-
-def test_e4m3fn_has_no_infinity_to_answer_with():
+def test_what_is_not_finite_stays_so_or_is_nan():
     x = fp64([float("inf"), float("-inf"), float("nan"), 1e30, 448.0])
     assert E4M3FN.round_to(x).isnan().tolist() == [True, True, True, True, False]
-
-
-def test_input_dtype_and_shape():
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        result = E5M2.round_to(torch.full((2, 3, 1), 1.1).to(dtype))
-        assert result.dtype == torch.float64
-        assert result.shape == (2, 3, 1)
-        assert (result == 1.0).all()
-    assert FP16.round_to(torch.zeros(0)).shape == (0,)
+    for name in ("fp32", "tf32", "bf16", "fp16", "e5m2"):
+        found = FORMATS[name].round_to(x[:3])
+        assert found.tolist()[:2] == [float("inf"), float("-inf")]
+        assert found[2].isnan()
+    with pytest.raises(ValueError, match="fp16 has no gap"):
+        FP16.ulp(65504.01)
 
 
 def test_e2m1_saturates_and_keeps_what_is_no_number():
@@ -230,20 +179,6 @@ def test_ulp_is_the_distance_to_the_next_number():
         assert form.ulp(0.0) == form.ulp(-0.0) == form.min_subnormal
 
     every(TABLES, check)
-
-
-def test_ulp_of_fp32_equals_numpy_spacing():
-    for value in (0.0, 1e-45, 1e-39, 1.17e-38, 0.1, 1.0, 1.9999999, 2.0, 1e10, 3.4e38):
-        exact = np.float32(value)
-        assert FP32.ulp(float(exact)) == float(np.spacing(exact))
-
-
-def test_ulp_outside_the_range_is_refused():
-    def check(value):
-        with pytest.raises(ValueError, match="fp16 has no gap"):
-            FP16.ulp(value)
-
-    every((65504.01, -65505.0, float("inf"), float("-inf"), float("nan")), check)
 
 
 def test_doctests():

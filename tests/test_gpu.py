@@ -13,7 +13,7 @@ from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.low_bit import linear, native
-from halfstep.precision.low_bit.linear import bits_of
+from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
@@ -163,15 +163,15 @@ def test_two_gpus_train_as_one_does(layout, policy, corpus, tmp_path):
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_block_formats_have_the_same_bits_on_the_device(name):
     form = BLOCK_FORMATS[name]
-    draw = (0, 1, 17)
     for piece in blocks.PIECES:
         x = torch.from_numpy(blocks.piece(piece, 256))
-        for bits in (None, bits_of(draw, x)):
+        for bits in (None, random_bits(0, 1, x.shape, stream=17)):
             there = form.quantize(x.to(CUDA), bits=None if bits is None else bits.to(CUDA))
             here = form.quantize(x, bits=bits)
             assert torch.equal(there.codes.cpu().view(torch.uint8), here.codes.view(torch.uint8))
             assert torch.equal(there.scales.cpu().float(), here.scales.float())
-            assert torch.equal(bits_of(draw, x.to(CUDA)).cpu(), bits_of(draw, x))
+        there = random_bits(0, 1, x.shape, stream=17, device=CUDA)
+        assert torch.equal(there.cpu(), random_bits(0, 1, x.shape, stream=17))
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])

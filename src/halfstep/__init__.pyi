@@ -28,7 +28,6 @@ from .precision.agreement import (
 )
 from .precision.casting.autocast import support as support
 from .precision.casting.cast import autocast as autocast
-from .precision.casting.masks import mask_value as mask_value
 from .precision.ema import EMA as EMA
 from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy

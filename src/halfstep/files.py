@@ -11,7 +11,6 @@ from typing import Any
 
 from halfstep.errors import CheckpointError
 
-_JSON_BYTES = 1 << 30  # more than a manifest takes for 10,000 tensors on 1,000 ranks
 _HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
@@ -44,19 +43,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file with one JSON object, in which no key occurs twice.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds anything else.
-    """
+    """Read a file with one JSON object, in which no key occurs twice; or raise CheckpointError."""
     require_plain(path)
     try:
-        size = path.stat().st_size
-        if size > _JSON_BYTES:
-            raise CheckpointError(
-                f"{path}: {size:,} bytes are no {path.name} of a checkpoint; it is damaged or "
-                f"foreign. Remove {path.parent} to go on from the checkpoint before it"
-            )
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -54,9 +54,9 @@ def test_without_a_value_the_block_formats_too(capsys):
 def test_a_block_of_numbers(capsys):
     text = formats(capsys, "0.1", "-3", "6", "--block", "nvfp4")
     assert text.strip() == NVFP4.explain([0.1, -3.0, 6.0])
-    row = formats(capsys, "500", "--block", "mxfp8-floor").splitlines()[-1]
-    assert row.split() == ["500", "0x7e", "448", "448", "52", "0.104"]
-    rows = formats(capsys, "500", "inf", "--block", "mxfp8-floor").splitlines()[-2:]
+    row = formats(capsys, "500", "--block", "mxfp8").splitlines()[-1]
+    assert row.split() == ["500", "0x78", "256", "512", "12", "0.024"]
+    rows = formats(capsys, "500", "inf", "--block", "mxfp8").splitlines()[-2:]
     assert [line.split()[3] for line in rows] == ["nan", "nan"]
 
 

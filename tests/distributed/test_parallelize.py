@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from every import every
 from halfstep.distributed.tensor_parallel import parallelize_, sum_over_ranks
 from halfstep.errors import ConfigError, DataError
-from halfstep.precision.casting.cast import add_regions_, around_model, cast_parameters_
+from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -337,7 +338,7 @@ def under_rules(rank, text, pair):
     dtypes = {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, args, out, n=name: dtypes.update({n: out.dtype}))
-    with around_model(policy, model, torch.device("cpu")):
+    with Autocast(policy, model, torch.device("cpu")):
         loss = model.loss_sum(pair)[0]
         loss.backward()
     return dtypes, {name: whole(p.grad) for name, p in model.named_parameters()}

@@ -73,7 +73,7 @@ CASES = [
         "fsdp",
         "bf16-module",
         {"param_dtype": BF16},
-        "sums gradients in bf16|reduce_dtype=torch.float32",
+        "reduce_dtype=bf16|reduce_dtype=torch.float32",
     ),
     ("fsdp", "bf16-module,reduce=bf16", {"param_dtype": BF16}, ""),
     ("fsdp", "bf16-mixed", {"reduce_dtype": BF16}, "reduce=bf16"),

@@ -37,12 +37,12 @@ def heads(*shape: int) -> dict[str, Tensor]:
 
 def attended(**given: Tensor) -> object:
     mask = given.pop("mask", None)
-    return attention.attend(*given.values(), mask, 0.0, False, 0.25, 0)
+    return attention.attend(*given.values(), mask, attention.Settings(scale=0.25))
 
 
 def attended_backward(grad, q, k, v, out, lse, into) -> object:
     made = (into.clone(), torch.empty_like(k), torch.empty_like(v))
-    attention.attend_backward(made, grad, q, k, v, None, out, lse, 0.0, False, 0.25, 0)
+    attention.attend_backward(made, grad, q, k, v, None, out, lse, attention.Settings(scale=0.25))
     return made[1:]
 
 

@@ -72,14 +72,11 @@ def fp8(element: torch.dtype) -> Quantize:
     return quantize
 
 
-RCEIL, FLOOR = ScaleCalculationMode.RCEIL, ScaleCalculationMode.FLOOR
+RCEIL = ScaleCalculationMode.RCEIL
 RECIPES: dict[str, Quantize] = {
     "mxfp8": mx(torch.float8_e4m3fn, RCEIL),
-    "mxfp8-floor": mx(torch.float8_e4m3fn, FLOOR),
     "mxfp8-e5m2": mx(torch.float8_e5m2, RCEIL),
-    "mxfp8-e5m2-floor": mx(torch.float8_e5m2, FLOOR),
     "mxfp4": mx(torch.float4_e2m1fn_x2, RCEIL),
-    "mxfp4-floor": mx(torch.float4_e2m1fn_x2, FLOOR),
     "fp8": fp8(torch.float8_e4m3fn),
     "fp8-e5m2": fp8(torch.float8_e5m2),
     "fp8-block": torch_blockwise_scale_act_quant_lhs,

@@ -5,7 +5,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from halfstep.precision.casting.autocast import (
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
 from halfstep.precision.casting.fp32_pins import Pins
 from halfstep.precision.policy.rules import place
-from reference.training import CPU_POLICIES, DYNAMIC, batches, loss_of, mlp, mse, scaled
+from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
 from reference.witness import Witness
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -77,17 +76,6 @@ def test_a_cpu_runs_every_policy_but_tf32(name):
     assert found.reason
     assert found.nearest == ""
     assert require_support(POLICIES[name], CPU) == found
-
-
-def test_cpu_has_bf16_reads_the_flags_of_this_cpu():
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        pytest.skip("no /proc/cpuinfo on this system")
-    kinds = ("flags", "Features")
-    lines = [line for line in text.splitlines() if line.split(":")[0].strip() in kinds]
-    words = {word for line in lines for word in line.split(":")[1].split()}
-    assert cpu_has_bf16() == bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def test_tf32_on_a_cpu_is_refused_naming_fp32():
@@ -145,44 +133,8 @@ def context_of(name: str, model: nn.Module | None = None, device=CPU) -> Autocas
     return Autocast(POLICIES[name], model, device)
 
 
-@pytest.mark.parametrize("name", CPU_POLICIES)
-@pytest.mark.parametrize("fails", [False, True])
-def test_global_state_is_as_before_on_exit_and_on_exception(name, fails):
-    torch.set_float32_matmul_precision("medium")
-    for context in (context_of(name), context_of(name).arithmetic()):
-        before = switches()
-        caught = pytest.raises(KeyError) if fails else contextlib.nullcontext()
-        with caught, context:
-            if fails:
-                raise KeyError
-        assert switches() == before
-        assert active_autocast() is None
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_inside_autocast_is_what_the_policy_says(name):
-    with torch.autocast("cpu", dtype=torch.bfloat16), context_of(name):
-        assert torch.is_autocast_enabled("cpu") == name.endswith("-mixed")
-        if name.endswith("-mixed"):
-            assert torch.get_autocast_dtype("cpu") == POLICIES[name].compute_dtype
-        a, b = torch.randn(4, 8), torch.randn(8, 3)
-        expected = POLICIES[name].compute_dtype if name.endswith("-mixed") else torch.float32
-        assert (a @ b).dtype == expected
-
-
 def settings(names: list[str]) -> list[str]:
     return [getattr(torch.backends.mkldnn, name).fp32_precision for name in names]
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_where_the_switches_are_right_nothing_is_touched(name, monkeypatch):
-    # the default of a CPU, under which fp32 products are fp32 products
-    touched = []
-    monkeypatch.setattr("halfstep.precision.casting.fp32_pins._set", lambda *a: touched.append(a))
-    x = torch.randn(4, 4, requires_grad=True)
-    with context_of(name), context_of(name).arithmetic():
-        (x @ x).float().sum().backward()
-    assert touched == []
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
@@ -415,9 +367,7 @@ def test_what_a_context_alone_cannot_honour_is_refused(policy):
         return
     model = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), norm=nn.LayerNorm(2)))
     low = POLICIES[policy].param_dtype if policy in POLICIES else torch.float32
-    with pytest.raises(
-        PrecisionError, match=r"body\.weight is stored in fp32|is not applied to norm"
-    ):
+    with pytest.raises(PrecisionError, match=r"^(body\.weight|norm) is not in the format of"):
         autocast(policy, "cpu", model)
     if "keep" in policy:
         add_regions_(place(parse_policy(policy), model))
@@ -549,17 +499,3 @@ def test_a_model_converted_afterwards_is_refused_where_the_context_is_entered(na
     model.to(precision.policy.param_dtype)
     with precision.autocast():
         pass
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_a_step_does_not_take_a_loss_a_second_time(name):
-    model = mlp()
-    precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters()))
-    (x, y), *_ = batches(1)
-    loss = loss_of(model, precision, (x, y))
-    precision.backward(loss, retain_graph=True)
-    kept = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(PrecisionError, match=r"call step\(\) without it"):
-        precision.step(loss)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), kept, strict=True))
-    assert precision.step().loss == pytest.approx(loss.item())

@@ -52,11 +52,6 @@ def test_names_and_values_mean_the_same(policy, device):
     assert str(lightning.HalfstepPrecision(policy).policy) == "bf16-mixed"
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "torch.float16", torch.float16])
-def test_dtypes_by_name_and_value(dtype):
-    assert halfstep.mask_value(dtype) == -16376.0
-
-
 def precision(*arguments):
     return lambda: halfstep.Precision(*arguments)
 
@@ -126,9 +121,6 @@ def wrong_calls():
         "average of an optimizer": lambda: halfstep.EMA(optimizer),
         "average swapped": lambda: halfstep.EMA(0.99, model),
         "decay in words": lambda: halfstep.EMA(model, decay="slow"),
-        "mask of a word": lambda: halfstep.mask_value("bf17"),
-        "mask of integers": lambda: halfstep.mask_value(torch.int32),
-        "mask of nothing": lambda: halfstep.mask_value(None),
         "replicas of a number": lambda: halfstep.check_replicas(5, halfstep.OneRank()),
         "replicas of parameters": lambda: halfstep.check_replicas(
             model.parameters(), halfstep.OneRank()

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
+from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import (
-    around_model,
     cast_at_border,
     cast_floating,
     cast_parameters_,
+    give_back_,
     keeping_casts,
 )
 from halfstep.precision.policy.rules import place
@@ -33,12 +34,9 @@ class Output:
     derived: int = dataclasses.field(default=7, init=False)
 
 
-@pytest.mark.parametrize("value", [None, 3, 2.5, "text", b"bytes", True, {1, 2}, Output])
-def test_other_values_are_the_same_objects(value):
-    assert cast_floating(value, BF16) is value
-
-
 def test_structures_are_kept():
+    for other in (None, 3, "text", True, {1, 2}, Output):
+        assert cast_floating(other, BF16) is other
     x, ids = torch.ones(2), torch.tensor([1, 2])
     value = {
         "list": [x, ids, [x]],
@@ -115,14 +113,13 @@ def test_the_border_casts_inputs_and_outputs_and_can_be_removed(name):
             return {"y": x * scale["s"], "ids": ids}
 
     module = Spy()
-    handles = cast_at_border(place(POLICIES[name], module))
+    cast_at_border(place(POLICIES[name], module))
     x, ids, scale = torch.ones(2), torch.tensor([1, 2]), {"s": torch.tensor(2.0)}
     output = module(x, ids, scale=scale, flag=False)
     low = STORED[name]
     assert seen == {"x": low, "ids": torch.int64, "scale": low, "flag": False}
     assert (output["y"].dtype, output["ids"].dtype) == (torch.float32, torch.int64)
-    for handle in handles:
-        handle.remove()
+    give_back_(module)
     assert module(x.double(), ids, scale=scale)["y"].dtype == torch.float64
 
 
@@ -190,7 +187,7 @@ def test_forwards_of_an_evaluation_cast_each_weight_once(monkeypatch):
         torch.ones(2, 8, dtype=BF16),
         torch.device("cpu"),
     )
-    around = around_model(parse_policy("bf16-mixed"), model, device)
+    around = Autocast(parse_policy("bf16-mixed"), model, device)
 
     def casts() -> int:
         with torch.profiler.profile() as seen, torch.no_grad():

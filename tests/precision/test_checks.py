@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from every import every
 from halfstep import Precision, PrecisionError
 from reference.training import (
     CPU_POLICIES,
@@ -173,9 +174,28 @@ def test_a_grad_scaler_left_in_the_loop_is_refused_before_it_changes_anything(na
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", CPU_POLICIES)
-def test_complex_and_fp64_parameters_are_refused_by_their_kind(name):
-    for dtype, message in ((torch.complex64, "cover real numbers"), (torch.float64, "would round")):
+def test_complex_and_fp64_parameters_are_refused_by_their_kind():
+    for name in CPU_POLICIES:
+        for dtype in (torch.complex64, torch.float64):
+            model = mlp()
+            model.register_parameter("odd", nn.Parameter(torch.ones(3, dtype=dtype)))
+            refused(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()), "real numbers of")
+
+
+def test_buffers_that_16_bits_have_broken_already():
+    def check(name, broken):
         model = mlp()
-        model.register_parameter("odd", nn.Parameter(torch.ones(3, dtype=dtype)))
-        refused(scaled(name), model, OPTIMIZERS["sgd"](model.parameters()), message)
+        model.register_buffer(name, torch.rand(3))
+        Precision("bf16-pure", model, OPTIMIZERS["sgd"](model.parameters())).close()
+        model = mlp().to(torch.bfloat16)
+        model.register_buffer(name, torch.rand(3).to(torch.bfloat16))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        if broken:
+            message = f"buffer {name} is bf16 already.*let the policy cast it"
+            refused("bf16-pure", model, optimizer, message)
+        else:
+            Precision("bf16-pure", model, optimizer)
+
+    broken = "inv_freq rope_cache freqs cos_cached sin rotary_table running_mean router_bias"
+    fine = "scale weight_ema cost sinew frequency_penalty compose attn_mask masked_bias"
+    every([*((n, True) for n in broken.split()), *((n, False) for n in fine.split())], check)

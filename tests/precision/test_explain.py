@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from halfstep import POLICIES, Precision, explain, parse_policy
-from halfstep.formats import FORMATS
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.explain import bytes_per_parameter, explain_policy
 from precision.test_policy import TABLE
@@ -27,31 +26,15 @@ BYTES = {
     "bf16-pure": (2, 0, 0, 2, 4),
     "fp16-pure": (2, 0, 0, 2, 4),
 }
-# "12" of the design's bf16-split is without the 2 bytes of a gradient.
-TOTALS = {
-    "fp32": (16, 16),
-    "mixed": (16, 16),
-    "master": (18, 20),
-    "split": (12 + 2, 12 + 2),
-    "split24": (11 + 2, 11 + 2),
-    "kahan": (8, 10),
-    "sr": (8, 10),
-    "pure": (8, 8),
-}
 COMPONENTS = ("weights", "masters", "remainder", "gradients", "moments")
 OWN = ("bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr")
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_bytes_are_the_design_s(name):
-    cost = bytes_per_parameter(POLICIES[name])
-    assert tuple(cost.items()) == tuple(zip(COMPONENTS, BYTES[name], strict=True))
-    low, high = TOTALS.get(name.split("-")[-1], (16, 16))
-    assert low <= sum(cost.values()) <= high
-
-
-def test_8_bit_moments_have_a_scale_for_128_elements():
-    # "or 8 with 8-bit moments": 2 + 2 + 2 + 2, and two scales of one byte
+def test_bytes_are_the_design_s():
+    for name, sizes in BYTES.items():
+        cost = bytes_per_parameter(POLICIES[name])
+        assert tuple(cost.items()) == tuple(zip(COMPONENTS, sizes, strict=True))
+    # two scales of one byte for 128 elements
     cost = bytes_per_parameter(parse_policy("bf16-split,moments=8bit"))
     assert tuple(cost.values()) == (2, 0, 2, 2, 2 + 2 / 128)
 
@@ -115,9 +98,6 @@ def test_the_rows_name_every_part_with_its_format(name):
     for part, size in zip(COMPONENTS, BYTES[name], strict=True):
         assert (f"{size} {part}" in rows["bytes"][1]) == (size > 0)
     assert ("cast copies" in rows["bytes"][1]) == name.endswith("-mixed")
-    cost = bytes_per_parameter(POLICIES[name])
-    one = f"; {sum(BYTES[name]) - cost['moments'] / 2:.4g} with one moment (Muon, Lion)"
-    assert one in rows["bytes"][1]
     assert ("small updates are lost" in rows["params"][1]) == name.endswith("-pure")
     assert ("rounded from the masters" in rows["params"][1]) == name.endswith("-master")
     assert ("upper 16 bits of the master" in rows["params"][1]) == ("split" in name)
@@ -127,8 +107,6 @@ def test_the_rows_name_every_part_with_its_format(name):
         policy.param_dtype == torch.float32
     )
     assert ("those of a single one stay in 16 bits" in rows["grad"][1]) == (name in OWN)
-    form = FORMATS[rows["compute"][0]]
-    assert rows["range"][0] == f"{form.max:.6g} / {form.min_subnormal:.3g}"
 
 
 def test_the_loss_scale_s_numbers_are_shown():

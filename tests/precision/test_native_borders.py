@@ -42,30 +42,6 @@ def default_dtype(dtype):
 # --- memory as it lies ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["one number for all", "a column"])
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_a_gain_of_any_layout(norm, layout):
-    width = op_casts.MANY // 8
-    x = torch.randn(8, width).to(LOW).requires_grad_()
-    held = torch.randn(1) if layout == "one number for all" else torch.randn(width, 2)
-    gain = held.expand(width) if layout == "one number for all" else held[:, 1]
-    gain = gain.detach().requires_grad_()
-    assert not gain.is_contiguous()
-
-    def results(of):
-        with mixed():
-            y = (
-                F.layer_norm(x, (width,), of)
-                if norm == "layer_norm"
-                else F.rms_norm(x, (width,), of)
-            )
-        return y, *torch.autograd.grad(y.float().square().sum(), (x, of))
-
-    dense = gain.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
-    for a, b in zip(results(gain), results(dense), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_torchs_default_dtype_changes_nothing(dtype):
     """Buffers are fp32 whatever torch's default is: a smaller one would be overrun."""

@@ -14,7 +14,7 @@ import halfstep
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.low_bit import linear, native
-from halfstep.precision.low_bit.native import packed_e2m1, scaled_product, swizzled
+from halfstep.precision.low_bit.native import scaled_product
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -124,20 +124,6 @@ def test_what_torch_gets_stands_for_the_quantised_operands(scheme, product, monk
             bound = 4 * 2.0**-24 * (x.abs() @ y.abs())
             assert found.shape == (rows, columns)
             assert ((found - x @ y).abs() <= bound).all()
-
-
-def test_scales_lie_in_tiles_of_128_rows_and_4_columns():
-    scales = torch.arange(300 * 6).remainder(251).to(torch.uint8).view(300, 6)
-    flat = swizzled(scales)
-    assert flat.numel() == 384 * 8
-    for row in range(300):
-        for block in range(6):
-            assert scale_at(flat, row, block, 6) == scales[row, block]
-
-
-def test_two_codes_of_4_bits_share_a_byte_the_first_below():
-    packed = packed_e2m1(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8))
-    assert packed.view(torch.uint8).tolist() == [[0x21, 0x0F]]
 
 
 def test_the_product_of_fp8_is_torchs_own_on_a_cpu():

@@ -38,7 +38,6 @@ ALIASES = {
 }
 
 
-# In the design's table and not built yet: asking for one is refused, never answered with another.
 def test_the_table_is_complete():
     assert set(POLICIES) == set(TABLE)
 
@@ -87,50 +86,25 @@ def test_a_combination_that_cannot_run_is_refused_with_its_reason():
         with pytest.raises(PrecisionError, match=message):
             PrecisionPolicy(**fields)
 
+    stored = {"param_dtype": B16, "compute_dtype": B16}
     every(
         [
-            ({"param_dtype": torch.float64}, "params?=fp64; allowed: fp32, bf16, fp16"),
-            ({"compute_dtype": torch.int8}, "compute=int8; allowed: fp32, bf16, fp16"),
+            ({"param_dtype": torch.float64}, "param=fp64; allowed: fp32, bf16, fp16"),
             ({"compute_dtype": torch.float8_e4m3fn}, "compute=float8_e4m3fn; allowed"),
-            ({"reduce_dtype": torch.float64}, "reduce=fp64; allowed"),
-            ({"grad_dtype": torch.complex64}, "grad=complex64; allowed"),
-            ({"master_dtype": "fp32"}, "master='fp32'; allowed: a torch.dtype"),
+            ({"master_dtype": "fp32"}, "master='fp32'; allowed: .*a torch.dtype"),
             ({"output_dtype": B16}, "output=bf16: the loss is always computed in fp32"),
             ({"param_dtype": B16}, "params=bf16 with compute=fp32.*compute=bf16, or params=fp32"),
-            (
-                {"param_dtype": B16, "compute_dtype": F16},
-                "params=bf16 with compute=fp16.*compute=bf16",
-            ),
-            (
-                {"param_dtype": B16, "compute_dtype": B16, "master_dtype": F16},
-                "params=bf16 with master=fp16: the master is fp32 or",
-            ),
+            ({**stored, "master_dtype": F16}, "params=bf16 with master=fp16: the master is fp32"),
             ({"master_dtype": B16}, "params=fp32 with master=bf16: the master is fp32 or"),
             ({"grad_dtype": B16}, "grad=bf16 with master=fp32.*use grad=fp32"),
-            (
-                {"param_dtype": F16, "compute_dtype": F16, "master_dtype": F16},
-                "grad=fp32 with master=fp16.*use grad=fp16",
-            ),
-            (
-                {"update": "ceil"},
-                "update=ceil; allowed: nearest, split, split24, kahan, stochastic",
-            ),
+            ({**stored, "master_dtype": B16}, "grad=fp32 with master=bf16.*use grad=bf16"),
+            ({"update": "ceil"}, "update=ceil; allowed: nearest, split"),
             ({"moments": "fp64"}, "moments=fp64; allowed: master, fp32, bf16, 8bit"),
             ({"update": "split"}, "update=split with params=fp32.*use params=bf16,master=fp32"),
-            (
-                {"param_dtype": F16, "compute_dtype": F16, "update": "split"},
-                "update=split with params=fp16.*for fp16 weights use fp16-master",
-            ),
-            (
-                {"param_dtype": B16, "compute_dtype": B16, "update": "kahan"},
-                "update=kahan with params=bf16, master=fp32: "
-                "use params=bf16,master=bf16,update=kahan",
-            ),
+            ({**stored, "update": "kahan"}, "use params=bf16,master=bf16,update=kahan"),
+            ({"casts": "module"}, "casts=module with params=fp32, compute=fp32"),
             ({"tf32": True, "compute_dtype": B16}, "compute=tf32 .*needs params=fp32"),
-            (
-                {"tf32": True, "param_dtype": F16, "compute_dtype": F16},
-                "compute=tf32 .*needs params=fp32",
-            ),
+            ({"loss_scale": "dynamic"}, "allowed: a halfstep.LossScaleConfig"),
         ],
         check,
     )

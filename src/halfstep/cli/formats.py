@@ -126,7 +126,7 @@ def _ranges() -> str:
         positive = f"{form.min_subnormal:.3g} = {_power(form.min_subnormal)}"
         rows.append(
             (form.name, str(form.bits), layout, f"{form.max:.6g}", normal, positive,
-             _power(form.eps), f"{form.decimal_digits:.1f}")
+             _power(form.eps), f"{(form.mantissa_bits + 1) * math.log10(2):.1f}")
         )  # fmt: skip
     finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only and form.has_nan)
     numbers = ", ".join(form.name for form in FORMATS.values() if not form.has_nan)

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
 from halfstep.files import write_whole
-from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import place, unfilled
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 
@@ -87,9 +86,9 @@ class Sensitivity:
                 elif not error <= most:
                     kept[matmul] = f"gradient error {error:.2g}, median {typical[matmul]:.2g}"
             if kept:
-                forms = ", ".join(f'{m} = "{KEPT if m in kept else self.format}"' for m in PRODUCTS)
+                forms = "/".join(KEPT if m in kept else self.format for m in PRODUCTS)
                 why = "; ".join(f"{matmul}: {text}" for matmul, text in kept.items())
-                rules += [f"# {why}", f'"{layer}" = {{{forms}}}']
+                rules += [f"# {why}", f'"{layer}" = "{forms}"']
         lines = [
             f'base = "{self.format}"',
             "simulate = true  # where the device does not multiply this format",
@@ -142,7 +141,7 @@ def sensitivity(
         _error(model, batches, references, loss_fn, form, name, matmul)
         for name, layer in layers.items()
         for matmul in PRODUCTS
-        if fills_blocks(layer, matmul, form)
+        if not unfilled(layer, matmul, form)
     ]
     return Sensitivity(form, tuple(layers), tuple(errors))
 
@@ -200,19 +199,6 @@ def gradients(
     finally:
         precision.close()
     return found
-
-
-def fills_blocks(layer: nn.Module, matmul: str, form: str) -> bool:
-    """Tell whether a layer's features fill the format's blocks, square ones of weights included."""
-    if matmul == "wgrad":  # its tokens are padded
-        return True
-    weight: Any = layer.weight
-    # a Conv1D of transformers holds its weight as (inputs, outputs)
-    outputs, inputs = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
-    scheme = SCHEMES[form]
-    summed, other = (inputs, outputs) if matmul == "fprop" else (outputs, inputs)
-    tall = (BLOCK_FORMATS[scheme.weights].block or (1, 1))[0]
-    return not (summed % scheme.block or other % tall)
 
 
 def _compare(

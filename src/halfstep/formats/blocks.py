@@ -3,32 +3,30 @@
 A block of numbers is divided by a scale that brings its largest magnitude near the largest number
 of a narrow *element* format, and rounded there. The rules for scales::
 
-    floor      2^(floor(log2 amax) - emax), kept as e8m0; numbers beyond the largest saturate
     rceil      the next power of two from amax / largest up, kept as e8m0; nothing saturates
     amax       amax / largest in fp32, where amax counts as at least 1e-12
     two-level  one fp32 scale of the tensor, amax / (448 largest), and in it one e4m3 scale a block,
                block amax / largest, rounded to nearest
 
-where amax is the block's largest magnitude (of ``two-level``, first the tensor's), ``largest`` the
-largest number of the element format and emax its exponent. All arithmetic is fp32, in the order of
-the sources, so that codes and scales are theirs bit for bit.
+where amax is the block's largest magnitude (of ``two-level``, first the tensor's) and ``largest``
+the largest number of the element format. All arithmetic is fp32, in the order of the sources, so
+that codes and scales are theirs bit for bit.
 
 A block that holds an infinity or NaN has NaN as its scale: all its numbers become NaN, and what
 watches for non-finite numbers sees it. (OCP MX 1.0 leaves this case to implementations; NVIDIA's
 NVFP4 kernels saturate such numbers to the largest.)
 
-**Source:** OCP Microscaling Formats (MX) 1.0, 5.2, 5.4.1 and 6.3 (``floor``); cuBLAS 12.9, "1D
-block scaling" and TransformerEngine ``ptx.cuh`` (``rceil``: amax times the fp32 reciprocal);
-torchao 0.18 ``float8_utils.py`` and DeepSeek-V3 (arXiv 2412.19437), 3.3 (``amax``);
-TransformerEngine ``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-level``).
+**Source:** OCP Microscaling Formats (MX) 1.0, 5.2 and 5.4.1; cuBLAS 12.9, "1D block scaling" and
+TransformerEngine ``ptx.cuh`` (``rceil``: amax times the fp32 reciprocal); torchao 0.18
+``float8_utils.py`` and DeepSeek-V3 (arXiv 2412.19437), 3.3 (``amax``); TransformerEngine
+``core_nvfp4.cuh`` and arXiv 2509.25149, appendix C (``two-level``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
 from halfstep.shown import Text
 
-ScaleRule = Literal["floor", "rceil", "amax", "two-level"]
+ScaleRule = Literal["rceil", "amax", "two-level"]
 
 LEAST_AMAX = 1e-12
 """What ``amax`` counts as at least. **Source:** torchao 0.18, ``float8_utils.EPS``."""
@@ -80,7 +78,6 @@ class ExponentFormat:
 E8M0 = ExponentFormat()
 
 _SCALES: dict[str, FloatFormat | ExponentFormat] = {
-    "floor": E8M0,
     "rceil": E8M0,
     "amax": FP32,
     "two-level": E4M3FN,
@@ -136,21 +133,13 @@ class BlockFormat:
         element: The format of the numbers, of at most 8 bits.
         block: Rows and columns of a block; the columns lie along the contracted dim. None: the
             whole tensor is one block.
-        rule: How scales are found: ``"floor"``, ``"rceil"``, ``"amax"`` or ``"two-level"``.
+        rule: How scales are found: ``"rceil"``, ``"amax"`` or ``"two-level"``.
     """
 
     name: str
     element: FloatFormat
     block: tuple[int, int] | None
     rule: ScaleRule
-
-    def __post_init__(self) -> None:
-        if self.rule not in _SCALES:
-            raise PrecisionError(f"rule={self.rule!r}; allowed: {', '.join(_SCALES)}")
-        if self.element.bits > 8:
-            raise PrecisionError(
-                f"element={self.element.name} has {self.element.bits} bits; allowed: at most 8"
-            )
 
     @property
     def scale(self) -> FloatFormat | ExponentFormat:
@@ -171,14 +160,7 @@ class BlockFormat:
                 blocks with several lie along the last of the others.
             bits: None rounds to nearest, ties to even. int32 random bits of the shape of ``x``
                 round stochastically: up with a probability equal to the truncated fraction, to
-                2^-24. ``halfstep.precision.masters.rounding.random_bits`` draws them as a pure
-                function of seed, step, stream and element.
-
-        Returns:
-            Codes and scales.
-
-        Raises:
-            PrecisionError: If the dtype is another, or a dim is not a multiple of the block's.
+                2^-24.
 
         Example:
             >>> q = MXFP8.quantize(torch.full((1, 32), 0.1))
@@ -223,42 +205,27 @@ class BlockFormat:
                           6    0x07               6      6.00000048   4.77e-07  7.95e-08
                         0.1    0x00               0               0        0.1         1
         """
-        found = self.rows(values)
-        shape = "the whole tensor one block"
-        if self.block is not None:
-            shape = f"blocks of {self.block[0]}x{self.block[1]}"
-        head = f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name}"
-        columns = ("number", "code", "in the block", "becomes", "error", "relative")
-        lines = [f"{head} ({self.rule})", found["scale"], "", _ROW.format(*columns)]
-        for row in found["numbers"]:
-            number, code, in_block, becomes, error, relative = row.values()
-            cells = (f"{number:.9g}", code, f"{in_block:g}", f"{becomes:.9g}")
-            lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
-        return Text("\n".join(lines))
-
-    def rows(self, values: Sequence[float]) -> dict[str, Any]:
-        """What :meth:`explain` shows, as plain values."""
         rows, columns = self.block or (1, 1)
         x = torch.zeros(rows, -(-max(len(values), 1) // columns) * columns)
         x[0, : len(values)] = torch.tensor(values, dtype=torch.float64).float()
         q = self.quantize(x)
-        back = q.dequantize().double()[0].tolist()
-        inside = _numbers(self.element, q.codes)[0].tolist()
-        codes = q.codes.view(torch.uint8)[0].tolist()
-        numbers = []
-        for value, code, number, result in zip(values, codes, inside, back, strict=False):
-            error = 0.0 if result == value else abs(result - value)
-            numbers.append(
-                {
-                    "number": value,
-                    "code": f"0x{code:02x}",
-                    "in_block": number,
-                    "becomes": result,
-                    "error": error,
-                    "relative": error / abs(value) if value else error,
-                }
-            )
-        return {"format": self.name, "scale": _scale_line(q), "numbers": numbers}
+        shape = f"blocks of {rows}x{columns}" if self.block else "the whole tensor one block"
+        lines = [
+            f"{self.name}: {self.element.name} numbers, {shape}, scales {self.scale.name} "
+            f"({self.rule})",
+            _scale_line(q),
+            "",
+            _ROW.format("number", "code", "in the block", "becomes", "error", "relative"),
+        ]
+        found = (q.codes.view(torch.uint8), _numbers(self.element, q.codes), q.dequantize())
+        for value, code, inside, becomes in zip(
+            values, *(t.double()[0].tolist() for t in found), strict=False
+        ):
+            error = 0.0 if becomes == value else abs(becomes - value)
+            relative = error / abs(value) if value else error
+            cells = (f"{value:.9g}", f"0x{int(code):02x}", f"{inside:g}", f"{becomes:.9g}")
+            lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
+        return Text("\n".join(lines))
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""
@@ -307,51 +274,25 @@ class BlockFormat:
         top = self.element.max
         return scales, (blocks * scales.encode).clamp_(-top, top)
 
-    def _of_tensor(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """The fp32 scale of numbers up to ``amax``, and its reciprocal, which undoes it.
-
-        For the rules ``amax``, where it fills the element format, and ``two-level``, where it
-        leaves a factor of 448 for the scales of the blocks.
-        """
-        if self.rule == "amax":
-            scale = _over(self.element.max, amax.double().clamp(min=LEAST_AMAX)).float()
-        else:
-            scale = _over(E4M3FN.max * self.element.max, amax).clamp(max=_LARGEST_FP32)
-            scale = torch.where(amax == 0, 1.0, scale)
-        return scale, 1.0 / scale
-
-    def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int, name: str = "") -> None:
-        """Refuse what cannot be cut into whole blocks, or is no fp32, bf16 or fp16.
-
-        Args:
-            shape: The tensor's.
-            dtype: The tensor's.
-            dim: The contracted dim.
-            name: Of the layer or tensor, for the message.
-
-        Raises:
-            PrecisionError: What is wrong, what is allowed, and what to do.
-        """
-        whose = name or "the tensor"
+    def check(self, shape: Sequence[int], dtype: torch.dtype, dim: int) -> None:
+        """Refuse what cannot be cut into whole blocks, or is no fp32, bf16 or fp16."""
         if dtype not in _TAKEN:
             raise PrecisionError(
-                f"{self.name} is made of fp32, bf16 or fp16, and {whose} is {dtype}; convert it"
+                f"{self.name} is made of fp32, bf16 or fp16, and the tensor is {dtype}; convert it"
             )
         if self.block is None:
             return
-        tall = self.block[0] > 1
-        if len(shape) < 1 + tall or not -len(shape) <= dim < len(shape):
+        rows, columns = self.block
+        if len(shape) < 1 + (rows > 1) or not -len(shape) <= dim < len(shape):
             raise PrecisionError(
-                f"{self.name} has blocks of {self.block[0]}x{self.block[1]}, and {whose} with "
-                f"shape {tuple(shape)} has no dim {dim} for them; allowed: {1 + tall} dims or more"
+                f"{self.name} has blocks of {rows}x{columns} along dim {dim}, and the tensor's "
+                f"shape is {tuple(shape)}"
             )
-        dims = list(range(len(shape)))
-        contracted = dims.pop(dim)
-        wanted = [(contracted, self.block[1])] + ([(dims[-1], self.block[0])] if tall else [])
-        for at, size in wanted:
+        along, last = dim % len(shape), len(shape) - 1
+        for at, size in ((along, columns), (last if along < last else last - 1, rows)):
             if shape[at] % size:
                 raise PrecisionError(
-                    f"{self.name} has blocks of {size} along dim {at}, and {whose} has "
+                    f"{self.name} has blocks of {size} along dim {at}, and the tensor has "
                     f"{shape[at]} there (shape {tuple(shape)}); pad it to "
                     f"{-(-shape[at] // size) * size}, or keep this layer in bf16"
                 )
@@ -402,25 +343,22 @@ def _numbers(form: FloatFormat, codes: Tensor) -> Tensor:
 def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     """The scales of blocks by their largest magnitudes; see the top of this file."""
     top = form.element.max
-    finite = largest.isfinite()
-    if form.scale is E8M0:
-        if form.rule == "floor":
-            lowered = (largest.view(torch.int32) >> 23) - math.frexp(top)[1] + 1
-            codes = torch.where(finite, lowered.clamp(0), 255).to(torch.uint8)
-        else:
-            codes = E8M0.encode(largest * (1.0 / top))
+    if form.rule == "rceil":
+        codes = E8M0.encode(largest * (1.0 / top))
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
         decode = E8M0.decode(codes)
         return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
-    if form.rule == "amax":
-        encode, decode = form._of_tensor(largest)
-        lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
-        return _Scales(decode + lost, encode + lost, decode + lost, None)
-    by = torch.where(finite, largest, 0.0).amax() if largest.numel() else largest.new_zeros(())
-    outer, rest = form._of_tensor(by)
-    whole = E4M3FN.max
-    wanted = (largest * (outer * (1.0 / top))).clamp(max=whole)
     lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
+    if form.rule == "amax":
+        encode = _over(top, largest.double().clamp(min=LEAST_AMAX)).float()
+        decode = 1.0 / encode
+        return _Scales(decode + lost, encode + lost, decode + lost, None)
+    finite = torch.where(largest.isfinite(), largest, 0.0)
+    amax = finite.amax() if largest.numel() else largest.new_zeros(())
+    outer = _over(E4M3FN.max * top, amax).clamp(max=_LARGEST_FP32)
+    outer = torch.where(amax == 0, 1.0, outer)
+    rest = 1.0 / outer  # undoes the scale of the tensor
+    wanted = (largest * (outer * (1.0 / top))).clamp(max=E4M3FN.max)
     codes = _codes(E4M3FN, wanted + lost, None)
     decode = _numbers(E4M3FN, codes)
     encode = (1.0 / (decode * rest)).clamp(max=_LARGEST_FP32)
@@ -462,9 +400,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
         BlockFormat("fp8-block-2d", E4M3FN, (128, 128), "amax"),
         MXFP8,
         BlockFormat("mxfp8-e5m2", E5M2, (1, 32), "rceil"),
-        BlockFormat("mxfp8-floor", E4M3FN, (1, 32), "floor"),
         MXFP4,
-        BlockFormat("mxfp4-floor", E2M1, (1, 32), "floor"),
         NVFP4,
         BlockFormat("nvfp4-2d", E2M1, (16, 16), "two-level"),
     )
@@ -472,16 +408,10 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 """The block formats by name; those with ``2d`` are for weights, whose blocks are square."""
 
 
-def block_format(form: BlockFormat | str) -> BlockFormat:
-    """A block format by its name.
-
-    Raises:
-        PrecisionError: If there is none of that name; the message lists all.
-    """
-    if isinstance(form, BlockFormat):
-        return form
-    if form not in BLOCK_FORMATS:
+def block_format(name: str) -> BlockFormat:
+    """A block format by its name; an error for an unknown name lists all."""
+    if name not in BLOCK_FORMATS:
         raise PrecisionError(
-            f"there is no block format {form!r}; allowed: {', '.join(BLOCK_FORMATS)}"
+            f"there is no block format {name!r}; allowed: {', '.join(BLOCK_FORMATS)}"
         )
-    return BLOCK_FORMATS[form]
+    return BLOCK_FORMATS[name]

@@ -75,22 +75,8 @@ class FloatFormat:
         """Gap between 1 and the next larger number: 2^-mantissa_bits."""
         return 2.0**-self.mantissa_bits
 
-    @property
-    def decimal_digits(self) -> float:
-        """The precision in decimal digits, log10(2^(mantissa_bits + 1)): 7.2 for fp32."""
-        return (self.mantissa_bits + 1) * math.log10(2.0)
-
     def ulp(self, value: float) -> float:
-        """The gap between the numbers of this format around ``value``.
-
-        Args:
-            value: Any finite number within the format's range.
-
-        Returns:
-            The unit in the last place at ``value``; the subnormal gap below ``min_normal``.
-
-        Raises:
-            ValueError: If ``value`` is not finite or beyond the largest finite value.
+        """The gap between the numbers of this format around ``value``, which is in its range.
 
         Example:
             >>> BF16.ulp(1.0), FP16.ulp(2048.0)
@@ -102,15 +88,7 @@ class FloatFormat:
         return 2.0 ** (max(exponent, self.min_exponent) - self.mantissa_bits)
 
     def bits_of(self, value: float) -> tuple[int, int, int]:
-        """The bit fields of a number of this format, each as a non-negative integer.
-
-        Args:
-            value: A number of this format, an infinity or NaN where the format has one.
-
-        Returns:
-            ``(sign, exponent, mantissa)`` as stored: the exponent with its bias, the mantissa
-            without the implied leading 1. NaN gives the quiet NaN of its sign, or the format's
-            only NaN where it has no infinity.
+        """Sign, biased exponent and mantissa of a number of this format, as they are stored.
 
         Raises:
             ValueError: If the format cannot hold ``value``; :meth:`round_to` rounds to one it can.
@@ -123,56 +101,39 @@ class FloatFormat:
             ((0, 15, 512), (1, 0, 1), (0, 15, 6))
         """
         sign = int(math.copysign(1.0, value) < 0)
-        special = int(2**self.exponent_bits) - 1
+        special = (1 << self.exponent_bits) - 1
         if math.isnan(value) and self.has_nan:
-            quiet = 2 ** (self.mantissa_bits - 1)
-            return sign, special, int(2 * quiet - 1 if self.finite_only else quiet)
+            quiet = 1 << (self.mantissa_bits - 1)
+            return sign, special, 2 * quiet - 1 if self.finite_only else quiet
         if math.isinf(value) and not self.finite_only:
             return sign, special, 0
         magnitude = abs(value)
         if not magnitude <= self.max or not (magnitude / self.ulp(magnitude)).is_integer():
-            raise ValueError(
-                f"{self.name} does not hold {value!r}; allowed: its own numbers, which round_to "
-                "gives"
-            )
+            raise ValueError(f"{self.name} does not hold {value!r}; round_to gives what it holds")
         if magnitude < self.min_normal:
             return sign, 0, int(magnitude / self.min_subnormal)
         fraction, exponent = math.frexp(magnitude)  # magnitude = fraction * 2^exponent, 1/2 <= f
-        mantissa = int((2.0 * fraction - 1.0) / self.eps)
-        return sign, exponent - 1 + self.bias, mantissa
+        return sign, exponent - 1 + self.bias, int((2.0 * fraction - 1.0) / self.eps)
 
     def neighbours(self, value: float) -> tuple[float, float]:
-        """The largest number of this format below ``value`` and the smallest above it.
+        """The numbers below and above one of this format; beyond the largest is inf, or else NaN.
 
-        Args:
-            value: Any number, of this format or not.
-
-        Returns:
-            ``(below, above)``, both different from ``value``, except that nothing lies beyond an
-            infinity: there its neighbour is itself. Above the largest finite value comes inf, or
-            NaN where the format has no infinity. The neighbours of NaN are NaN.
-
-        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown), extended to values that the format
-        does not hold.
+        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown).
 
         Example:
-            >>> FP16.neighbours(2048.0), BF16.neighbours(1.001)
-            ((2047.0, 2050.0), (1.0, 1.0078125))
+            >>> FP16.neighbours(2048.0)
+            (2047.0, 2050.0)
         """
-        if math.isnan(value):
-            return math.nan, math.nan
         return -self._next_above(-value), self._next_above(value)
 
     def _next_above(self, value: float) -> float:
-        if value >= self.max:
-            return math.nan if self.finite_only else math.inf
-        if value < -self.max:
-            return -self.max
+        if not abs(value) <= self.max or value == self.max:
+            beyond = math.nan if self.finite_only else math.inf
+            return -self.max if value < 0 else math.nan if math.isnan(value) else beyond
         gap = self.ulp(value)
         if -value > self.min_normal and math.frexp(value)[0] == -0.5:
             gap /= 2.0  # just below a power of two in magnitude, the numbers are twice as dense
-        above = (math.floor(value / gap) + 1) * gap
-        return math.copysign(above, value) if value < 0 else above  # the last negative steps to -0
+        return math.copysign(value + gap, value) if value < 0 else value + gap  # -0 before 0
 
     def round_to(self, values: Tensor) -> Tensor:
         """Round every element to the nearest number of this format, ties to even.
@@ -182,9 +143,8 @@ class FloatFormat:
                 number of every format here, so that nothing is rounded twice.
 
         Returns:
-            fp64, same shape: numbers of this format. Beyond the largest finite value the result is
-            inf, NaN where the format has no infinity, or the largest where it has neither. NaN
-            stays NaN.
+            fp64, same shape. Beyond the largest: inf, NaN where the format has no infinity, or the
+            largest where it has neither.
 
         **Source:** IEEE 754-2019, 4.3.1 (roundTiesToEven); OFP8 1.0, 5.2 (no saturation); OCP MX
         1.0, 6.3 (e2m1 saturates).

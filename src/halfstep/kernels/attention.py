@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,15 @@ class _Call(ctypes.Structure):
     )
 
 
+class Settings(NamedTuple):
+    """What attention does besides its operands."""
+
+    dropout: float = 0.0
+    causal: bool = False
+    scale: float | None = None  # 1 / sqrt(D)
+    seed: int = 0
+
+
 def fits(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None, grouped: bool
 ) -> bool:
@@ -85,10 +94,9 @@ def attention(
     """What ``F.scaled_dot_product_attention`` computes, for operands that :func:`fits` accepts."""
     if mask is not None:
         mask = _added(mask).expand(*q_BHTD.shape[:3], k_BKSD.shape[2])
-    scale = 1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
     seed = drawn_seed() if dropout else 0
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q_BHTD, k_BKSD, v_BKSD, mask, dropout, causal, scale, seed
+        q_BHTD, k_BKSD, v_BKSD, mask, Settings(dropout, causal, scale, seed)
     )
     return out
 
@@ -114,11 +122,10 @@ def _like(x: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-        dropout: float, causal: bool, scale: float, seed: int,
-    ) -> Tensor:  # fmt: skip
-        ctx.settings = (dropout, causal, scale, seed)
-        out, lse = attend(q, k, v, mask, *ctx.settings)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Settings
+    ) -> Tensor:
+        ctx.settings = settings
+        out, lse = attend(q, k, v, mask, settings)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         return out
 
@@ -127,51 +134,49 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, out, lse = ctx.saved_tensors
         grads: tuple[Tensor | None, ...]
         if by_torch(grad):
-            grads = _differentiable(q, k, v, mask, grad, *ctx.settings)
+            grads = _differentiable(q, k, v, mask, grad, ctx.settings)
         else:
             grads = into = (_like(q), _like(k), _like(v))
-            attend_backward(into, grad, q, k, v, mask, out, lse, *ctx.settings)
-        return (*grads, None, None, None, None, None)
+            attend_backward(into, grad, q, k, v, mask, out, lse, ctx.settings)
+        return (*grads, None, None)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
-    dropout: float, causal: bool, scale: float, seed: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor]:
     """Attention without autograd; the result, and what the backward needs of the softmax.
 
     ``mask`` is fp32, is added to the scores and has the shape ``(B, H, T, S)``.
     """
     out, lse = _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    q, k, v = _rows(q), _rows(k), _rows(v)  # kept by name: the call holds addresses only
-    call = _call(q, k, v, mask, out, lse, dropout, causal, scale, seed)
+    q, k, v = map(_rows, (q, k, v))  # kept by name: the call holds addresses only
+    call = _call(q, k, v, mask, out, lse, settings)
     library().halfstep_attention(ctypes.byref(call), torch.get_num_threads())
     return out, lse
 
 
 def attend_backward(
     into: tuple[Tensor, ...], grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    mask: Tensor | None, out: Tensor, lse: Tensor,
-    dropout: float, causal: bool, scale: float, seed: int,
+    mask: Tensor | None, out: Tensor, lse: Tensor, settings: Settings,
 ) -> None:  # fmt: skip
     """Write the gradients of query, key and value into three tensors with adjacent channels."""
     q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
-    call = _call(q, k, v, mask, out, lse, dropout, causal, scale, seed)
+    call = _call(q, k, v, mask, out, lse, settings)
     _place(call, "grad_out", grad, q)
-    named = zip(("grad_query", "grad_key", "grad_value"), into, (q, k, v), strict=True)
-    for name, made, like in named:
-        _place(call, name, made, like)
+    for name, made, like in zip(("query", "key", "value"), into, (q, k, v), strict=True):
+        _place(call, f"grad_{name}", made, like)
     library().halfstep_attention_backward(ctypes.byref(call), torch.get_num_threads())
 
 
 def _call(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
-    dropout: float, causal: bool, scale: float, seed: int,
+    settings: Settings,
 ) -> _Call:  # fmt: skip
     if not fits(q, k, v, mask, True):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, mask) if x is not None)
         raise PrecisionError(f"the kernel takes what fits() accepts, got shapes {shapes}")
-    call = _Call(scale=scale, dropout=dropout, causal=causal, seed=seed)
+    scale = 1 / math.sqrt(q.shape[-1]) if settings.scale is None else settings.scale
+    call = _Call(**settings._asdict() | {"scale": scale})
     call.lse = address(lse, math.prod(q.shape[:3]), torch.float32)
     for name, x, like in (("query", q, q), ("key", k, k), ("value", v, k), ("out", out, q)):
         _place(call, name, x, like)
@@ -190,18 +195,18 @@ def _place(call: _Call, name: str, x: Tensor, like: Tensor) -> None:
 
 
 def _differentiable(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor,
-    dropout: float, causal: bool, scale: float, seed: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grad: Tensor, settings: Settings
+) -> tuple[Tensor | None, ...]:
     """The gradients by torch's operations, which can be differentiated again."""
-    if dropout:
+    if settings.dropout:
         raise NotImplementedError(
             "attention with dropout has no second derivative here: set dropout_p=0.0 where "
             "create_graph=True, or ask for torch's own by torch.nn.attention.sdpa_kernel(MATH)"
         )
     with torch.enable_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         mask = None if mask is None else mask.to(q.dtype)
+        grouped = k.shape[1] != q.shape[1]
         out = F.scaled_dot_product_attention(
-            q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+            q, k, v, mask, 0.0, settings.causal, scale=settings.scale, enable_gqa=grouped
         )
         return differentiated(out, (q, k, v), grad)

@@ -39,11 +39,9 @@ _THREADS = ("-fopenmp", "-Wl,-z,defs")
 def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     """The library of some sources, or the reason why there is none.
 
-    ``HALFSTEP_KERNEL=torch`` in the environment asks for torch's operations instead.
-
-    Args:
-        sources: Paths inside the package: ``.cpp`` files to compile, and the headers they include.
-        fused: Whether the compiler may round a product and a sum once instead of twice.
+    ``sources`` are paths inside the package, ``.cpp`` files and the headers they include; ``fused``
+    lets the compiler round a product and a sum once instead of twice. ``HALFSTEP_KERNEL=torch`` in
+    the environment asks for torch's operations instead.
     """
     if os.environ.get("HALFSTEP_KERNEL") == "torch":
         return "HALFSTEP_KERNEL=torch"
@@ -63,11 +61,9 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
     package = resources.files("halfstep")
     texts = {Path(name).name: package.joinpath(name).read_bytes() for name in sources}
     fixed = (*_FLAGS, f"-ffp-contract={'fast' if fused else 'off'}")
-    parts = (*texts.values(), _identity(compiler).encode(), _cpu().encode())
-    parts = (*parts, " ".join((*fixed, *_WIDE, *_THREADS)).encode())
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "halfstep" / "kernels"
+    said = "\0".join((_identity(compiler), _cpu(), " ".join((*fixed, *_WIDE, *_THREADS))))
+    digest = hashlib.sha256(b"\0".join((*texts.values(), said.encode()))).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "halfstep", "kernels")
     library = folder / f"{Path(sources[0]).stem}-{digest}.so"
     if library.exists():
         return library
@@ -76,10 +72,9 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
         for name, text in texts.items():
             (Path(work) / name).write_bytes(text)
         files = [str(Path(work) / name) for name in texts if name.endswith(".cpp")]
-        target = Path(work) / "library.so"
+        target = Path(work, "library.so")
         for optional in ((*_WIDE, *_THREADS), _THREADS, _WIDE, ()):
-            flags = (*fixed, *optional)
-            command = [*compiler, *flags, "-o", str(target), *files]
+            command = [*compiler, *fixed, *optional, "-o", str(target), *files]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode == 0:
                 os.replace(target, library)
@@ -90,7 +85,7 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
 
 def _identity(compiler: Sequence[str]) -> str:
     """Which compiler it is, by its files, as asking it for its version would take 10 ms."""
-    files = [Path(found).resolve() for found in map(shutil.which, compiler) if found]
+    files = (Path(found).resolve() for found in map(shutil.which, compiler) if found)
     return " ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
 
 
@@ -100,23 +95,16 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "features", "cpu part")
-    return "".join(sorted({line for line in lines if line.lower().startswith(wanted)}))
+    said = ("model name", "flags", "features", "cpu part")
+    return "".join(sorted({line for line in lines if line.lower().startswith(said)}))
 
 
 def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
     """Check that a tensor is what a kernel is about to read or write; return where it begins.
 
     A kernel sees an address alone and would believe anything that it is told of it, so it gets one
-    from here or from :func:`strided_address` only. None is the null pointer.
-
-    Args:
-        x: The tensor.
-        count: The numbers that the kernel takes, side by side.
-        dtypes: Those that the kernel knows.
-
-    Raises:
-        PrecisionError: The tensor has another dtype, size, layout or device.
+    from here or from :func:`strided_address` only: of ``count`` numbers side by side on a CPU, in
+    one of ``dtypes``. None is the null pointer.
     """
     if x is None:
         return None
@@ -188,17 +176,8 @@ def loaded() -> ctypes.CDLL | str:
     return found
 
 
-def compiled() -> bool:
-    """Whether there is a library."""
-    return not isinstance(loaded(), str)
-
-
 def library() -> Any:
-    """The library, where :func:`loaded` is known to have found it.
-
-    Raises:
-        RuntimeError: There is none.
-    """
+    """The library, where :func:`loaded` is known to have found it."""
     found = loaded()
     if isinstance(found, str):
         raise RuntimeError(f"no compiled kernels: {found}")
@@ -215,7 +194,7 @@ def may_run() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or not compiled()
+        or isinstance(loaded(), str)
     )
 
 
@@ -235,16 +214,12 @@ def new(*shape: int) -> Tensor:
 
 
 def by_torch(grad: Tensor) -> bool:
-    """Whether a backward must be made of torch's operations, and not by a kernel.
-
-    So it is where it may be differentiated again (``create_graph=True``), and under ``vmap``, as
-    in ``torch.autograd.grad(is_grads_batched=True)``, whose tensors have no memory of their own.
-    """
+    """Whether torch's operations make a backward: one to be differentiated, or under ``vmap``."""
     if torch.is_grad_enabled():
         return True
     try:
         grad.data_ptr()
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # a tensor of vmap has no memory of its own
         return True
     return False
 

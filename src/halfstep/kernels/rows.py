@@ -27,11 +27,7 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
 def is_bf16(dtype: torch.dtype) -> bool:
-    """Whether numbers are bf16 and not fp32, for a kernel that takes both; others are refused.
-
-    Raises:
-        TypeError: The dtype is neither.
-    """
+    """Whether numbers are bf16 and not fp32, for a kernel that takes both; others are refused."""
     if dtype not in (_BF16, _FP32):
         raise TypeError(f"the kernel takes bf16 and fp32 numbers, got {dtype}")
     return dtype == _BF16
@@ -123,7 +119,7 @@ def norm(
         gain: ``(C,)`` of any floating dtype, or None, as ``bias`` is.
         bias: Likewise.
         epsilon: Added to the variance.
-        dtype: The result's, bf16 or fp32. Its gradient has it too; that of ``x`` has ``x``'s.
+        dtype: The result's, bf16 or fp32.
         centred: False divides by the root of the mean square instead: RMSNorm.
 
     **Source:** Ba et al. 2016, "Layer Normalization", eq. 4; Zhang and Sennrich 2019, "Root Mean
@@ -213,16 +209,7 @@ def add_and_normalise(
 ) -> tuple[Tensor, Tensor]:
     """A stream with a block's result and its bias added; then its LayerNorm in bf16, in one pass.
 
-    Args:
-        x: ``(N, C)`` bf16 or fp32.
-        added: ``(N, C)`` bf16.
-        shift: The result's bias, ``(C,)`` fp32.
-        gain: The norm's, likewise.
-        bias: The norm's, likewise.
-        epsilon: Added to the variance.
-
-    Returns:
-        The sum in the dtype of ``x``, and its LayerNorm.
+    ``x`` is ``(N, C)`` bf16 or fp32, as the sum; ``added`` bf16; the three vectors ``(C,)`` fp32.
     """
     total, y = torch.empty_like(x), torch.empty_like(added)
     mean, inverse = new(2, len(x))
@@ -285,10 +272,7 @@ def _norm_differentiable(
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype in which a gradient is kept: wider than the parameter's where it says so.
-
-    ``torch.compile`` cannot read that, and gets the parameter's own.
-    """
+    """The dtype in which a gradient is kept; ``torch.compile`` gets the parameter's own."""
     eager_leaf = not torch.compiler.is_compiling() and parameter.is_leaf
     asked = parameter.grad_dtype if eager_leaf else None
     return parameter.dtype if asked is None else asked
@@ -297,10 +281,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
     """``logsumexp(logits) - logits[target]`` of each row in fp32; 0 where the target is ignored.
 
-    Args:
-        logits_NV: ``(N, V)`` bf16 or fp32, each row contiguous.
-        targets_N: ``(N,)`` int64, in range or ``ignore_index``; the caller has looked.
-        ignore_index: Rows with this target add nothing, and get no gradient.
+    Logits are bf16 or fp32, each row contiguous; targets int64, and the caller has looked at their
+    range. Rows with ``ignore_index`` get no gradient.
     """
     losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, ignore_index)  # type: ignore[no-untyped-call]
     return losses_N

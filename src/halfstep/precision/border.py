@@ -64,14 +64,6 @@ def as_dtype(value: str | torch.dtype) -> torch.dtype:
     raise PrecisionError(f"dtype {value!r}; allowed: a torch.dtype, or {', '.join(DTYPES)}")
 
 
-def as_floating(value: str | torch.dtype, where: str) -> torch.dtype:
-    """A floating dtype by name or by value."""
-    dtype = as_dtype(value)
-    if not dtype.is_floating_point:
-        raise PrecisionError(f"{where} got {dtype}; allowed: floating dtypes, as torch.bfloat16")
-    return dtype
-
-
 def as_device(value: str | torch.device) -> torch.device:
     """A device by name (``"cpu"``, ``"cuda:1"``) or by value."""
     try:

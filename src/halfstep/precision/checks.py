@@ -30,20 +30,11 @@ def some(names: tuple[str, ...], limit: int = 3) -> str:
 
 def check_arguments(model: object, optimizers: object) -> None:
     """Refuse arguments that are not a model and optimizers, before any of them is used."""
-    if isinstance(model, Optimizer) and isinstance(optimizers, nn.Module):
-        raise PrecisionError(
-            "model and optimizer are swapped; allowed: Precision(policy, model, optimizer)"
-        )
-    if not isinstance(model, nn.Module):
-        raise PrecisionError(f"the model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    require(model, nn.Module, "Precision(model)", "a torch.nn.Module, before the optimizer")
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    wrong = [type(one).__name__ for one in several if not isinstance(one, Optimizer)]
-    if wrong or not several:
-        raise PrecisionError(
-            f"the optimizer is {wrong[0] if wrong else 'an empty list'}; allowed: a "
-            "torch.optim.Optimizer over the model's parameters, or a list of them"
-        )
-    for one in several:
+    allowed = "a torch.optim.Optimizer over the model's parameters, or a list of them"
+    for one in several or [None]:
+        require(one, Optimizer, "Precision(optimizer)", allowed)
         inner = getattr(one, "optimizer", None)
         if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
             raise PrecisionError(
@@ -72,13 +63,24 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
                 "fp32 masters; keep that one, or make the model anew"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    _check_owned(
-        [p for o in optimizers for group in o.param_groups for p in group["params"]], names
-    )
-    check_buffers(model)
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if len(set(owned)) < len(owned):
+        raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
+    strangers = [i for i, p in enumerate(owned) if p not in names]
+    if strangers:
+        raise PrecisionError(
+            f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
+            f"(first: number {strangers[0]}); make it from this model's parameters, after the "
+            "model is on its device"
+        )
+    _check_buffers(model)
     for parameter, name in names.items():
         if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
-            raise _other_numbers(policy, name, parameter)
+            raise PrecisionError(
+                f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers of at "
+                "most 32 bits: convert fp64 with model.float() before the optimizer is made; store "
+                "complex numbers as real ones (torch.view_as_real)"
+            )
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
         _check_fp32_weights(policy, names, kept)
@@ -93,55 +95,23 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
         _check_eps(policy, names, optimizers, kept)
 
 
-# Buffers that 16 bits break, by their names. bf16 distinguishes only 769 of the positions 0 to
-# 4095, a rotary angle computed from a rounded frequency is off by up to 8 radians there, and a
-# running mean loses the small updates that it accumulates.
-_BROKEN_IN_16_BITS = {
-    "running statistics": re.compile(
-        r"running_(mean|var|std)|e_score_correction_bias|(router|expert|gate)_?bias"
-    ),
-    "rope": re.compile(r"inv_freq|freqs$|rope|rotary|(^|_)(cos|sin)($|_)"),
-    "positions": re.compile(r"position|(^|_)pos($|_ids?)"),
-}
+# Buffers that 16 bits break, by their names: a rotary angle computed from a rounded frequency is
+# off by up to 8 radians at position 4095, and a running mean loses the updates it accumulates.
+_BROKEN_IN_16_BITS = re.compile(
+    r"running_(mean|var|std)|e_score_correction_bias|(router|expert|gate)_?bias|"
+    r"inv_freq|freqs$|rope|rotary|(^|_)(cos|sin)($|_)"
+)
 
 
-def check_buffers(model: nn.Module) -> None:
+def _check_buffers(model: nn.Module) -> None:
     """Refuse a model whose sensitive buffers are 16-bit already, since what they lost is gone."""
     for name, buffer in model.named_buffers():
-        if buffer.dtype not in LOW:
-            continue
-        own = name.rpartition(".")[2].lower()
-        kind = next((kind for kind, known in _BROKEN_IN_16_BITS.items() if known.search(own)), "")
-        if kind and not (kind == "positions" and _are_exact(buffer)):
+        if buffer.dtype in LOW and _BROKEN_IN_16_BITS.search(name.rpartition(".")[2].lower()):
             raise PrecisionError(
-                f"buffer {name} ({kind}) is {dtype_name(buffer.dtype)} already, by model.to() or "
-                "as it was loaded, and what that rounded is gone. Make or load the model in fp32 "
-                "and let the policy cast it, which leaves buffers alone"
+                f"buffer {name} is {dtype_name(buffer.dtype)} already, by model.to() or as it was "
+                "loaded, and what that rounded is gone. Make or load the model in fp32 and let the "
+                "policy cast it, which leaves buffers alone"
             )
-
-
-def _are_exact(positions: Tensor) -> bool:
-    """Whether 16 bits hold these positions, or they are no whole numbers, as a learned table's."""
-    if positions.is_meta:
-        return False
-    values = positions.float()
-    if not bool((values == values.round()).all()):
-        return True
-    below = values.abs().max() < 2 / torch.finfo(positions.dtype).eps if values.numel() else True
-    return bool(below) or len(torch.unique(values)) == values.numel()
-
-
-def _check_owned(owned: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse parameters of two optimizers, and tensors that are not the model's."""
-    if len(set(owned)) < len(owned):
-        raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
-    strangers = [i for i, p in enumerate(owned) if p not in names]
-    if strangers:
-        raise PrecisionError(
-            f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
-            f"(first: number {strangers[0]}); make it from this model's parameters, after the "
-            "model is on its device"
-        )
 
 
 def _check_fp32_weights(
@@ -182,19 +152,6 @@ def _check_eps(
                 f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
                 f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, or policy {form}-master"
             )
-
-
-def _other_numbers(policy: PrecisionPolicy, name: str, parameter: Tensor) -> PrecisionError:
-    if parameter.is_complex():
-        return PrecisionError(
-            f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers only. Store "
-            "it as a real parameter (torch.view_as_real) and use torch.view_as_complex in forward"
-        )
-    return PrecisionError(
-        f"{name} is fp64, which policy {policy} would round to "
-        f"{dtype_name(policy.master_dtype)}. If that is meant, convert it with model.float() "
-        "before the optimizer is made"
-    )
 
 
 def no_loss(value: object) -> PrecisionError:
@@ -307,15 +264,15 @@ def check_state(
     ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
     another policy's state. Returns the masters to load, by name; none if the weights are masters.
     """
-    counts = {"applied_total", "skipped_total", "skipped_in_a_row"}
-    expected = {"policy", "loss_scale", *counts, "masters"}
+    counts = ("applied_total", "skipped_total", "skipped_in_a_row")
+    tables = ("loss_scale", "masters")
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
-    if set(state) - {"spikes"} != expected:
+    if set(state) - {"spikes"} != {"policy", *counts, *tables}:
         raise PrecisionError(
-            f"the saved precision state has keys {sorted(map(str, state))}, expected "
-            f"{sorted(expected)}; allowed: what Precision.state_dict() gave"
+            f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
+            "Precision.state_dict() gave"
         )
     if state["policy"] != str(policy) and weights is None:
         raise PrecisionError(
@@ -323,28 +280,22 @@ def check_state(
             f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "
             "model's weights= to convert it"
         )
-    for key in sorted(counts):
-        count = state[key]
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise PrecisionError(f"the saved precision state has {key}={count!r}: not a count")
+    wrong = [key for key in counts if type(state[key]) is not int or state[key] < 0]
+    wrong += [key for key in tables if not isinstance(state[key], Mapping)]
+    if wrong:
+        raise PrecisionError(
+            f"the saved precision state is damaged: {wrong[0]}={state[wrong[0]]!r}"
+        )
     as_state(state.get("spikes"))
-    for key in ("loss_scale", "masters"):
-        if not isinstance(state[key], Mapping):
-            raise PrecisionError(f"the saved precision state has {key}={state[key]!r}: not a table")
-    masters = dict(state["masters"])
-    dtypes = {torch.float32}
+    masters, dtypes = dict(state["masters"]), {torch.float32}
     if weights is not None and not masters:
         masters = {name: local_part(w) for name, w in weights.items() if name in parameters}
         dtypes = set(DTYPES.values())
     elif not masters and not policy.keeps_more_than_weights:
         return {}
-    saved = {name: _shape(tensor, dtypes) for name, tensor in masters.items()}
-    if saved != {name: parameter.shape for name, parameter in parameters.items()}:
-        odd = sorted(set(saved) ^ set(parameters)) or ["shapes or dtypes differ"]
+    whole = all(isinstance(m, Tensor) and m.dtype in dtypes for m in masters.values())
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    if not whole or {name: master.shape for name, master in masters.items()} != shapes:
+        odd = sorted(set(masters) ^ set(shapes)) or ["shapes or dtypes differ"]
         raise PrecisionError(f"saved master weights are from another model: {', '.join(odd[:5])}")
     return masters
-
-
-def _shape(value: object, dtypes: set[torch.dtype]) -> object:
-    """A saved master's shape, or its class (equal to no shape) if it is no tensor of ``dtypes``."""
-    return value.shape if isinstance(value, Tensor) and value.dtype in dtypes else type(value)

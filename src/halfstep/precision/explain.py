@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from halfstep.formats import BLOCK_FORMATS, FORMATS
+from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import rounding_mode
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
-from halfstep.precision.policy.rules import place
+from halfstep.precision.policy.rules import Placement, place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.shown import Text, aligned
@@ -57,13 +56,6 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     bytes that training with AdamW holds for its parameters (frozen ones: the weights alone). A
     parameter shared by several modules is counted with the first.
 
-    Args:
-        policy: A policy, its name, field string or ``.toml`` file.
-        model: Any module, on any device.
-
-    Raises:
-        PrecisionError: If a rule matches nothing, rules conflict, or ``model`` is not a module.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         >>> print(explain_model("bf16-master,keep_fp32=type:LayerNorm", model))
@@ -75,36 +67,37 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
     require_model(model, "explain_model(model)")
     first = next(model.parameters(), None)
     value = parse_policy(policy, "cpu" if first is None else first.device)
-    placed = place(value, model)
-    kept = placed.kept()
-    low = sum(bytes_per_parameter(value).values())
-    high = sum(bytes_per_parameter(value, kept=True).values())
-    names = {id(p): n for n, p in model.named_parameters() if p.is_floating_point()}
-    rows = [("module", "class", "params", "compute", "rule", "bytes")]
+    rows: list[tuple[str, ...]] = [("module", "class", "params", "compute", "rule", "bytes")]
     counted: set[int] = set()
     total = 0.0
-    for placement in placed.modules:
-        own = [p for p in placement.module._parameters.values() if p is not None]
-        own = [p for p in own if id(p) in names]
+    for placement in place(value, model).modules:
+        parameters = [p for p in placement.module._parameters.values() if p is not None]
+        own = [p for p in parameters if p.is_floating_point()]
         if not own and not placement.direct:
             continue
-        size = 0.0
-        for parameter in own:
-            stored = 4 if names[id(parameter)] in kept else value.param_dtype.itemsize
-            each = high if names[id(parameter)] in kept else low
-            if id(parameter) not in counted:
-                size += parameter.numel() * (each if parameter.requires_grad else stored)
-            counted.add(id(parameter))
+        size = sum(_size(value, p, placement.fp32) for p in own if id(p) not in counted)
+        counted |= {id(p) for p in own}
         total += size
-        params = dtype_name(torch.float32 if placement.fp32 else value.param_dtype) if own else "-"
-        own_format = "tf32" if value.tf32 else dtype_name(value.compute_dtype)
-        compute = "fp32" if placement.fp32 and not value.tf32 else own_format
-        compute = str(placement.recipe) if placement.recipe else compute
-        rule = placement.rule or "-"
-        kind = type(placement.module).__name__
-        rows.append((placement.name or ".", kind, params, compute, rule, f"{size:.0f}"))
+        rows.append(_row(value, placement, f"{size:.0f}", has_weights=bool(own)))
     rows.append(("total", "", "", "", "", f"{total:.0f}"))
     return Text(aligned(rows, {5}))
+
+
+def _size(policy: PrecisionPolicy, parameter: torch.Tensor, kept: bool) -> float:
+    """The bytes that training holds for a parameter; ``kept``: a rule keeps it in fp32."""
+    if parameter.requires_grad:
+        return parameter.numel() * sum(bytes_per_parameter(policy, kept=kept).values())
+    return parameter.numel() * (4 if kept else policy.param_dtype.itemsize)
+
+
+def _row(
+    policy: PrecisionPolicy, placement: Placement, size: str, *, has_weights: bool
+) -> tuple[str, ...]:
+    kept, kind = placement.fp32, type(placement.module).__name__
+    params = dtype_name(torch.float32 if kept else policy.param_dtype) if has_weights else "-"
+    own = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+    compute = str(placement.recipe or ("fp32" if kept and not policy.tf32 else own))
+    return placement.name or ".", kind, params, compute, placement.rule or "-", size
 
 
 def bytes_per_parameter(
@@ -132,37 +125,25 @@ def bytes_per_parameter(
 def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
     p, c = policy.param_dtype, policy.compute_dtype
-    mode = rounding_mode(policy.update)
-    products = (
-        "matrix products: operands rounded to tf32"
-        if policy.tf32
-        else f"matrix products: operands in {dtype_name(c)}"
-    )
+    form = "tf32" if policy.tf32 else dtype_name(c)
+    products = f"matrix products: operands {'rounded to' if policy.tf32 else 'in'} {form}"
     products += ", fp32 accumulation" if min(c.itemsize, p.itemsize) < 4 else ""
-    added = "gradients of micro-batches add up in this format" + (
-        "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
-    )
-    averaged = policy.moment_format if policy.needs_own_optimizer else ""
-    moments = (
-        _MOMENTS[averaged] if averaged in ("bf16", "8bit") else "the optimizer's running averages"
-    )
-    form = FORMATS["tf32" if policy.tf32 else dtype_name(c)]
+    added = "gradients of micro-batches add up in this format"
+    added += "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
+    moments = "the optimizer's running averages"
+    if policy.needs_own_optimizer:
+        moments = _MOMENTS.get(policy.moment_format, moments)
     cost = bytes_per_parameter(policy)
     return [
         ("params", dtype_name(p), _weights(policy)),
-        ("compute", form.name, products),
+        ("compute", form, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
-        ("master", dtype_name(policy.master_dtype), mode.master),
+        ("master", dtype_name(policy.master_dtype), rounding_mode(policy.update).master),
         ("moments", policy.moment_format, moments),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
         ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
-        (
-            "range",
-            f"{form.max:.6g} / {form.min_subnormal:.3g}",
-            "largest finite and smallest positive number of the compute format",
-        ),
         *_explain_low(policy),
         *(("rule", f, f"modules {glob}") for glob, f in policy.rules),
     ]
@@ -199,14 +180,11 @@ def _scale(scale: LossScaleConfig) -> str:
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    parts = [f"{size:.4g} {key}" for key, size in cost.items() if size]
-    one = f"{sum(cost.values()) - cost['moments'] / 2:.4g}"
-    text = f"per parameter with AdamW: {' + '.join(parts)}; {one} with one moment (Muon, Lion)"
+    text = "per parameter with AdamW: "
+    text += " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
     if policy.casts_per_op:
-        text += (
-            f", and {policy.compute_dtype.itemsize} for the cast copies while a forward and "
-            "backward run"
-        )
+        size = policy.compute_dtype.itemsize
+        text += f", and {size} for the cast copies while a forward and backward run"
     return text
 
 
@@ -217,16 +195,13 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         scheme = SCHEMES.get(getattr(policy.recipe, product))
         if scheme is None:
             continue
-        extra = (
-            ", gradients rounded stochastically"
-            if "gradients" in operands and scheme.stochastic
-            else ""
+        extra = ", gradients rounded stochastically" * (
+            "gradients" in operands and scheme.stochastic
         )
-        extra += ", Hadamard over 16 tokens" if product == "wgrad" and scheme.hadamard else ""
+        extra += ", Hadamard over 16 tokens" * (product == "wgrad" and scheme.hadamard)
         texts = [_operand(scheme, operand) for operand in operands]
         rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
     for scheme in policy.schemes():
-        rows.append(("scales", scheme.name, _scales(scheme)))
         since = "{}.{}".format(*scheme.since)
         rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))
     if policy.simulate:
@@ -237,42 +212,14 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 def _operand(scheme: Scheme, operand: str) -> str:
     """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
-    if not form.block:
-        return f"{operand} {form.element.name} with one scale for the tensor"
-    return f"{operand} {form.element.name} in {'{}x{}'.format(*form.block)} blocks"
-
-
-def _scales(scheme: Scheme) -> str:
-    """The formats of a scheme's scales, and what an operand takes with them."""
-    form = BLOCK_FORMATS[scheme.inputs]
-    scale = form.scale.name
-    if form.block:
-        both = form.has_tensor_scale
-        scale = (
-            f"{scale} for each block and fp32 for the tensor" if both else f"{scale} for each block"
-        )
-    elif form.has_tensor_scale:
-        scale = f"{scale} for the tensor"
-    bits = []
-    for operand in ("inputs", "weights", "gradients"):
-        form = BLOCK_FORMATS[getattr(scheme, operand)]
-        shared = math.prod(form.block) if form.block else math.inf
-        each = f"{form.element.bits + form.scale.bits / shared:.4g}"
-        bits.append(f"{operand} {each}")
-    return f"{scale}; bits per element of {', '.join(bits)}"
+    shared = "{}x{} blocks".format(*form.block) if form.block else "the tensor"
+    return f"{operand} {form.element.name}, {form.scale.name} scales of {shared}"
 
 
 def _islands(policy: PrecisionPolicy) -> str:
     """The operations that run in fp32 although matrix products do not."""
-    if policy.param_dtype != torch.float32:
-        return (
-            "of the model; the loss is fp32, softmax and norms take and give 16 bits with fp32 "
-            "sums inside, fp32 where operands are mixed"
-        )
-    if policy.casts == "module":
-        return "of the model and the loss; softmax and norms take and give 16 bits"
-    return (
-        "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
-        if policy.casts_per_op
-        else "of the model; everything else is fp32 too"
-    )
+    if policy.casts_per_op:
+        return "of the model; softmax, norms, sums, powers and losses are fp32, as CUDA's autocast"
+    if policy.compute_dtype == torch.float32:
+        return "of the model; everything else is fp32 too"
+    return "of the model; the loss is fp32, softmax and norms take and give 16 bits"

@@ -59,7 +59,7 @@ REMEDIES = {
         "the tensor in fp32"
     ),
     "overflow of a mask": (
-        "add the mask once, and make it boolean or use halfstep.mask_value(dtype): two times "
+        "add the mask once, and make it boolean or use torch.finfo(dtype).min / 4: two times "
         "torch.finfo(dtype).min is -inf, and a row of -inf alone has no softmax"
     ),
     "overflow in the backward": (
@@ -85,7 +85,7 @@ REMEDIES = {
     ),
     "inf - inf": (
         "the infinity was allowed when it was made: use a large finite number there, such as "
-        "halfstep.mask_value(dtype), or x.masked_fill(...) after this operation"
+        "torch.finfo(dtype).min / 4, or x.masked_fill(...) after this operation"
     ),
 }
 """A class of causes to what to do about it."""

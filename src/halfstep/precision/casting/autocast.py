@@ -10,8 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,26 +30,21 @@ from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
 Status = Literal["native", "simulated", "refused"]
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Context = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How a device runs a policy.
-
-    Attributes:
-        status: ``"native"``: the device has instructions for it. ``"simulated"``: halfstep runs
-            16-bit products through fp32 kernels with 16-bit rounding, which gives the format's
-            results and memory use but not its speed. ``"refused"``: it cannot run.
-        reason: One sentence for the user.
-        nearest: For ``"refused"``, the policy to ask for instead.
-    """
+    """How a device runs a policy."""
 
     status: Status
+    """``"native"``: the device has instructions for it. ``"simulated"``: halfstep runs 16-bit
+    products through fp32 kernels with 16-bit rounding, which gives the format's results and memory
+    use but not its speed. ``"refused"``: it cannot run."""
     reason: str
+    """One sentence for the user."""
     nearest: str = ""
+    """For ``"refused"``, the policy to ask for instead."""
 
     @property
     def how(self) -> str:
@@ -78,13 +72,10 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         return found
     lacking = {name: why for name in names if (why := why_not_native(name, device))}
     if not lacking:
-        how = f"{', '.join(names)} products; {found.reason}"
-        return Support("native", how)
+        return Support("native", f"{', '.join(names)} products; {found.reason}")
     if policy.simulate:
-        how = (
-            f"operands are rounded to {', '.join(lacking)} exactly, and multiplied as bf16; "
-            f"{found.reason}"
-        )
+        forms = ", ".join(lacking)
+        how = f"operands are rounded to {forms} exactly, and multiplied as bf16; {found.reason}"
         return Support("simulated", how)
     reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
     return Support("refused", reason, str(replace(policy, simulate=True)))
@@ -92,38 +83,28 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
 
 def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Support:
     """How a device runs a policy's formats of 16 bits and more."""
-    compute = policy.compute_dtype
+    what = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
     if device.type == "cpu":
         if policy.tf32:
             return Support("refused", "a CPU has no tf32 matrix instructions", "fp32")
-        name = dtype_name(compute)
         if _is_simulated(policy, device):
-            return Support(
-                "simulated", f"{name} products run through fp32 kernels with {name} rounding"
-            )
-        return Support("native", f"{name} matrix kernels of this CPU")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return Support("refused", "torch sees no CUDA device", _nearest_on_cpu(policy))
-        has = torch.cuda.get_device_capability(device)
-        what = "tf32" if policy.tf32 else dtype_name(compute)
-        here, needed = "{}.{}".format(*has), first_capability(what)
-        if has < needed:
-            fp16 = what == "bf16" and has >= first_capability("fp16")
-            return Support(
-                "refused",
-                f"compute capability {here} has no {what} tensor cores ({'{}.{}'.format(*needed)} "
-                "has)",
-                "fp16-mixed" if fp16 else "fp32",
-            )
-        return Support("native", f"{what} on compute capability {here}")
+            how = f"{what} products run through fp32 kernels with {what} rounding"
+            return Support("simulated", how)
+        return Support("native", f"{what} matrix kernels of this CPU")
+    if device.type == "cuda" and torch.cuda.is_available():
+        has, needed = torch.cuda.get_device_capability(device), first_capability(what)
+        here = "compute capability {}.{}".format(*has)
+        if has >= needed:
+            return Support("native", f"{what} on {here}")
+        fp16 = what == "bf16" and has >= first_capability("fp16")
+        lacks = f"{here} has no {what} tensor cores ({'{}.{}'.format(*needed)} has)"
+        return Support("refused", lacks, "fp16-mixed" if fp16 else "fp32")
     if device.type == "mps" and torch.backends.mps.is_available():
         if policy == POLICIES["fp32"]:
             return Support("native", "a Mac's GPU computes in fp32")
         return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
-    reason = f"device {device.type!r} is not supported yet"
-    if device.type == "mps":
-        reason = "torch sees no GPU of a Mac (mps)"
+    missing = {"cuda": "torch sees no CUDA device", "mps": "torch sees no GPU of a Mac (mps)"}
+    reason = missing.get(device.type, f"device {device.type!r} is not supported yet")
     return Support("refused", reason, _nearest_on_cpu(policy))
 
 
@@ -151,7 +132,7 @@ def _is_simulated(policy: PrecisionPolicy, device: torch.device) -> bool:
     return device.type == "cpu" and missing
 
 
-class Autocast:
+class Autocast(contextlib.ContextDecorator):
     """The context for a forward and its loss, under one policy.
 
     Like ``torch.autocast`` it can be entered any number of times, nested, from several threads, and
@@ -164,10 +145,6 @@ class Autocast:
         model: The model whose forward it is for; needed if a rule matches the model itself.
         device: The device it runs on.
         on_enter: Called at every entry, before anything is entered.
-
-    Raises:
-        PrecisionError: If the device cannot honour the policy, where torch.autocast would warn and
-            run in another precision.
     """
 
     def __init__(
@@ -244,20 +221,8 @@ class Autocast:
             found.append(OpCasts())
         return found
 
-    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorate a function so that every call of it runs inside the context."""
 
-        @wraps(function)
-        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self:
-                return function(*args, **kwargs)
-
-        return inside
-
-
-def _entered_all(
-    contexts: Sequence[_Context],
-) -> _Context:
+def _entered_all(contexts: Sequence[_Context]) -> _Context:
     """Enter these contexts; the result's exit leaves them."""
     if not contexts:
         return _NOTHING

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
@@ -19,7 +18,7 @@ from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.low_bit.linear import Clock, LowBitLinear, Region
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import PlacedModel, Placement, place, root_is_fp32
+from halfstep.precision.policy.rules import PlacedModel, Placement, place
 from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
@@ -47,13 +46,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(cast_floating(item, dtype) for item in value)
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
-    if isinstance(value, dict):  # a copy keeps a subclass's attributes
-        result = copy.copy(value)
+    if isinstance(value, MutableMapping):
+        result = copy.copy(value)  # which keeps a subclass's attributes
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
         return result
-    if isinstance(value, Mapping):
-        return type(value)({k: cast_floating(item, dtype) for k, item in value.items()})  # type: ignore[call-arg]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(
@@ -109,33 +106,23 @@ def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
     return cast_floating(output, torch.float32)
 
 
-def cast_recurrent_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook of LSTM, GRU and RNN that casts floating inputs to the weights' dtype."""
-    dtype = next(layer.parameters()).dtype
-    return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-
-def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> list[RemovableHandle]:
+def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
     """Make ``model(...)`` accept floating inputs of any dtype and return fp32.
 
     A module whose format by the rules differs from its caller's gets a :class:`FormatRegion`, a
     layer below 16 bits a :class:`~halfstep.precision.low_bit.linear.LowBitLinear`. 16-bit
     recurrent layers get inputs in the weights' dtype, which torch checks before any operation.
-    The returned handles remove single hooks; :func:`give_back_` removes everything.
+    :func:`give_back_` removes everything.
     """
-    policy, module, handles = placed.policy, placed.model, []
+    policy = placed.policy
     add_regions_(placed, clock)
     if policy.param_dtype != torch.float32:
-        for part in module.modules():
-            if isinstance(part, nn.RNNBase):
-                hook = part.register_forward_pre_hook(cast_recurrent_inputs, with_kwargs=True)
-                handles.append(hook)
-        dtype = torch.float32 if root_is_fp32(policy, module) else policy.compute_dtype
-        inputs = CastInputs(policy, dtype)
-        handles.append(module.register_forward_pre_hook(inputs, with_kwargs=True))
+        recurrent = {id(p.module): p for p in placed.modules if isinstance(p.module, nn.RNNBase)}
+        for part in (placed.modules[0], *recurrent.values()):
+            inputs = CastInputs(policy, torch.float32 if part.fp32 else policy.compute_dtype)
+            part.module.register_forward_pre_hook(inputs, with_kwargs=True)
     if policy.compute_dtype != torch.float32:
-        handles.append(module.register_forward_hook(cast_outputs))
-    return handles
+        placed.model.register_forward_hook(cast_outputs)
 
 
 class FormatRegion(Region):
@@ -177,10 +164,6 @@ class FormatRegion(Region):
         return nullcontext()
 
 
-around_model = Autocast
-"""The name by which evaluation and generation use :class:`Autocast`."""
-
-
 def keeping_casts(device: torch.device) -> AbstractContextManager[Any]:
     """A context around several forwards with the same weights, whose casts it keeps between them.
 
@@ -217,47 +200,38 @@ def autocast(
     value = parse_policy(policy, where)
     if model is not None:
         require_model(model, "autocast(model)")
-    context = Autocast(value, model, where)
-    low = value.param_dtype != torch.float32
-    if model is not None:
         check_wrappers(value, model)
         _require_prepared(value, model)
-    elif value.rules or low or value.recipes() or value.casts == "module":
-        what = "has rules for modules" if value.rules else "says how weights are stored"
-        what = "rounds the operands of linear layers" if value.recipes() else what
+    elif (
+        value.rules
+        or value.param_dtype != torch.float32
+        or value.recipes()
+        or value.casts == "module"
+    ):
         raise PrecisionError(
-            f"policy {value} {what}, so that autocast needs the model: autocast(policy, device, "
-            "model) with one that halfstep.Precision has prepared; in training use "
-            "precision.autocast()"
+            f"policy {value} says more of a model than how operations are cast, so that autocast "
+            "needs the model: autocast(policy, device, model) with one that halfstep.Precision has "
+            "prepared; in training use precision.autocast()"
         )
-    return context
+    return Autocast(value, model, where)
 
 
 def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
     """Refuse a model whose weights or modules are not in the policy's formats."""
     placed = place(policy, model)
-    cure = "prepare it by halfstep.Precision"
-    if policy.param_dtype != torch.float32:
-        wanted = placed.dtypes()
-        for name, parameter in model.named_parameters():
-            if name in wanted and parameter.dtype != wanted[name]:
-                raise PrecisionError(
-                    f"{name} is stored in {dtype_name(parameter.dtype)}, and policy {policy} "
-                    f"stores it in {dtype_name(wanted[name])}; {cure}"
-                )
-    for placement in placed.regions:
-        if not isinstance(placement.module.__dict__.get("forward"), Region):
-            raise PrecisionError(
-                f"rule {placement.rule!r} of policy {policy} is not applied to "
-                f"{placement.name or 'the model'}; {cure}"
-            )
-    for placement in placed.low:
-        has = getattr(low_bit_of(placement.module), "recipe", "none")
-        if has != placement.recipe:
-            raise PrecisionError(
-                f"{placement.name or 'the model'} has recipe {has}, and policy {policy} says "
-                f"{placement.recipe}; prepare the model by halfstep.Precision"
-            )
+    wanted = placed.dtypes() if policy.param_dtype != torch.float32 else {}
+    wrong = [n for n, p in model.named_parameters() if p.dtype != wanted.get(n, p.dtype)]
+    wrong += [
+        p.name for p in placed.regions if not isinstance(p.module.__dict__.get("forward"), Region)
+    ]
+    wrong += [
+        p.name for p in placed.low if getattr(low_bit_of(p.module), "recipe", None) != p.recipe
+    ]
+    if wrong:
+        raise PrecisionError(
+            f"{wrong[0] or 'the model'} is not in the format of policy {policy}; prepare the model "
+            "by halfstep.Precision"
+        )
 
 
 def low_bit_of(module: nn.Module) -> LowBitLinear | None:
@@ -312,7 +286,7 @@ def remove_regions_(model: nn.Module) -> None:
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
-    plain = (cast_outputs, cast_recurrent_inputs, keep_fused_paths_off)
+    plain = (cast_outputs, keep_fused_paths_off)
     return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
 
 
@@ -342,8 +316,7 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
         if hasattr(module, "_fsdp_wrapped_module"):
             raise PrecisionError(
                 f"{what} is a FullyShardedDataParallel (FSDP1), whose flat parameters do not say "
-                "which part a rank holds, so norms cannot be computed; use "
-                "torch.distributed.fsdp.fully_shard"
+                "which part a rank holds; use torch.distributed.fsdp.fully_shard"
             )
         if isinstance(module, DistributedDataParallel) and moves_on:
             raise PrecisionError(
@@ -354,44 +327,38 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
     found = dict(fsdp_modules(model))
     for name, state in found.items():
         _check_casts(policy, name or "the model", getattr(state, "_mp_policy", None))
-    if policy.casts == "module":
-        outside = [n for n, p in model.named_parameters() if not is_sharded(p)]
-        if not found or outside:
-            raise PrecisionError(
-                f"policy {policy} computes in {dtype_name(policy.compute_dtype)} where FSDP2 "
-                f"gathers weights, and {outside[0] if outside else 'this model'} is not sharded "
-                "by it: use torch.distributed.fsdp.fully_shard, or halfstep.distributed "
-                "(parallel=shard=N), or policy bf16-mixed"
-            )
+    outside = [n for n, p in model.named_parameters() if not is_sharded(p)]
+    if policy.casts == "module" and (not found or outside):
+        raise PrecisionError(
+            f"policy {policy} computes in {dtype_name(policy.compute_dtype)} where FSDP2 gathers "
+            f"weights, and {outside[0] if outside else 'this model'} is not sharded by it: use "
+            "torch.distributed.fsdp.fully_shard, or halfstep.distributed (parallel=shard=N), or "
+            "policy bf16-mixed"
+        )
 
 
 def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
     """Refuse one module's FSDP2 ``MixedPrecisionPolicy`` if it contradicts the policy."""
+    by_module = policy.casts == "module"
+    computes = policy.compute_dtype if by_module else policy.param_dtype
     gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
     summed = getattr(casts, "reduce_dtype", None) or gathered
-    output = getattr(casts, "output_dtype", None) or torch.float32
-    wanted = policy.compute_dtype if policy.casts == "module" else policy.param_dtype
-    if gathered != wanted:
-        nearest = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
-        raise PrecisionError(
-            f"{what} is sharded by fully_shard with MixedPrecisionPolicy(param_dtype="
-            f"{dtype_name(gathered)}), so it computes with weights in that format, and policy "
-            f"{policy} asks for {dtype_name(wanted)} there; use "
-            f"param_dtype={_written(policy, wanted)}, or policy {nearest}"
-        )
-    if summed != policy.reduce_dtype:
-        raise PrecisionError(
-            f"{what} is sharded by fully_shard with MixedPrecisionPolicy that sums gradients in "
-            f"{dtype_name(summed)}, and policy {policy} in {dtype_name(policy.reduce_dtype)}; use "
-            f"reduce_dtype={policy.reduce_dtype}, or the policy with reduce={dtype_name(summed)}"
-        )
-    if output not in (torch.float32, wanted):
-        raise PrecisionError(
-            f"{what} is sharded by fully_shard with MixedPrecisionPolicy(output_dtype="
-            f"{dtype_name(output)}), and policy {policy} hands out fp32; leave output_dtype out"
-        )
-
-
-def _written(policy: PrecisionPolicy, wanted: torch.dtype) -> str:
-    """``param_dtype`` as the user must write it; None there means "as stored"."""
-    return str(wanted) if policy.casts == "module" else "None"
+    given = getattr(casts, "output_dtype", None) or torch.float32
+    named = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
+    for key, has, wanted, use, other in (
+        ("param_dtype", gathered, (computes,), computes if by_module else None, f"policy {named}"),
+        (
+            "reduce_dtype",
+            summed,
+            (policy.reduce_dtype,),
+            policy.reduce_dtype,
+            f"reduce={dtype_name(summed)}",
+        ),
+        ("output_dtype", given, (torch.float32, computes), None, "another policy"),
+    ):
+        if has not in wanted:
+            raise PrecisionError(
+                f"{what} is sharded by fully_shard with MixedPrecisionPolicy({key}="
+                f"{dtype_name(has)}), and policy {policy} has {dtype_name(wanted[0])} there; use "
+                f"{key}={use}, or {other}"
+            )

@@ -75,8 +75,8 @@ class OpCasts(TorchFunctionMode):
             # the one method that torch.compile traces only as a call on its tensor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
-        if func in KERNELS and self.runs_kernels() and not self.covered:
-            found = native(func, args, kwargs or {})
+        if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
+            found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
                 return found
         plain = type(func) is not FunctionType or func in LEAVES
@@ -84,33 +84,33 @@ class OpCasts(TorchFunctionMode):
             # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
-        if cast is not None and self.is_on():
-            return self.cast(cast, func, args, kwargs)
+        if cast is not None and self._is_on():
+            return self._run(cast, func, args, kwargs)
         if cast == "product":
-            args, kwargs = self.agreed(args, kwargs)
-        if plain or torch.compiler.is_compiling() or not self.looks_inside(func):
+            args, kwargs = self._agreed(args, kwargs)
+        if plain or torch.compiler.is_compiling() or not self._looks_inside(func):
             return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
         return self._inside(func, types, args, kwargs)
 
-    def looks_inside(self, func: Function) -> bool:
+    def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
         return False
 
-    def is_on(self) -> bool:
+    def _is_on(self) -> bool:
         """Whether the mode's table applies now."""
         return False
 
-    def runs_kernels(self) -> bool:
+    def _runs_kernels(self) -> bool:
         """Whether functions that a compiled kernel knows run by it now."""
         return False
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of the table with its arguments cast."""
         raise NotImplementedError
 
-    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The operands to use for a product while the table does not apply."""
         return args, kwargs
 
@@ -134,20 +134,16 @@ class AutocastCasts(OpCasts):
 
     table = AUTOCAST_ON_CPU
 
-    def is_on(self) -> bool:
-        """Whether autocast is on: not in fp32 regions; in a backward only for recomputation."""
+    def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
 
-    def runs_kernels(self) -> bool:
-        """In bf16, where the table applies."""
-        return self.is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    def _runs_kernels(self) -> bool:
+        return self._is_on() and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
-    def looks_inside(self, func: Function) -> bool:
-        """Whether autocast is on, or the function is a backward, which may recompute with it on."""
-        return self.is_on() or func in _RUNS_BACKWARD
+    def _looks_inside(self, func: Function) -> bool:  # a backward may recompute with autocast on
+        return self._is_on() or func in _RUNS_BACKWARD
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with its operands in the format of its list."""
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("out") is not None or cast == "product":
             # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
             return func(*args, **kwargs)
@@ -171,7 +167,7 @@ class AutocastCasts(OpCasts):
         args, kwargs = _cast((args, kwargs), to, on_cpu=True)
         return func(*args, **kwargs)
 
-    def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
 
         Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
@@ -197,20 +193,16 @@ class StoredCasts(OpCasts):
         super().__init__()
         self.compute = compute
 
-    def is_on(self) -> bool:
-        """Always True: where all operands have one dtype, most of the table does nothing."""
+    def _is_on(self) -> bool:
         return True
 
-    def runs_kernels(self) -> bool:
-        """In bf16."""
+    def _runs_kernels(self) -> bool:
         return self.compute == torch.bfloat16
 
-    def looks_inside(self, func: Function) -> bool:
-        """Always True, since operands of two dtypes may meet there as well."""
+    def _looks_inside(self, func: Function) -> bool:
         return True
 
-    def cast(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function with its operands promoted to one dtype if they have several."""
+    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cast in ("loss", "fp32"):
             args, kwargs = _low_to_fp32((args, kwargs))
             return func(*args, **kwargs)
@@ -264,20 +256,19 @@ def _modes() -> list[OpCasts]:
 def _formats(value: Any, *, on_cpu: bool = False) -> set[torch.dtype]:
     """The floating dtypes in arguments; with ``on_cpu``, only of tensors that autocast casts."""
     found: set[torch.dtype] = set()
-    _collect(value, found, on_cpu)
-    return found
-
-
-def _collect(value: Any, found: set[torch.dtype], on_cpu: bool) -> None:
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, Tensor):
             dtype = item.dtype
-            if dtype not in found and dtype.is_floating_point:
-                if on_cpu and (dtype == torch.float64 or item.device.type != "cpu"):
-                    continue
+            if dtype.is_floating_point and not (on_cpu and _is_left_alone(item)):
                 found.add(dtype)
         elif isinstance(item, list | tuple | dict):
-            _collect(item, found, on_cpu)
+            found |= _formats(item, on_cpu=on_cpu)
+    return found
+
+
+def _is_left_alone(tensor: Tensor) -> bool:
+    """Whether a CPU's autocast does not cast the tensor."""
+    return tensor.dtype == torch.float64 or tensor.device.type != "cpu"
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -295,9 +286,9 @@ def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
     """Cast floating tensors in arguments; with ``on_cpu``, only those that autocast casts."""
 
     def change(tensor: Tensor) -> Tensor:
-        if on_cpu and (tensor.dtype == torch.float64 or tensor.device.type != "cpu"):
+        if not tensor.is_floating_point() or (on_cpu and _is_left_alone(tensor)):
             return tensor
-        return tensor.to(to) if tensor.is_floating_point() else tensor
+        return tensor.to(to)
 
     return _mapped(value, change)
 
@@ -358,7 +349,7 @@ LEAVES: frozenset[Function] = frozenset(
 )
 """Functions written in Python that models call often and that call no function of the table."""
 
-# What a torch function written in Python asks first, and passes itself to a mode where one is on.
+# What a torch function written in Python asks first, to pass itself to a mode where one is on.
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -405,13 +396,6 @@ FEW_QUERIES = 32
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
 _REDUCTIONS = ("none", "sum", "mean")
-
-
-def native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel makes of a call; ``NotImplemented`` where none knows it."""
-    if not may_run():
-        return NotImplemented
-    return KERNELS[func](*args, **kwargs)
 
 
 def _plain(x: Any) -> bool:

@@ -30,24 +30,14 @@ _aten = torch.ops.aten
 # except attention's log-sum-exp (output 1), which must stay fp32 for the backward.
 _PRODUCTS = frozenset(
     {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.addbmm.default,
-        _aten._trilinear.default,
-        _aten.mv.default,
-        _aten.addmv.default,
-        _aten.dot.default,
-        _aten.vdot.default,
-        _aten.addr.default,
-        _aten.convolution.default,
-        _aten.convolution_backward.default,
+        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+        *(_aten.addbmm.default, _aten._trilinear.default, _aten.mv.default, _aten.addmv.default),
+        *(_aten.dot.default, _aten.vdot.default, _aten.addr.default),
+        *(_aten.convolution.default, _aten.convolution_backward.default),
         # Fused layers of torch.nn: they run wholly in fp32 and are rounded at their end.
         _aten._native_multi_head_attention.default,
         _aten._transformer_encoder_layer_fwd.default,
-        _aten.mkldnn_rnn_layer.default,
-        _aten.mkldnn_rnn_layer_backward.default,
+        *(_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default),
     }
 )
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default

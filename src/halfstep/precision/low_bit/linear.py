@@ -21,21 +21,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat, Quantized, block_format
+from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe, Scheme
+from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
-Draw = tuple[int, int, int]
-"""Seed, step and stream: what the random bits of an operand are a pure function of."""
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,13 +61,9 @@ class Region:
 
 
 class Clock:
-    """Gives random bits for a step.
+    """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
 
-    Attributes:
-        step: How many steps have been taken or skipped; the owner counts.
-
-    Args:
-        rank: Which part of each batch this process sees, so that ranks draw other bits.
+    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -104,31 +97,30 @@ class LowBitLinear(Region):
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
         self.recipe, self.clock = placement.recipe, clock
-        self.name, self.key = placement.name, plain_name(placement.name)
-        self.stream = zlib.crc32(self.key.encode())
+        self.name, schemes = placement.name, placement.recipe.schemes()
+        self.stream = zlib.crc32(plain_name(placement.name).encode())
         self.by_rows = type(placement.module).forward is nn.Linear.forward
+        # asked once, as a graph of torch.compile cannot ask a device
+        device: Any = placement.module.weight.device
+        self.native = frozenset(s.name for s in schemes if not why_not_native(s.name, device))
+        # random bits are drawn by Python, and a graph would freeze them
+        self.multiply = _outside_graphs if any(s.stochastic for s in schemes) else _Products.apply
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no product is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
-        recipe = self.recipe
-        if not (self.is_low(weight) and recipe):
+        if not (self.is_low(weight) and self.recipe):
             return self.inside(args, kwargs)
-        if isinstance(weight, DTensor):
-            raise PrecisionError(
-                f"layer {self.name or 'of the model'} multiplies below 16 bits ({recipe}), and its "
-                f"weight is distributed over ranks ({tuple(weight.shape)}); keep it by "
-                f"keep_bf16={self.name or '*'}, or use data parallelism"
-            )
         (x,) = (*args, *kwargs.values())
-        self._check(x, recipe)
+        if is_sharded(weight) or x.dtype not in _INPUTS:
+            raise self._refusal(x, weight)
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
         if not x.dim() or x.shape[-1] != weight_OK.shape[1]:
             return self.inside(args, kwargs)  # torch says what is wrong with it
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
-        y_NO = _multiply(x_NK, weight_OK, bias, self, recipe)
+        y_NO = self.multiply(x_NK, weight_OK, bias, self)
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     def is_low(self, weight: Tensor) -> bool:
@@ -141,28 +133,18 @@ class LowBitLinear(Region):
             return False
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
 
-    def _check(self, x: Tensor, recipe: Recipe) -> None:
-        """Refuse inputs that bf16 would change beyond rounding, or that torch would refuse."""
-        if x.dtype not in _INPUTS:
-            raise PrecisionError(
-                f"layer {self.name or 'of the model'} multiplies below 16 bits ({recipe}), and its "
-                f"input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 and fp16. "
-                "Convert it with x.float(), if that is meant"
+    def _refusal(self, x: Tensor, weight: Tensor) -> PrecisionError:
+        """The error for inputs that bf16 would change beyond rounding, or weights in parts."""
+        layer = f"layer {self.name or 'of the model'} multiplies below 16 bits ({self.recipe})"
+        if is_sharded(weight):
+            return PrecisionError(
+                f"{layer}, and its weight is distributed over ranks ({tuple(weight.shape)}); keep "
+                f"it by keep_bf16={self.name or '*'}, or use data parallelism"
             )
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _multiply(
-    x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear, recipe: Recipe
-) -> Tensor:
-    if is_functorch_wrapped_tensor(x_NK):
-        raise PrecisionError(
-            f"layer {layer.name or 'of the model'} multiplies below 16 bits ({recipe}), which "
-            f"torch.func (vmap, grad, jvp) cannot transform; keep it by "
-            f"keep_bf16={layer.name or '*'}"
+        return PrecisionError(
+            f"{layer}, and its input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 "
+            "and fp16. Convert it with x.float(), if that is meant"
         )
-    y_NO: Tensor = _Products.apply(x_NK, weight_OK, bias_O, layer, recipe)  # type: ignore[no-untyped-call]
-    return y_NO
 
 
 class _Products(torch.autograd.Function):
@@ -170,32 +152,28 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NK: Tensor,
-        weight_OK: Tensor,
-        bias_O: Tensor | None,
-        layer: LowBitLinear,
-        recipe: Recipe,
+        ctx: Any, x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear
     ) -> Tensor:
         ctx.save_for_backward(x_NK, weight_OK)
-        ctx.layer, ctx.recipe, ctx.biased = layer, recipe, bias_O is not None
-        return run_product(layer, recipe, "fprop", x_NK, weight_OK, bias_O)
+        ctx.layer, ctx.biased = layer, bias_O is not None
+        return run_product(layer, layer.recipe, "fprop", x_NK, weight_OK, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_NK, weight_OK = ctx.saved_tensors
-        grad_NO = grad.to(_LOW)
+        grad_NO, layer = grad.to(_LOW), ctx.layer
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = run_product(ctx.layer, ctx.recipe, "dgrad", grad_NO, weight_OK)
+            dx = run_product(layer, layer.recipe, "dgrad", grad_NO, weight_OK)
         if ctx.needs_input_grad[1]:
-            dw = run_product(ctx.layer, ctx.recipe, "wgrad", grad_NO, x_NK)
+            dw = run_product(layer, layer.recipe, "wgrad", grad_NO, x_NK)
         if ctx.biased and ctx.needs_input_grad[2]:
             db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
+_outside_graphs = torch.compiler.disable(_Products.apply)  # type: ignore[no-untyped-call]
 _SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """Which dim of its two operands a product sums over."""
 
@@ -214,21 +192,21 @@ def run_product(
         if product == "fprop":
             return F.linear(a, b, bias_O)
         return (a if product == "dgrad" else a.t()) @ b
-    kinds, (i, j) = OPERANDS[product], _SUMMED[product]
-    left, right = (getattr(scheme, kind) for kind in kinds)
-    draw = None if product == "fprop" else _draw(scheme, layer, product)
-    # tokens that fill the last block are zeros, which add nothing to the product
-    rows = -(-a.shape[0] // scheme.block) * scheme.block if product == "wgrad" else None
-    mix = product == "wgrad" and scheme.hadamard
-    if not why_not_native(scheme.name, a.device):
-        if rows is not None:
-            a, b = filled(a, rows, mix), filled(b, rows, mix)
-        codes = quantized(left, a, i, draw), quantized(right, b, j)
-        wide = scaled_product(*codes)
-        return (wide if bias_O is None else wide + bias_O).to(_LOW)
+    left, right = (BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product])
+    i, j = _SUMMED[product]
     with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        x = _rounded(left, a, i, draw, rows, mix)
-        y = _rounded(right, b, j, None, rows, mix)
+        if product == "wgrad":
+            # tokens that fill the last block are zeros, which add nothing to the product
+            a, b = (F.pad(x, (0, 0, 0, -len(x) % scheme.block)) for x in (a, b))
+            a, b = (mixed(a), mixed(b)) if scheme.hadamard else (a, b)
+        bits = None
+        if scheme.stochastic and product != "fprop":
+            seed, step, stream = layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
+            bits = random_bits(seed, step, a.shape, stream=stream, device=a.device)
+        if scheme.name in layer.native:
+            wide = scaled_product(left.quantize(a, i, bits=bits), right.quantize(b, j))
+            return (wide if bias_O is None else wide + bias_O).to(_LOW)
+        x, y = operand(left, a, i, bits), operand(right, b, j)
     return _simulated(x, y, bias_O)
 
 
@@ -236,75 +214,14 @@ Operand = tuple[Tensor, Tensor | None]
 """Numbers in bf16, (M, K), and the scale of all; or in fp32, scaled by blocks."""
 
 
-def _rounded(
-    name: str,
-    x: Tensor,
-    dim: int,
-    draw: Draw | None,
-    rows: int | None,
-    mix: bool,
-) -> Operand:
+def operand(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:
     """A matrix in a block format along a dim, which then is the last."""
-    form = BLOCK_FORMATS[name]
-    scaled = form.scale is FP32 and form.block is not None
-    dtype = torch.float32 if scaled else _LOW
-    values, left = operand(form, x, dim - 2, dtype, draw, rows=rows, mix=mix, scaled=scaled)
-    return values if dim else values.t(), left
-
-
-def operand(
-    form: BlockFormat,
-    x: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    draw: Draw | None = None,
-    *,
-    rows: int | None = None,
-    mix: bool = False,
-    scaled: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """:meth:`BlockFormat.operand` of a matrix that is filled up and mixed first.
-
-    Args:
-        form: The format.
-        x: (rows, columns).
-        dim: -1 or -2, along which blocks lie.
-        dtype: bf16 or fp32, of the values.
-        draw: The random bits that round it stochastically; None rounds to nearest.
-        rows: How many rows the result has: those of ``x``, and zeros.
-        mix: Whether the rows, tokens in bf16, are mixed first; see :func:`mixed`.
-        scaled: Whether values are multiplied by fp32 scales of blocks, so that none are left.
-
-    Returns:
-        The values, and the scales that are left to multiply by.
-    """
-    given, columns = x.shape
-    rows = given if rows is None else rows
-    form.check((rows, columns), x.dtype, dim)
-    x = filled(x, rows, mix)
-    bits = None if draw is None else bits_of(draw, x)
     values, left = form.operand(x, dim, bits=bits)
-    if scaled and left is not None and left.ndim:
+    if form.scale is FP32 and left is not None and left.ndim:
         values, left = form.times(values, left, dim), None
-    return values.to(dtype), left
-
-
-def filled(x: Tensor, rows: int, mix: bool) -> Tensor:
-    """``x`` with rows of zeros up to a number, and its tokens mixed if they are to be."""
-    x = F.pad(x, (0, 0, 0, rows - len(x))) if rows > len(x) else x
-    return mixed(x) if mix else x
-
-
-def quantized(name: str, x: Tensor, dim: int, draw: Draw | None = None) -> Quantized:
-    """The codes and scales that :func:`operand` stands for, for a native product."""
-    bits = None if draw is None else bits_of(draw, x)
-    return block_format(name).quantize(x, dim, bits=bits)
-
-
-def bits_of(draw: Draw, x: Tensor) -> Tensor:
-    """int32 random bits in the shape of ``x``; its memory layout makes no difference."""
-    seed, step, stream = draw
-    return random_bits(seed, step, x.shape, stream=stream, device=x.device)
+    else:
+        values = values.to(_LOW)
+    return (values if dim else values.t()), left
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
@@ -321,13 +238,6 @@ def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     for scale in (left_scale, right_scale):
         wide = wide if scale is None else wide.mul_(scale)
     return (wide if bias is None else wide + bias).to(_LOW)
-
-
-def _draw(scheme: Scheme, layer: LowBitLinear, product: str) -> Draw | None:
-    """Which random bits round a gradient, where the scheme rounds stochastically."""
-    if not scheme.stochastic:
-        return None
-    return layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
 
 
 TOKENS = 16

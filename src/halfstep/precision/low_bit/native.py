@@ -33,12 +33,7 @@ _RECIPES = {
 
 @cache
 def why_not_native(name: str, device: torch.device) -> str:
-    """Why a device does not multiply in a scheme natively; empty where it does.
-
-    Args:
-        name: Of the scheme, an entry of ``SCHEMES``.
-        device: A device that is here.
-    """
+    """Why a device that is here does not multiply in a scheme natively; empty where it does."""
     scheme = SCHEMES[name]
     if device.type != "cuda":
         known = {"cpu": "a CPU", "mps": "a Mac's GPU"}
@@ -55,14 +50,9 @@ def why_not_native(name: str, device: torch.device) -> str:
 
 
 def scaled_product(a: Quantized, b: Quantized) -> Tensor:
-    """The product of two quantised matrices, each with its blocks along the dim summed over.
+    """The fp32 product (M, N) of two matrices with blocks along the dim that is summed over.
 
-    Args:
-        a: (M, K) with blocks along dim 1, or (K, M) along dim 0.
-        b: (N, K) with blocks along dim 1, or (K, N) along dim 0.
-
-    Returns:
-        fp32, (M, N).
+    That is dim 1 of (M, K) and (N, K), and dim 0 of (K, M) and (K, N).
     """
     left, left_scales = _rows(a, 1)
     right, right_scales = _rows(b, 16)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import re
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,35 +26,20 @@ _CUDA = "CUDA C++ Programming Guide, Compute Capabilities"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """Devices that multiply the same formats, and the policy that suits them.
-
-    Attributes:
-        family: The name of the kind.
-        type: ``"cuda"``, ``"rocm"``, ``"mps"`` or ``"cpu"``.
-        models: A regular expression that finds the names of such devices.
-        examples: Some of those names, as people write them.
-        native: The formats that matrix products have instructions for.
-        emulated: Formats that run all the same, without the speed.
-        policy: What ``auto`` takes.
-        reason: Why, as the rest of a sentence that begins with the device's name.
-        source: Where this is written.
-        since: For CUDA, the first compute capability of the kind.
-        flags: For a CPU, instructions of which one makes it of this kind.
-        by_name: Whether a CUDA device is of this kind by its name alone.
-    """
+    """Devices that multiply the same formats, and the policy that suits them."""
 
     family: str
-    type: str
-    models: str
-    examples: tuple[str, ...]
-    native: frozenset[str]
-    emulated: frozenset[str] = frozenset()
-    policy: str
-    reason: str
+    type: str  # cuda, rocm, mps or cpu
+    models: str  # a regular expression that finds the names of such devices
+    examples: tuple[str, ...]  # some of those names, as people write them
+    native: frozenset[str]  # the formats that matrix products have instructions for
+    emulated: frozenset[str] = frozenset()  # formats that run all the same, without the speed
+    policy: str  # what auto takes
+    reason: str  # why, as the rest of a sentence that begins with the device's name
     source: str
-    since: tuple[int, int] = (0, 0)
-    flags: frozenset[str] = frozenset()
-    by_name: bool = False
+    since: tuple[int, int] = (0, 0)  # for CUDA, the first compute capability of the kind
+    flags: frozenset[str] = frozenset()  # for a CPU, instructions of which one makes it of the kind
+    by_name: bool = False  # whether a CUDA device is of the kind by its name alone
 
     def status(self, form: str) -> Status:
         """How such a device multiplies a format, by its short name, as ``"bf16"``."""
@@ -201,16 +185,10 @@ DEVICES: tuple[DeviceKind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What ``auto`` takes on a device.
-
-    Attributes:
-        policy: The name of the policy.
-        reason: Why, in a sentence for the user.
-        kind: The row of the table.
-    """
+    """What ``auto`` takes on a device."""
 
     policy: str
-    reason: str
+    reason: str  # a sentence for the user
     kind: DeviceKind | None = None
 
 
@@ -228,7 +206,7 @@ def choose(device: torch.device) -> Choice:
 
 
 def reason_of(kind: DeviceKind, name: str) -> str:
-    """Why a device of a kind takes the kind's policy, as a sentence with the device's name."""
+    """Why a device takes its kind's policy, as a sentence with the device's name."""
     return f"{name} ({kind.family}) {kind.reason}"
 
 
@@ -295,11 +273,11 @@ def default_device(index: int = 0) -> torch.device:
 
 @cache
 def cpu_instructions() -> frozenset[str]:
-    """The instruction sets of this CPU, as Linux names them; on macOS only ``bf16`` is asked."""
+    """The instruction sets of this CPU, as Linux names them; none on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return frozenset({"bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
+        return frozenset()
     lines = [line.partition(":") for line in text.splitlines()]
     return frozenset(
         word for key, _, words in lines if key.strip() in ("flags", "Features")
@@ -317,14 +295,6 @@ def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _sysctl(key: str) -> str:
-    """What macOS answers about its processor; empty on other systems."""
-    if platform.system() != "Darwin":
-        return ""
-    query = ["sysctl", "-n", key]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()

@@ -7,7 +7,8 @@ three give the same value, and ``str(policy)`` gives its canonical spelling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -22,38 +23,12 @@ LOW = (torch.bfloat16, torch.float16)
 """The 16-bit dtypes."""
 Casts = Literal["op", "module"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
-# These characters separate rules and fields; in a pattern, ? matches one in a module's name.
-_NOT_IN_RULES = frozenset("|,=:\"'")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.float64: "fp64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name of a dtype: ``"bf16"`` for ``torch.bfloat16``."""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _check_rules(rules: tuple[tuple[str, str], ...], tf32: bool, compute: str) -> None:
-    """Refuse a rule that cannot be honoured, or that a field string cannot express."""
-    if rules and tf32:
-        raise PrecisionError(
-            f"rule {rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole process, "
-            "not by module; use compute=bf16 with rules, or fp32 throughout"
-        )
-    for pattern, form in rules:
-        if compute == "bf16" and is_recipe(form):
-            parse_recipe(form)
-        elif form not in ("fp32", compute):
-            allowed = ", ".join(dict.fromkeys(("fp32", compute)))
-            more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
-            raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
-        glob = pattern.removeprefix("type:")
-        odd = sorted({char for char in glob if char in _NOT_IN_RULES or char.isspace()})
-        if not glob or odd or glob.endswith(".toml"):
-            found = f"contains {odd[0]!r}" if odd else "is empty" if not glob else "ends in .toml"
-            raise PrecisionError(
-                f"rule {pattern!r} {found}; allowed: a glob over module names such as '*.norm*', "
-                "or 'type:' and a glob over class names; ? stands for any one character"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,74 +73,89 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         """Raise PrecisionError for a combination that no code path can honour."""
         self._check_values()
-        p, c, m = self.param_dtype, self.compute_dtype, self.master_dtype
-        low = p != torch.float32
-        if low and c != p:
-            raise PrecisionError(
-                f"params={dtype_name(p)} with compute={dtype_name(c)}: 16-bit weights compute in "
-                f"their own format; use compute={dtype_name(p)}, or params=fp32"
-            )
-        if m not in (torch.float32, p):
-            raise PrecisionError(
-                f"params={dtype_name(p)} with master={dtype_name(m)}: the master is fp32 or the "
-                "weights themselves"
-            )
-        if self.update != "nearest":
-            kept = ROUNDING[self.update].master_dtype
-            if p != torch.bfloat16 or m != kept:
-                raise PrecisionError(
-                    f"update={self.update} with params={dtype_name(p)}, master={dtype_name(m)}: "
-                    f"use params=bf16,master={dtype_name(kept)},update={self.update}; for fp16 "
-                    "weights use fp16-master"
-                )
-        if self.casts == "module" and (low or c != torch.bfloat16 or self.rules):
-            raise PrecisionError(
-                f"casts=module with params={dtype_name(p)}, compute={dtype_name(c)}"
-                f"{' and rules' if self.rules else ''}: allowed: params=fp32,compute=bf16 without "
-                "rules, as bf16-module; use a *-mixed policy for others"
-            )
-        if self.moments == dtype_name(m):
+        p, c, m = map(dtype_name, (self.param_dtype, self.compute_dtype, self.master_dtype))
+        if self.moments == m:
             object.__setattr__(self, "moments", "master")
-        grad = p if self.is_pure else torch.float32
-        if self.grad_dtype != grad:
+        object.__setattr__(self, "rules", tuple((str(glob), str(f)) for glob, f in self.rules))
+        low, grad = p != "fp32", p if self.is_pure else "fp32"
+        kept = dtype_name(ROUNDING[self.update].master_dtype)
+        checks = (
+            (
+                low and c != p,
+                f"params={p} with compute={c}: 16-bit weights compute in their own format; use "
+                f"compute={p}, or params=fp32",
+            ),
+            (
+                m not in ("fp32", p),
+                f"params={p} with master={m}: the master is fp32 or the weights themselves",
+            ),
+            (
+                self.update != "nearest" and (p != "bf16" or m != kept),
+                f"update={self.update} with params={p}, master={m}: use params=bf16,master={kept},"
+                f"update={self.update}; for fp16 weights use fp16-master",
+            ),
+            (
+                self.casts == "module" and (low or c != "bf16" or bool(self.rules)),
+                f"casts=module with params={p}, compute={c}{' and rules' if self.rules else ''}: "
+                "allowed: params=fp32,compute=bf16 without rules, as bf16-module",
+            ),
+            (
+                dtype_name(self.grad_dtype) != grad,
+                f"grad={dtype_name(self.grad_dtype)} with master={m}: gradients add up in the "
+                f"format the optimizer updates; use grad={grad}",
+            ),
+            (
+                self.output_dtype != torch.float32,
+                f"output={dtype_name(self.output_dtype)}: the loss is always computed in fp32",
+            ),
+            (
+                self.tf32 and (low or c != "fp32"),
+                "compute=tf32 rounds the operands of fp32 matrix products; it needs params=fp32",
+            ),
+        )
+        for wrong, why in checks:
+            if wrong:
+                raise PrecisionError(why)
+        self._check_rules(c)
+
+    def _check_rules(self, compute: str) -> None:
+        """Refuse a rule that cannot be honoured, or that a field string cannot express."""
+        if self.rules and self.tf32:
             raise PrecisionError(
-                f"grad={dtype_name(self.grad_dtype)} with master={dtype_name(m)}: gradients add up "
-                f"in the format the optimizer updates; use grad={dtype_name(grad)}"
+                f"rule {self.rules[0][0]!r} with compute=tf32: torch rounds to tf32 for the whole "
+                "process, not by module; use compute=bf16 with rules, or fp32 throughout"
             )
-        if self.output_dtype != torch.float32:
+        for pattern, form in self.rules:
+            if form not in ("fp32", compute) and not (compute == "bf16" and is_recipe(form)):
+                allowed = ", ".join(dict.fromkeys(("fp32", compute)))
+                more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
+                raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
+            glob = pattern.removeprefix("type:")
+            if not glob or glob.endswith(".toml") or re.search(r"[|,=:\"'\s]", glob):
+                raise PrecisionError(
+                    f"rule {pattern!r}; allowed: a glob over module names such as '*.norm*', or "
+                    "'type:' and a glob over class names, without any of | , = : and blanks"
+                )
+        if self.recipes() and (compute != "bf16" or self.casts == "module"):
             raise PrecisionError(
-                f"output={dtype_name(self.output_dtype)}: the loss is always computed in fp32; "
-                "use output=fp32"
-            )
-        if self.tf32 and (low or c != torch.float32):
-            raise PrecisionError(
-                "compute=tf32 rounds the operands of fp32 matrix products; it needs params=fp32"
-            )
-        object.__setattr__(self, "rules", tuple((str(p), str(f)) for p, f in self.rules))
-        _check_rules(self.rules, self.tf32, dtype_name(c))
-        object.__setattr__(self, "recipe", self.recipe.over(Recipe()))
-        if self.recipes() and (c != torch.bfloat16 or self.casts == "module"):
-            raise PrecisionError(
-                f"recipe={self.recipes()[0]} with compute={dtype_name(c)}, casts={self.casts}: "
-                "formats below 16 bits stand on bf16 products; use compute=bf16,casts=op, as "
-                "bf16-mixed or bf16-split"
+                f"recipe={self.recipes()[0]} with compute={compute}, casts={self.casts}: formats "
+                "below 16 bits stand on bf16 products; use compute=bf16, as bf16-mixed or "
+                "bf16-split"
             )
 
     def _check_values(self) -> None:
         """Refuse values that are invalid for their field, whatever the other fields are."""
         for field_ in POLICY_FIELDS.values():
-            dtype, name = getattr(self, field_), field_.removesuffix("_dtype")
+            dtype = getattr(self, field_)
             if dtype not in DTYPES.values():
-                if isinstance(dtype, str):
-                    raise PrecisionError(
-                        f"{name}={dtype!r}; allowed: a torch.dtype; by name write a field string, "
-                        "such as halfstep.parse_policy('params=bf16')"
-                    )
-                raise PrecisionError(f"{name}={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+                named = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+                raise PrecisionError(
+                    f"{field_.removesuffix('_dtype')}={named}; allowed: {', '.join(DTYPES)}, here "
+                    "as a torch.dtype"
+                )
         if not isinstance(self.loss_scale, LossScaleConfig):
             raise PrecisionError(
-                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig, as "
-                "LossScaleConfig(kind='dynamic')"
+                f"loss_scale={self.loss_scale!r}; allowed: a halfstep.LossScaleConfig"
             )
         for key, allowed in CHOICES.items():
             if getattr(self, key) not in allowed:
@@ -189,7 +179,7 @@ class PrecisionPolicy:
                 wire = self.reduce_dtype != preset.reduce_dtype
                 reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
                 moments = [] if self.moments == "master" else [f"moments={self.moments}"]
-                low = _spell_low(self, preset)
+                low = _spell_low(self, preset.recipe)
                 return ",".join([name, *reduce, *moments, *low, *_spell_rules(self.rules)])
         return _spell(self)
 
@@ -290,23 +280,15 @@ ALIASES = {
 
 def _spell(policy: PrecisionPolicy) -> str:
     """A policy as a field string, with every dtype, and other fields if they are not default."""
-    keys = {name: key for key, name in POLICY_FIELDS.items()}
-    parts = []
-    for field_ in fields(policy):
-        value = getattr(policy, field_.name)
-        if field_.name in keys:
-            parts.append(f"{keys[field_.name]}={dtype_name(value)}")
-        elif isinstance(value, LossScaleConfig):
-            parts += _spell_scale(value)
-        elif field_.name == "rules":
-            parts += _spell_rules(value)
-        elif field_.name in ("recipe", "simulate"):
-            parts += _spell_low(policy, None) if field_.name == "recipe" else []
-        elif field_.name == "tf32":
-            parts[1] = "compute=tf32" if value else parts[1]
-        elif value != field_.default:
-            parts.append(f"{field_.name}={value}")
-    return ",".join(parts)
+    dtypes = {key: dtype_name(getattr(policy, name)) for key, name in POLICY_FIELDS.items()}
+    if policy.tf32:
+        dtypes["compute"] = "tf32"
+    default = PrecisionPolicy()
+    chosen = {key: getattr(policy, key) for key in CHOICES}
+    chosen = {key: value for key, value in chosen.items() if value != getattr(default, key)}
+    parts = [f"{key}={value}" for key, value in (dtypes | chosen).items()]
+    parts += [*_spell_scale(policy.loss_scale), *_spell_rules(policy.rules)]
+    return ",".join([*parts, *_spell_low(policy, Recipe())])
 
 
 def _spell_scale(scale: LossScaleConfig) -> list[str]:
@@ -319,10 +301,9 @@ def _spell_scale(scale: LossScaleConfig) -> list[str]:
     return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
 
 
-def _spell_low(policy: PrecisionPolicy, preset: PrecisionPolicy | None) -> list[str]:
+def _spell_low(policy: PrecisionPolicy, preset: Recipe) -> list[str]:
     """The fields about formats below 16 bits, where they are not the preset's."""
-    base = Recipe() if preset is None else preset.recipe
-    found = [] if policy.recipe == base else [f"recipe={policy.recipe}"]
+    found = [] if policy.recipe == preset else [f"recipe={policy.recipe}"]
     return found + (["simulate=yes"] if policy.simulate else [])
 
 

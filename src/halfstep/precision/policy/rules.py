@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -115,7 +114,7 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
         if matching:
             pattern, form = matching[-1]
             fp32 = form == "fp32"
-            recipe = parse_recipe(form).over(recipe) if is_recipe(form) else Recipe()
+            recipe = parse_recipe(form) if is_recipe(form) else Recipe()
         around = fp32
         if above is not None:
             runs = not above.name or has_forward(above.module)
@@ -173,7 +172,8 @@ def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list
 
 def _check_blocks(low: list[Placement]) -> None:
     """Refuse layers whose features do not fill whole blocks; tokens are padded by zeros."""
-    wrong = [(p, why) for p in low for product in PRODUCTS if (why := _unfilled(p, product))]
+    found = [(p, unfilled(p.module, m, getattr(p.recipe, m))) for p in low for m in PRODUCTS]
+    wrong = [(p, why) for p, why in found if why]
     if not wrong:
         return
     first, why = wrong[0]
@@ -185,30 +185,22 @@ def _check_blocks(low: list[Placement]) -> None:
     raise PrecisionError(f"{first.name or 'the model'} {why}{others}; keep it by keep_bf16={keep}")
 
 
-def _unfilled(placement: Placement, product: str) -> str:
-    """Which features of a layer do not fill whole blocks in a product; empty if all do."""
-    scheme = SCHEMES.get(getattr(placement.recipe, product))
+def unfilled(layer: Any, product: str, form: str) -> str:
+    """Which features of a linear layer do not fill whole blocks in a product; empty if all do."""
+    scheme = SCHEMES.get(form)
     if scheme is None or product == "wgrad":
         return ""
-    module: Any = placement.module
-    by_inputs = product == "fprop"
-    summed = _summed(module, product)
+    by_rows = type(layer).forward is nn.Linear.forward
+    outputs, inputs = layer.weight.shape if by_rows else layer.weight.shape[::-1]
     rows, columns = BLOCK_FORMATS[scheme.weights].block or (1, 1)
-    for dim, size, inputs in ((summed, columns, by_inputs), (1 - summed, rows, not by_inputs)):
-        width = module.weight.shape[dim]
+    summed = product == "fprop"  # over inputs; the rows of square blocks lie along the others
+    for width, what, size in (
+        (inputs, "inputs", columns if summed else rows),
+        (outputs, "outputs", rows if summed else columns),
+    ):
         if width % size:
-            does = "sums over" if dim == summed else "rounds in square blocks"
-            return (
-                f"has {width} {'inputs' if inputs else 'outputs'}, which its {product} {does}, and "
-                f"{scheme.name} needs whole blocks of {size}"
-            )
+            return f"has {width} {what}, and its {product} in {form} needs whole blocks of {size}"
     return ""
-
-
-def _summed(module: nn.Module, product: str) -> int:
-    """Which dim of a linear layer's weight a product sums over."""
-    by_inputs = product == "fprop"
-    return int(by_inputs) if type(module).forward is nn.Linear.forward else int(not by_inputs)
 
 
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -255,11 +247,8 @@ def _require_matches(
             what, known = "class", sorted({type(module).__name__ for _, module in named})
         close = difflib.get_close_matches(glob, known, n=3, cutoff=0.4) or known[:3]
         hint = f"there are {', '.join(close)}" if close else "the model has no submodules"
-        owner = next(
-            (n.rpartition(".")[0] for n, _ in model.named_parameters() if fnmatchcase(n, glob)), ""
-        )
-        if owner:
-            hint = f"it matches a parameter of {owner}, and rules are about modules"
+        if any(fnmatchcase(name, glob) for name, _ in model.named_parameters()):
+            hint = "it matches a parameter, and rules are about modules"
         raise PrecisionError(f"rule {pattern!r} -> {form} matches no {what} of the model: {hint}")
 
 
@@ -269,39 +258,28 @@ def _check_shared(policy: PrecisionPolicy, placements: list[Placement]) -> None:
     modules: dict[int, Placement] = {}
     owners: dict[int, tuple[str, bool]] = {}
     for placement in placements:
-        module = placement.module
-        first = modules.setdefault(id(module), placement)
-        region = needs_region(placement)
-        if placement.fp32 != first.fp32 and (region or needs_region(first)):
-            low, high = sorted((first, placement), key=lambda p: p.fp32)
+        module, name = placement.module, placement.name
+        first, region = modules.setdefault(id(module), placement), needs_region(placement)
+        inside = placement.fp32 != first.fp32 and (region or needs_region(first))
+        if inside or (region and placement.around_fp32 != first.around_fp32):
             raise PrecisionError(
-                f"the module that is both {high.name} and {low.name} is fp32 by rule {high.rule!r} "
-                f"under the one name and {compute} under the other; give both names one rule"
-            )
-        if region and placement.around_fp32 != first.around_fp32:
-            low, high = sorted((first, placement), key=lambda p: p.around_fp32)
-            raise PrecisionError(
-                f"the module that is both {high.name} and {low.name} is called from fp32 at the "
-                f"one place and from {compute} at the other; give both callers one rule"
+                f"the module that is both {first.name} and {name} is {'' if inside else 'called '}"
+                f"in fp32 under the one name and in {compute} under the other; give both one rule"
             )
         if isinstance(module, nn.MultiheadAttention):
             _check_attention(placement, placements)
-        for name, parameter in _low_owners(policy, placement):
-            other, fp32 = owners.setdefault(parameter, (name, placement.fp32))
+        if policy.param_dtype == torch.float32:
+            continue
+        for own, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            full = f"{name}.{own}".removeprefix(".")
+            other, fp32 = owners.setdefault(id(parameter), (full, placement.fp32))
             if fp32 != placement.fp32:
-                high_name, low_name = (other, name) if fp32 else (name, other)
                 raise PrecisionError(
-                    f"{high_name} and {low_name} are one tensor, which rules keep in fp32 for the "
-                    f"one and in {compute} for the other; give both modules the same rule"
+                    f"{other} and {full} are one tensor, which rules keep in fp32 for the one and "
+                    f"in {compute} for the other; give both modules the same rule"
                 )
-
-
-def _low_owners(policy: PrecisionPolicy, placement: Placement) -> Iterator[tuple[str, int]]:
-    """Name and id of the module's own parameters, if the policy stores 16-bit weights."""
-    if policy.param_dtype != torch.float32:
-        for name, parameter in placement.module._parameters.items():
-            if parameter is not None and parameter.is_floating_point():
-                yield f"{placement.name}.{name}".removeprefix("."), id(parameter)
 
 
 def _check_attention(attention: Placement, placements: list[Placement]) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -25,14 +24,12 @@ from halfstep.precision.policy.policy import (
     RECIPES,
     PrecisionPolicy,
 )
-from halfstep.precision.policy.recipe import SCHEMES, parse_recipe
-from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, Kind, LossScaleConfig
+from halfstep.precision.policy.recipe import parse_recipe
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 _NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
 """The name of the policy that the device decides."""
-_OF_APEX = {"o0": "fp32", "o1": "fp16-mixed", "o2": "fp16-master", "o3": "fp16-pure"}
-"""NVIDIA apex's levels, to the policies that do the same; they are suggested, and are no names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +50,10 @@ class Auto:
         return self.text
 
 
+class _NoDevice(PrecisionError):
+    """``auto`` without the device that decides."""
+
+
 def parse_policy(
     spec: str | PrecisionPolicy, device: str | torch.device | None = None
 ) -> PrecisionPolicy:
@@ -70,15 +71,12 @@ def parse_policy(
     (yes, no) and ``keep_bf16``, as ``keep_fp32``.
     Missing keys follow from the given ones: compute is as params; master is fp32, or what the
     rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
-    holds the same keys, ``base`` for the name to start from, ``keep_fp32`` as a list of globs, and
-    rules as a table ``[rules]`` of ``"glob" = "format"``; recipes may be tables of products there.
+    holds the same keys and ``base``, the name to start from; globs may be a list there, and rules
+    a table ``[rules]`` of ``"glob" = "format"``.
 
     Args:
         spec: A policy, its name, field string or ``.toml`` file.
         device: What ``auto`` is for; other policies do not depend on it.
-
-    Raises:
-        PrecisionError: For an unknown name, key or value, or fields that contradict each other.
 
     Example:
         >>> str(parse_policy("bf16"))
@@ -87,214 +85,160 @@ def parse_policy(
         'fp16-master'
         >>> parse_policy("bf16-split,moments=8bit").moments
         '8bit'
-        >>> parse_policy("fp16-mixd")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        halfstep.errors.PrecisionError: unknown precision policy 'fp16-mixd', did you mean \
-'fp16-mixed'? Allowed: fp32, tf32, ...
     """
-    if isinstance(spec, PrecisionPolicy):
-        return spec
+    return spec if isinstance(spec, PrecisionPolicy) else _parse_text(spec, device)
 
-    def chosen() -> PrecisionPolicy:
+
+def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy:
+    if not isinstance(spec, str):
+        kind = f"dtype ({spec})" if isinstance(spec, torch.dtype) else type(spec).__name__
+        raise PrecisionError(
+            f"the precision policy is a {kind}; allowed: a name such as 'bf16-mixed', or a "
+            "PrecisionPolicy"
+        )
+    name = spec.strip()
+    if name.lower() == AUTO:
         if device is None:
-            raise PrecisionError(
+            raise _NoDevice(
                 "precision auto depends on the device: parse_policy('auto', device), with the "
                 "device that the model is on"
             )
         return POLICIES[choose(as_device(device)).policy]
-
-    return _parse_text(spec, chosen)
-
-
-def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
-    """Parse a policy, but leave ``auto`` for when the device is known.
-
-    Raises:
-        PrecisionError: As :func:`parse_policy`; also for fields that no choice of auto could take.
-    """
-    if isinstance(spec, PrecisionPolicy):
-        return spec
-    asked = False
-
-    def bf16() -> PrecisionPolicy:
-        nonlocal asked
-        asked = True
-        return POLICIES["bf16-mixed"]
-
-    text = spec.text if isinstance(spec, Auto) else spec
-    try:
-        found = _parse_text(text, bf16)
-    except PrecisionError:
-        if not asked:
-            raise
-        found = _parse_text(text, lambda: POLICIES["fp16-mixed"])  # whose fields others may lack
-    return Auto(str(text).strip()) if asked else found
-
-
-def _parse_text(spec: str, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
-    """Parse a policy; ``auto`` returns the one to take for that name."""
-    if not isinstance(spec, str):
-        raise PrecisionError(_no_policy(spec))
-    name = spec.strip()
-    lower = name.lower()
-    known = auto() if lower == AUTO else _NAMED.get(ALIASES.get(lower, lower))
+    known = _NAMED.get(ALIASES.get(name.lower(), name.lower()))
     if known is not None:
         return known
     if name.endswith(".toml"):
-        return _read_file(Path(name), auto)
-    if "=" in name:
-        first, _, rest = name.partition(",")
-        base = None if "=" in first else _parse_text(first, auto)
-        pairs = [part.partition("=") for part in (name if base is None else rest).split(",")]
-        keys = [key.strip() for key, _, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise PrecisionError(f"{name!r} gives a key twice")
-        return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
-    hint, allowed = _hint(lower[:100]), ", ".join((*_NAMED, AUTO))
-    raise PrecisionError(
-        f"unknown precision policy {name[:40]!r}{hint} Allowed: {allowed}, with fields such as "
-        "'bf16-split,moments=8bit', or a .toml file"
+        return _read_file(Path(name), device)
+    if "=" not in name:
+        raise _unknown(name)
+    first, _, rest = name.partition(",")
+    base = None if "=" in first else _parse_text(first, device)
+    pairs = [part.partition("=") for part in (name if base is None else rest).split(",")]
+    keys = [key.strip() for key, _, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise PrecisionError(f"{name!r} gives a key twice")
+    return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
+
+
+def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
+    """Parse a policy, but leave ``auto`` and its fields for when the device is known."""
+    if isinstance(spec, Auto):
+        return spec
+    try:
+        return parse_policy(spec)
+    except _NoDevice:
+        return Auto(str(spec).strip())
+
+
+def _unknown(name: str) -> PrecisionError:
+    """The error for a misspelt name; it suggests none of another format than the name contains."""
+    names, lower = [*_NAMED, *ALIASES, AUTO], name.lower()[:100]
+    alike = [known for known in names if known[:4] == lower[:4]]
+    close = difflib.get_close_matches(lower, alike or names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
+    return PrecisionError(
+        f"unknown precision policy {name[:40]!r}{hint} Allowed: {', '.join((*_NAMED, AUTO))}, with "
+        "fields such as 'bf16-split,moments=8bit', or a .toml file"
     )
 
 
-def _hint(name: str) -> str:
-    """A suggestion for a misspelt name; never one of another format than the name contains."""
-    formats = {"tf32": "tf32", "bf": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32"}
-    asked = next((short for word, short in formats.items() if word in name), "")
-    names = {**{policy: policy for policy in _NAMED}, **ALIASES, AUTO: AUTO}
-    known = [word for word, policy in names.items() if policy.startswith(asked)]
-    if name in SCHEMES:
-        return f", a recipe: bf16-mixed,recipe={name}."
-    if name in _OF_APEX:
-        return f", a level of NVIDIA apex: write {_OF_APEX[name]!r}."
-    close = difflib.get_close_matches(name, known, n=1) or ([asked] if asked else [])
-    return f", did you mean {close[0]!r}?" if close else "."
-
-
-def _no_policy(spec: object) -> str:
-    """The message for a policy that is not a string: what to write instead."""
-    if spec in (torch.bfloat16, torch.float16):
-        short = "bf16" if spec == torch.bfloat16 else "fp16"
-        return (
-            f"{spec} is a dtype, which does not say where it is used: write '{short}-mixed' "
-            f"(weights stay fp32), '{short}-master' or '{short}-pure'"
-        )
-    return (
-        f"the precision policy is a {type(spec).__name__}; allowed: a name such as 'bf16-mixed', "
-        "or a PrecisionPolicy"
-    )
-
-
-def _read_file(path: Path, auto: Callable[[], PrecisionPolicy]) -> PrecisionPolicy:
+def _read_file(path: Path, device: str | torch.device | None) -> PrecisionPolicy:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
-    base, rules, low = (table.pop(key, None) for key in ("base", "rules", "recipe"))
-    kept = {key: table.pop(key, None) for key in _KEEP}
+    base = table.pop("base", None)
     if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
         raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
     try:
-        values = {
-            key: value if isinstance(value, str) else repr(value) for key, value in table.items()
-        }
-        found = [rule for key, globs in kept.items() for rule in _keep(key, globs)]
-        more = {} if low is None else {"recipe": parse_recipe(low)}
-        start = None if base is None else _parse_text(base, auto)
-        return _from_fields(values, start, [*found, *_rules(rules)], more)
+        start = None if base is None else _parse_text(base, device)
+        return _from_fields({key: _as_text(value) for key, value in table.items()}, start)
     except PrecisionError as error:
-        raise PrecisionError(f"policy file {path}: {error}") from error
+        raise type(error)(f"policy file {path}: {error}") from error
 
 
-def _keep(key: str, value: object) -> list[tuple[str, str]]:
-    """The rules for globs given as a list or joined by ``|``."""
-    globs = value.split("|") if isinstance(value, str) else [] if value is None else value
-    if not isinstance(globs, list) or not all(isinstance(glob, str) for glob in globs):
-        raise PrecisionError(f"{key} is {value!r}; allowed: a list of globs over module names")
-    return [(glob.strip(), _KEEP[key]) for glob in globs]
+def _as_text(value: object) -> str:
+    """A value of a file as it is written in a field string."""
+    if isinstance(value, dict):
+        return "|".join(f"{glob}:{form}" for glob, form in value.items())
+    return "|".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _rules(value: object) -> list[tuple[str, str]]:
-    """The rules for a table of globs and formats, or for ``glob:format`` joined by ``|``."""
-    if isinstance(value, str):
-        parts = [part.rpartition(":") for part in value.split("|")]
-        return [(glob.strip(), form.strip()) for glob, _, form in parts]
-    table = {} if value is None else value
-    if not isinstance(table, dict) or not all(isinstance(f, str | dict) for f in table.values()):
-        raise PrecisionError(
-            f'rules are {value!r}; allowed: a table with lines such as "*.norm" = "fp32", the '
-            "glob in quotes"
-        )
-    return [(g, f if isinstance(f, str) else str(parse_recipe(f))) for g, f in table.items()]
-
-
-def _from_fields(
-    values: dict[str, str],
-    base: PrecisionPolicy | None,
-    rules: Sequence[tuple[str, str]] = (),
-    more: Mapping[str, Any] = MappingProxyType({}),
-) -> PrecisionPolicy:
+def _from_fields(values: dict[str, str], base: PrecisionPolicy | None) -> PrecisionPolicy:
     """Build a policy from fields as text and a base policy, with defaults for missing fields."""
-    kept = [rule for key in _KEEP for rule in _keep(key, values.pop(key, None))]
-    rules = [*rules, *kept, *_rules(values.pop("rules", None))]
-    allowed = [*POLICY_FIELDS, *CHOICES, "scale", *LOSS_SCALE_FIELDS, *_KEEP, "rules", *_LOW]
     for key in values:
-        if key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1)
+        if key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f", did you mean {close[0]!r}?" if close else "."
-            known = ", ".join(allowed)
-            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {known}")
-    low = {**more, **{key: read(values[key]) for key, read in _LOW.items() if key in values}}
-    tf32 = values.get("compute") == "tf32"
-    ways: dict[str, Any] = {key: values[key] for key in CHOICES if key in values}
-    dtypes: dict[str, Any] = {
+            raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(_KEYS)}")
+    given: dict[str, Any] = {
         POLICY_FIELDS[key]: _read_dtype(key, value)
         for key, value in values.items()
-        if key in POLICY_FIELDS and not (key == "compute" and tf32)
+        if key in POLICY_FIELDS
     }
+    given |= {key: read(values[key]) for key, read in _READERS.items() if key in values}
+    if "compute" in values:
+        given["tf32"] = values["compute"] == "tf32"
     if base is None:
-        params = dtypes.setdefault("param_dtype", torch.float32)
-        compute = dtypes.setdefault("compute_dtype", torch.float32 if tf32 else params)
-        mode = ROUNDING.get(ways.get("update", "nearest"))
-        alone = mode is not None and mode.master_dtype == torch.bfloat16
-        master = dtypes.setdefault("master_dtype", params if alone else torch.float32)
-        added = torch.float32 if alone else master
-        dtypes.setdefault("grad_dtype", added)
-        dtypes.setdefault("reduce_dtype", added)
+        base, given = PrecisionPolicy(), _completed(given)
+    compute, scale = given.get("compute_dtype", base.compute_dtype), base.loss_scale
+    if compute != base.compute_dtype:  # the base's scale is for another dtype
         scale = LossScaleConfig(kind="dynamic" if compute == torch.float16 else "none")
-        base = PrecisionPolicy(**dtypes, **ways, tf32=tf32, loss_scale=scale)
-    elif "compute" in values:
-        dtypes.setdefault("compute_dtype", torch.float32)
-        if dtypes["compute_dtype"] != base.compute_dtype:  # the base's scale is for another dtype
-            kind: Kind = "dynamic" if dtypes["compute_dtype"] == torch.float16 else "none"
-            base = replace(base, loss_scale=LossScaleConfig(kind=kind))
-    else:
-        tf32 = base.tf32
-    options: dict[str, Any] = {}
+    rules = [
+        (glob.strip(), form)
+        for key, form in _KEEP.items()
+        if key in values
+        for glob in values[key].split("|")
+    ]
+    if values.get("rules"):
+        parts = [part.rpartition(":") for part in values["rules"].split("|")]
+        rules += [(glob.strip(), form.strip()) for glob, _, form in parts]
+    return replace(
+        base, **given, rules=(*base.rules, *rules), loss_scale=_read_scale(values, scale)
+    )
+
+
+def _completed(given: dict[str, Any]) -> dict[str, Any]:
+    """The given fields, and what follows from them where nothing was given."""
+    params = given.get("param_dtype", torch.float32)
+    mode = ROUNDING.get(given.get("update", "nearest"))
+    alone = mode is not None and mode.master_dtype == torch.bfloat16
+    master = given.get("master_dtype", params if alone else torch.float32)
+    added = torch.float32 if alone else master
+    return {
+        "compute_dtype": params,
+        "master_dtype": master,
+        "grad_dtype": added,
+        "reduce_dtype": added,
+        **given,
+    }
+
+
+def _read_scale(values: dict[str, str], scale: LossScaleConfig) -> LossScaleConfig:
+    options: dict[str, Any] = {
+        key: _read_number(key, values[key]) for key in LOSS_SCALE_FIELDS if key in values
+    }
     if "scale" in values:
         options["kind"] = values["scale"]
-        if values["scale"] not in get_args(Kind):
-            raise PrecisionError(f"scale={values['scale']}; allowed: {', '.join(get_args(Kind))}")
-    for key in LOSS_SCALE_FIELDS:
-        if key in values:
-            options[key] = _read_number(key, values[key])
-    if set(options) - {"kind"} and options.get("kind", base.loss_scale.kind) == "none":
-        raise PrecisionError(
-            f"{', '.join(sorted(set(options) - {'kind'}))} given, but this policy does not scale "
-            "the loss; add scale=dynamic or scale=static"
-        )
-    return replace(
-        base,
-        **dtypes,
-        **ways,
-        tf32=tf32,
-        **low,
-        rules=(*base.rules, *rules),
-        loss_scale=LossScaleConfig()
-        if options.get("kind") == "none"
-        else replace(base.loss_scale, **options),
-    )
+    start = LossScaleConfig() if options.get("kind") == "none" else scale
+    return replace(start, **options)
+
+
+def _read_dtype(key: str, value: str) -> torch.dtype:
+    if key == "compute" and value == "tf32":
+        return torch.float32
+    if value not in DTYPES:
+        allowed = [*DTYPES, "tf32"] if key == "compute" else [*DTYPES]
+        raise PrecisionError(f"{key}={value}; allowed: {', '.join(allowed)}")
+    return DTYPES[value]
+
+
+def _read_number(key: str, text: str) -> float | int:
+    kind = type(getattr(LossScaleConfig(), key))
+    try:
+        return kind(text)  # type: ignore[no-any-return]
+    except ValueError:
+        raise PrecisionError(f"{key}={text}; allowed: a number") from None
 
 
 def _read_yes(text: str) -> bool:
@@ -305,24 +249,10 @@ def _read_yes(text: str) -> bool:
 
 _KEEP = {"keep_fp32": "fp32", "keep_bf16": "bf16"}
 """The keys that list modules to keep in a format."""
-_LOW: Mapping[str, Callable[[str], Any]] = {
+_READERS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(CHOICES, str),
     "recipe": parse_recipe,
     "simulate": _read_yes,
 }
-"""The keys about formats below 16 bits, and what reads their values."""
-
-
-def _read_dtype(key: str, value: str) -> torch.dtype:
-    if value not in DTYPES:
-        allowed = [*DTYPES, "tf32"] if key == "compute" else [*DTYPES]
-        raise PrecisionError(f"{key}={value}; allowed: {', '.join(allowed)}")
-    return DTYPES[value]
-
-
-def _read_number(key: str, text: str) -> float | int:
-    try:
-        value = float(text)
-        integer = key in ("growth_interval", "hysteresis", "max_consecutive_skips")
-        return int(text) if integer else value
-    except ValueError:
-        raise PrecisionError(f"{key}={text}; allowed: a number") from None
+"""The keys whose value is one field, and what reads it."""
+_KEYS = (*POLICY_FIELDS, "scale", *LOSS_SCALE_FIELDS, *_KEEP, "rules", *_READERS)

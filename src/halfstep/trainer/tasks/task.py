@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import ParallelPlan, plan_of
 from halfstep.errors import ConfigError
-from halfstep.precision.casting.cast import around_model
+from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.checkpoint.tensors import Exported
 from halfstep.trainer.config.config import config_to_table
@@ -187,7 +187,7 @@ class Loaded:
 
     def around(self) -> AbstractContextManager[None]:
         """Return the context manager of a forward pass in the policy's precision."""
-        return around_model(self.policy, self.model, self.device)
+        return Autocast(self.policy, self.model, self.device)
 
     @property
     def judge(self) -> Judge:

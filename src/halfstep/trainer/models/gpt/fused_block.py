@@ -10,7 +10,6 @@ Shapes: N = B T tokens, C width, F = 4 C; H heads of D channels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from halfstep.kernels.attention import attend, attend_backward
+from halfstep.kernels.attention import Settings, attend, attend_backward
 from halfstep.kernels.library import is_plain
 from halfstep.kernels.rows import (
     add,
@@ -116,7 +115,7 @@ class _Block(torch.autograd.Function):
         h, _, _ = normalised(x, w.norm1, w.shift1, epsilon, _LOW, True)
         qkv = torch.addmm(w.qkv_bias, h, w.qkv.t())
         q, k, v = _heads(qkv, batch, head_dim)
-        mixed, lse = attend(q, k, v, None, 0.0, True, 1 / math.sqrt(head_dim), 0)
+        mixed, lse = attend(q, k, v, None, Settings(causal=True))
         added = torch.mm(_flat(mixed), w.proj.t())
         middle, h = add_and_normalise(x, added, w.proj_bias, w.norm2, w.shift2, epsilon)
         u = torch.mm(h, w.up.t())
@@ -156,8 +155,8 @@ class _Block(torch.autograd.Function):
         d_mixed = torch.mm(d_low, w.proj).view(mixed.transpose(1, 2).shape).transpose(1, 2)
         d_qkv, batch = torch.empty_like(qkv), len(mixed)
         q, k, v = _heads(qkv, batch, ctx.head_dim)
-        into, scale = _heads(d_qkv, batch, ctx.head_dim), 1 / math.sqrt(ctx.head_dim)
-        attend_backward(into, d_mixed, q, k, v, None, mixed, lse, 0.0, True, scale, 0)
+        into = _heads(d_qkv, batch, ctx.head_dim)
+        attend_backward(into, d_mixed, q, k, v, None, mixed, lse, Settings(causal=True))
         h, mean, inverse = normalised(x, w.norm1, w.shift1, ctx.epsilon, _LOW, True)
         qkv_weight, dh = torch.mm(d_qkv.t(), h) if wanted.qkv else None, torch.mm(d_qkv, w.qkv)
         qkv_bias = d_qkv.sum(0, dtype=torch.float32)
