@@ -167,13 +167,16 @@ def precision_in_accelerate(job: dict, policy: str) -> dict:
         Watch(job["count"]),
     )
     model, loader = accelerator.prepare(work.model, work.loader())
-    precision = Precision(policy, model, work.optimizer, schedulers=[work.schedule])
+    precision = Precision(policy, model, work.optimizer)
     model.train()
     watch.start()
     for batch in epochs(loader):
         with precision.autocast():
             loss = model(**batch).loss
-        watch.found["skipped"] = precision.step(loss, max_norm=MAX_NORM).skipped_total
+        result = precision.step(loss, max_norm=MAX_NORM)
+        watch.found["skipped"] = result.skipped_total
+        if result.applied:
+            work.schedule.step()
         if watch.step():
             break
     work.evaluate(watch, precision.autocast)

@@ -24,13 +24,13 @@ from .errors import (
     SpikeError as SpikeError,
 )
 from .integrations.grad_scaler import GradScaler as GradScaler
-from .precision.after_step import EMA as EMA
 from .precision.agreement import (
     ManyRanks as ManyRanks,
     check_replicas as check_replicas,
 )
 from .precision.casting.autocast import support as support
 from .precision.casting.cast import autocast as autocast
+from .precision.ema import EMA as EMA
 from .precision.explain import explain as explain, explain_model as explain_model
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.policy.spelling import parse_policy as parse_policy

@@ -62,7 +62,7 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),
         (["train", "--resume"], "--output-dir"),
         (["train", "--parallel", "pipe=2"], "'pipe=2'; allowed axes: data, shard, tensor"),
-        (["train", "--on-nonfinite", "skip"], "allowed: stop, skip:K, rollback:N"),
+        (["train", "--on-nonfinite", "skip"], "allowed: stop, skip:K"),
         (["generate", "--run", "/tmp"], "holds no run"),
         (["doctor", "--run.seed", "3"], "unknown option --run.seed; see halfstep doctor --help"),
         (["evaluate", "--model", "HF"], "HF"),

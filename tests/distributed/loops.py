@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.parity import fingerprint, told, whole
-from halfstep.precision.after_step import EMA
 from halfstep.precision.agreement import MARK
+from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision
 

@@ -100,7 +100,6 @@ def told(results):
         "scales": [r.next_loss_scale for r in results],
         "names": [r.nonfinite_parameters for r in results],
         "reasons": [r.reason for r in results],
-        "rolled_back": [r.rolled_back for r in results],
     }
 
 

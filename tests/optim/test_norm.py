@@ -55,7 +55,7 @@ def test_squares_beyond_fp32_are_no_overflow_after_a_closer_look(kernel):
         optimizers = [AdamW(model.parameters(), lr=0.1)]  # whose kernel measures
         masters = MasterWeights(place(parse_policy("fp32"), model), optimizers)
         model.weight.grad = torch.full((20, 10), size)
-        examiner = Examiner(model, masters, optimizers, OneRank())
+        examiner = Examiner(model, masters, OneRank())
         judged = examiner.judge(torch.ones(()), masters.gradients())
         assert not judged.broken
         assert judged.norm == pytest.approx(size * math.sqrt(200), rel=1e-6, abs=0)

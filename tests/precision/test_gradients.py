@@ -12,7 +12,6 @@ from halfstep.precision.scaling.gradients import (
     find_nonfinite,
     global_norm,
     is_finite,
-    multiply_,
 )
 
 INF, NAN = math.inf, math.nan
@@ -59,11 +58,6 @@ def test_norm_equals_fp64(dtype, magnitude):
     exact = exact_global_norm(gradients)
     assert exact.dtype == torch.float64
     assert float(exact) == pytest.approx(fp64_norm(gradients), rel=3068 * 2**-53, abs=0)
-
-
-def test_norm_of_nothing_is_zero():
-    assert (global_norm([]).dtype, float(global_norm([]))) == (torch.float32, 0.0)
-    assert float(global_norm([torch.zeros(0)])) == 0.0
 
 
 def test_norm_of_sparse_gradients_adds_up_duplicates_first():
@@ -134,14 +128,6 @@ def test_sparse_gradients_are_looked_into():
 
 
 # --- scaling and clipping -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("coalesced", [True, False])
-def test_multiply_reaches_sparse_gradients(coalesced):
-    gradient = sparse().coalesce() if coalesced else sparse()
-    expected = gradient.to_dense() * 0.5
-    multiply_([gradient, normal(3)], 0.5)
-    assert torch.equal(gradient.to_dense(), expected)
 
 
 @pytest.mark.parametrize(

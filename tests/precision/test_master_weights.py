@@ -8,7 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD
-from halfstep.precision.masters.arrivals import graph_leaves
+from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy

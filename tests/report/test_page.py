@@ -49,7 +49,7 @@ def run_named(folder, text, number):
         f"[model]\npath = {json.dumps(text)}\n",
         encoding="utf-8",
     )
-    skipped = {"applied": False, "skip_reason": text, "first_cause": text, "rolled_back": True}
+    skipped = {"applied": False, "skip_reason": text, "first_cause": text}
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line(40, **skipped)) + "\n")
     (path / "exclude.jsonl").write_text(json.dumps({"spike_step": text, "reason": text}) + "\n")

@@ -86,7 +86,7 @@ class HalfLoop(Loop):
         self.precision.backward(loss, **options)
 
     def unscale_(self) -> None:
-        self.precision.unscale_()
+        """Do nothing: ``p.grad`` is unscaled already."""
 
     def discard(self) -> None:
         self.precision.discard()

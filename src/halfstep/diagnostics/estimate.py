@@ -23,10 +23,10 @@ from halfstep.diagnostics.memory import Bytes, Memory, SavedTensors
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
+from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.casting.cast import cast_floating
 from halfstep.precision.casting.op_casts import AutocastCasts, StoredCasts
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place

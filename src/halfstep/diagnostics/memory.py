@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from halfstep.errors import PrecisionError
 from halfstep.optim.state import REMAINDER
 from halfstep.precision.border import require
+from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.ownership import tensors_in
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
 from halfstep.shown import aligned, as_html

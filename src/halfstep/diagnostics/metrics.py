@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, get_args
 
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
-from halfstep.precision.recovery import OnSpike
+from halfstep.precision.recovery import Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.spikes import Spiking
 
@@ -58,8 +57,6 @@ class Record:
     that rounding swallowed for good, leaving the stored weight as it was."""
     calibrating: bool | None = None
     """True while a dynamic loss scale searches for its level; skips are expected then."""
-    rolled_back: bool | None = None
-    """True if the weights were rolled back to those of an earlier step."""
     skipped_total: int | None = None
     """Skipped steps so far."""
     sent_bytes: int | None = None
@@ -87,7 +84,6 @@ class Record:
             loss_scale=result.loss_scale,
             skip_reason=result.reason,
             calibrating=result.calibrating or None,
-            rolled_back=result.rolled_back or None,
             skipped_total=result.skipped_total,
             **more,
         )
@@ -177,37 +173,24 @@ Rows = Callable[[int], Mapping[str, Any]]
 
 
 class Excluded:
-    """Writes one line for each batch of a spike's window to ``exclude.jsonl``.
+    """Writes the batch of each step that spiked to ``exclude.jsonl``."""
 
-    The window is the spiking step and, where a rollback undid some, the applied steps before it.
-    """
-
-    def __init__(self, folder: Path, rows: Rows, choice: OnSpike, *, last_step: int) -> None:
+    def __init__(self, folder: Path, rows: Rows, choice: Recovery, *, last_step: int) -> None:
         """Drop the lines of spikes after ``last_step``: a resumed run takes those steps again."""
         self._path, self._rows = folder / EXCLUDE, rows
-        undone = choice.count if choice.action == "rollback" else 0
-        self._applied: deque[int] = deque(maxlen=undone)
-        self._guarded = choice.action != "off"
-        if self._guarded and self._path.exists():
+        if choice.action != "off" and self._path.exists():
             keep_lines(self._path, last_step, "spike_step")
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Note a step, numbered as in ``metrics.jsonl``; write its window if it spiked."""
-        if not self._guarded:
-            return
-        if result.applied:
-            self._applied.append(step)
-        elif result.reason in get_args(Spiking):
-            count = min(result.steps_undone, len(self._applied))
-            self.spiked(step, str(result.reason), [self._applied.pop() for _ in range(count)])
+        """Note a step, numbered as in ``metrics.jsonl``; write its batch if it spiked."""
+        if result.reason in get_args(Spiking):
+            self.spiked(step, str(result.reason))
 
-    def spiked(self, step: int, reason: str, undone: list[int] | None = None) -> None:
-        """Write a spiking step, and the applied ones that were undone with it.
+    def spiked(self, step: int, reason: str) -> None:
+        """Write a spiking step.
 
         Raises:
             CheckpointError: If the file cannot be written.
         """
-        for number in sorted([step, *(undone or [])]):
-            batch = self._rows(number)
-            line = {"step": number, "spike_step": step, "reason": reason, **batch}
-            append_line(self._path, line)
+        line = {"step": step, "spike_step": step, "reason": reason, **self._rows(step)}
+        append_line(self._path, line)

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.nonfinite.operations import storage_key
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
-from halfstep.precision.ownership import is_ours
 
 
 class Location(NamedTuple):
@@ -76,7 +75,7 @@ class ModuleCalls:
                 leave = Hook(partial(self._leave, name))
                 self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
-            self._portable = make_modules_portable_(self._model, is_ours)
+            self._portable = make_modules_portable_(self._model)
         except BaseException:
             self.unhook()
             raise

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -30,7 +29,7 @@ from halfstep.diagnostics.metrics import (
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
-from halfstep.precision.recovery import OnSpike
+from halfstep.precision.recovery import Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.scaling.spikes import Spiking
@@ -40,11 +39,10 @@ from halfstep.precision.step import Precision
 class StepLog:
     """Writes a run's folder, step by step; used by the integrations."""
 
-    def __init__(self, policy: str, folder: Path | str, spikes: OnSpike | None = None) -> None:
+    def __init__(self, policy: str, folder: Path | str, spikes: Recovery | None = None) -> None:
         """Begin, or go on, in a folder; rank 0 writes it."""
         self._policy, self._folder = policy, Path(folder)
-        self._spikes = OnSpike() if spikes is None else spikes
-        self._where: dict[int, dict[str, list[Any]]] = {}
+        self._spikes = Recovery("off") if spikes is None else spikes
         self._given: dict[str, list[Any]] = {}
         self._batches = 0
         self._metrics: MetricsFile | None = None
@@ -62,11 +60,7 @@ class StepLog:
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
         self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
-        rows = self._rows
-        self._excluded = Excluded(self._folder, rows, self._spikes, last_step=step)
-
-    def _rows(self, step: int) -> Mapping[str, Any]:
-        return self._where.get(step, {})
+        self._excluded = Excluded(self._folder, lambda _: self._given, self._spikes, last_step=step)
 
     def begin(self, *, first: bool, **where: Any) -> None:
         """Remember a micro-batch before its forward; ``where`` says where it is found again."""
@@ -77,10 +71,7 @@ class StepLog:
         self._batches += 1
 
     def stepped(self, step: int, result: StepResult, **more: Any) -> None:
-        """Write a step's line, and the batches of its window if it spiked."""
-        self._where[step] = self._given
-        for old in sorted(self._where)[: -(2 * self._spikes.count + 2)]:
-            del self._where[old]
+        """Write a step's line, and the batches if it spiked."""
         self._write(Record.of(step, result, **more))
         if self._excluded is not None:
             self._excluded.stepped(step, result)
@@ -89,7 +80,6 @@ class StepLog:
         self, step: int, reason: str, loss: float, grad_norm: float, cause: Cause | None = None
     ) -> None:
         """Write the line of a step that ends the run, and its batches if it spiked."""
-        self._where[step] = self._given
         summary = None if cause is None else cause.summary
         record = Record(
             step=step, applied=False, loss=loss, grad_norm=grad_norm, skip_reason=reason,
@@ -150,7 +140,7 @@ class Recorder:
         )
         if precision.outcome.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
-        self._log = StepLog(str(precision.policy), folder, precision.choices[1])
+        self._log = StepLog(str(precision.policy), folder, precision.recovery["on_spike"])
         self._log.open(self._step)
         precision.outcome.on_incurable = self._failed
         self._last: tuple[int, Judged] | None = None  # a step that may end the loop

@@ -67,7 +67,6 @@ class HalfstepPrecision(LightningPrecision):
         *,
         on_nonfinite: str = "stop",
         on_spike: str = "off",
-        upcast_trainable: bool = False,
     ) -> None:
         """Parse the policy; the other options are those of :class:`halfstep.Precision`.
 
@@ -79,11 +78,7 @@ class HalfstepPrecision(LightningPrecision):
         """
         self.policy = parse_policy(policy, default_device())
         self.precision: Any = lightning_name(self.policy)
-        self._options: Any = {
-            "on_nonfinite": on_nonfinite,
-            "on_spike": on_spike,
-            "upcast_trainable": upcast_trainable,
-        }
+        self._options: Any = {"on_nonfinite": on_nonfinite, "on_spike": on_spike}
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None
         self._model: nn.Module | None = None

@@ -21,12 +21,7 @@ from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averagin
 from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.simulate import SimulatedProducts
-from halfstep.precision.masters.local_part import (
-    is_sharded,
-    part_like,
-    whole_like,
-    whole_of,
-)
+from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
 from halfstep.precision.masters.rounding import Update
 from halfstep.precision.policy.devices import cpu_has_bf16
 
@@ -213,8 +208,8 @@ class Muon(LowPrecisionOptimizer):
         self._kernel(parameter.device, SGD.name).run(
             [replace(task, weight=weight, remainder=None, native=None)], average
         )
-        owner = whole_of(parameter)
-        return whole_like(momentum, owner) if is_sharded(owner) else momentum
+        placed: Any = place_like(momentum, whole_of(parameter))
+        return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
 
 
 def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:

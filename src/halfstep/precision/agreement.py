@@ -17,15 +17,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require
-from halfstep.precision.masters.local_part import is_sharded, parts_of
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
 
 MARK = "tensor_model_parallel"
@@ -36,7 +36,7 @@ MARK = "tensor_model_parallel"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ManyRanks:
+class ManyRanks(Ranks):
     """Agreement among all ranks of ``torch.distributed``'s default group, which step together."""
 
     def __init__(
@@ -59,16 +59,10 @@ class ManyRanks:
                 ``tensor_model_parallel = True``. None: all ranks of the group.
 
         Raises:
-            PrecisionError: If ``model_parallel`` does not divide the number of ranks, or no
-                process group has been initialised.
+            PrecisionError: If ``model_parallel`` does not divide the number of ranks.
+            ValueError: Of torch, if no process group has been initialised.
         """
         self._device = as_device(device)
-        if not dist.is_available() or not dist.is_initialized():
-            raise PrecisionError(
-                "ManyRanks: there is no default process group to agree in; call "
-                "torch.distributed.init_process_group, or halfstep.distributed.open_world, before "
-                "it. Allowed without one: halfstep.OneRank()"
-            )
         self._size = dist.get_world_size()
         self._loss_share = 1 / self._size if loss_share is None else loss_share
         self._model_parallel = self._size if model_parallel is None else model_parallel
@@ -80,9 +74,10 @@ class ManyRanks:
 
     def parts_of(self, parameter: Tensor) -> int:
         """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`."""
-        if not is_sharded(parameter) and getattr(parameter, MARK, False):
-            return self._model_parallel
-        return parts_of(parameter)
+        if isinstance(parameter, DTensor):
+            pairs = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+            return math.prod(size for size, placement in pairs if placement.is_shard())
+        return self._model_parallel if getattr(parameter, MARK, False) else 1
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The step's loss and gradient norm, summed over ranks in fp64; bit-equal on every rank.
@@ -117,18 +112,16 @@ class ManyRanks:
         """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
         if not marks:
             return []
-        table = torch.tensor(marks, dtype=torch.int32, device=self._device)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
+        self.worst_(table)
         worst: list[int] = table.tolist()
         return worst
 
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
-        if marks.device == self._device:
-            dist.all_reduce(marks, op=dist.ReduceOp.MAX)
-        else:
-            moved = marks.to(self._device)
-            dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        moved = marks.to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        if moved is not marks:
             marks.copy_(moved)
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
@@ -149,15 +142,9 @@ def ranks_of_this_process(device: torch.device) -> Ranks:
 
 
 def as_ranks(value: object) -> Ranks:
-    """Check ``ranks=``: :class:`OneRank`, :class:`ManyRanks` or one's own :class:`Ranks`."""
-    offered = (n for n in vars(Ranks) if not n.startswith("_"))
-    if isinstance(value, type) or not all(callable(getattr(value, n, None)) for n in offered):
-        raise PrecisionError(
-            f"ranks={value!r}; allowed: halfstep.OneRank(), halfstep.ManyRanks(device), an object "
-            "with all their methods, or None for torch.distributed's default group"
-        )
-    ranks: Any = value
-    return cast(Ranks, ranks)
+    """Check ``ranks=``."""
+    allowed = "halfstep.OneRank(), halfstep.ManyRanks(device), or None for the default group"
+    return require(value, Ranks, "ranks=", allowed)
 
 
 @torch.no_grad()
@@ -166,8 +153,8 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
 
     Unmarked parameters are taken for copies, whose gradient counts once: for hand-written tensor
     parallel layers the norm would be too small, by up to the square root of the number of ranks.
-    Values are compared by a 62-bit hash in one small collective; parts with equal values, such as
-    all zeros, cannot be told from copies. All ranks must call this together, before training.
+    The sums of their bits are compared; parts with equal values, such as all zeros, cannot be told
+    from copies. All ranks must call this together, before training.
 
     Args:
         named_parameters: ``model.named_parameters()``.
@@ -191,18 +178,18 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
         if p.requires_grad and not is_sharded(p) and not getattr(p, MARK, False)
     ]
     kinds = repr([(name, str(p.dtype), p.requires_grad) for name, p in every])
-    if not all(_equal(ranks, _digest(kinds + repr([name for name, _ in plain])))):
+    kinds += repr([(name, tuple(p.shape)) for name, p in plain])
+    digest = hashlib.blake2b(kinds.encode(), digest_size=8).digest()
+    if not all(_alike(ranks, torch.tensor([int.from_bytes(digest, signed=True)]))):
         raise PrecisionError(
-            "the ranks' models have different parameters (names, dtypes, marks or frozen ones), so "
-            "the norm of all their gradients is not known; make them alike, or pass "
+            "the ranks' models have different parameters (names, shapes, dtypes, marks or frozen "
+            "ones), so the norm of all their gradients is not known; make them alike, or pass "
             "ranks=halfstep.OneRank() where each process trains a model of its own"
         )
     sums = [_sum_of_bits(p) for _, p in plain]
-    sums = torch.stack(sums).tolist() if sums else []
-    numbers = [_digest(f"{s} {tuple(p.shape)}") for s, (_, p) in zip(sums, plain, strict=True)]
-    same = _equal(ranks, [n for pair in numbers for n in pair])
-    for index, (name, _) in enumerate(plain):
-        if not all(same[2 * index : 2 * index + 2]):
+    alike = _alike(ranks, torch.stack(sums)) if sums else []
+    for (name, _), same in zip(plain, alike, strict=True):
+        if not same:
             raise PrecisionError(
                 f"{name} differs from rank to rank, and nothing says that ranks hold parts of it: "
                 f"mark it (parameter.{MARK} = True, and ranks=halfstep.ManyRanks(device, "
@@ -218,13 +205,10 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     return bits.detach().contiguous().view(_WORDS[bits.element_size()]).sum(dtype=torch.int64)
 
 
-def _digest(text: str) -> tuple[int, int]:
-    """Two integers below 2^31, which int32 holds with either sign."""
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return number >> 33, number & (2**31 - 1)
-
-
-def _equal(ranks: Ranks, numbers: Sequence[int]) -> list[bool]:
-    """Element-wise, whether all ranks gave the same number: whether maximum equals minimum."""
-    worst = ranks.worst([*numbers, *(-number for number in numbers)])
-    return [a == -b for a, b in zip(worst[: len(numbers)], worst[len(numbers) :], strict=True)]
+def _alike(ranks: Ranks, numbers: Tensor) -> list[bool]:
+    """Element-wise, whether all ranks gave the same int64: whether maximum equals minimum."""
+    largest, least = numbers.clone(), -numbers
+    ranks.worst_(largest)
+    ranks.worst_(least)
+    alike: list[bool] = (largest == -least).tolist()
+    return alike

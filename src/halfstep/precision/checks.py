@@ -53,12 +53,7 @@ def one_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def check_parameters(
-    placed: PlacedModel,
-    optimizers: Sequence[Optimizer],
-    *,
-    upcast: bool = False,
-) -> None:
+def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
     """Refuse, before anything is changed, what would later fail or train wrongly."""
     policy, model = placed.policy, placed.model
     for hook in model._forward_pre_hooks.values():
@@ -88,7 +83,7 @@ def check_parameters(
             )
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
-        _check_fp32_weights(policy, names, optimizers, kept, upcast=upcast)
+        _check_fp32_weights(policy, names, kept)
     else:
         if any(optimizer.state for optimizer in optimizers):
             raise PrecisionError(
@@ -120,33 +115,17 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def _check_fp32_weights(
-    policy: PrecisionPolicy,
-    names: Mapping[nn.Parameter, str],
-    optimizers: Sequence[Optimizer],
-    kept: Collection[str],
-    *,
-    upcast: bool,
+    policy: PrecisionPolicy, names: Mapping[nn.Parameter, str], kept: Collection[str]
 ) -> None:
-    """Refuse 16-bit weights where the policy trains fp32 ones, unless they are to be upcast."""
+    """Refuse 16-bit weights where the policy trains fp32 ones."""
     low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
-    sharded = tuple(name for parameter, name in low.items() if is_sharded(parameter))
-    if upcast and sharded:
+    if low:
+        found = sorted({dtype_name(p.dtype) for p in low})
         raise PrecisionError(
-            f"{some(sharded)}: sharded in 16 bits already, in memory that the sharding holds: "
-            "convert the model with model.float() before it is sharded"
-        )
-    if low and upcast and any(optimizer.state for optimizer in optimizers):
-        raise PrecisionError(
-            "the optimizer has stepped already; upcast_trainable=True before its first step"
-        )
-    if low and not upcast:
-        found = ", ".join(sorted({dtype_name(p.dtype) for p in low}))
-        more = sum(p.numel() * (4 - p.element_size()) for p in low)
-        raise PrecisionError(
-            f"policy {policy} keeps trainable weights in fp32, but {len(low)} of {len(names)} "
-            f"parameters are {found}: {some(tuple(low.values()))}; convert them with "
-            f"model.float(), or by upcast_trainable=True the trainable ones alone ({more} bytes "
-            "more), or use a *-master policy"
+            f"policy {policy} keeps trainable weights in fp32, but {len(low)} of "
+            f"{len(names)} parameters are {', '.join(found)}: {some(tuple(low.values()))}; "
+            "convert them with model.float() (or p.data = p.data.float() the trainable ones alone) "
+            "before the model is sharded and the optimizer made, or use a *-master policy"
         )
     frozen = tuple(n for p, n in names.items() if n in kept and p.dtype != torch.float32)
     if frozen:
@@ -191,9 +170,12 @@ def no_loss(value: object) -> PrecisionError:
 
 def as_inputs(value: object) -> tuple[Tensor, ...]:
     """The ``inputs`` of a backward as a tuple."""
-    if isinstance(value, Tensor):
-        return (value,)
-    return tuple(require(value, (list, tuple), "backward(inputs)", "a tensor, or a list of some"))
+    value = [value] if isinstance(value, Tensor) else value
+    where, allowed = "backward(inputs)", "a leaf tensor, or a list of some"
+    tensors = tuple(require(value, (list, tuple), where, allowed))
+    if not all(require(tensor, Tensor, where, allowed).is_leaf for tensor in tensors):
+        raise PrecisionError(f"{where} got no leaf, but a result; allowed: {allowed}")
+    return tensors
 
 
 def no_backward() -> PrecisionError:

@@ -1,21 +1,19 @@
-"""Recovery from steps that no loss scale cures, non-finite or spiking: stop, skip, roll back."""
+"""Recovery from steps that no loss scale cures, non-finite or spiking: stop, or skip some."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
-from halfstep.precision.after_step import AfterStep
 from halfstep.precision.checks import some
-from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.ema import EMA
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.result import StepResult
@@ -23,14 +21,10 @@ from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_n
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
-Action = Literal["stop", "skip", "rollback"]
-_Choice = TypeVar("_Choice", "OnNonFinite", "OnSpike")
-_KEPT = ("params", "lr", "initial_lr")
-
 OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
-"""Called for a step that is not applied, before the loss scale is lowered or weights go back: with
-what was measured, the error if no loss scale can help, the loss scale, how many steps in a row were
-not applied, and whether the scale still searches for its level. It may run the batch again."""
+"""Called for a step that is not applied, before the loss scale is lowered: with what was measured,
+the error if no loss scale can help, the loss scale, how many steps in a row were not applied, and
+whether the scale still searches for its level. It may run the batch again."""
 
 FIND_IT = (
     "; to see which operation made it: print(halfstep.first_cause(precision, lambda: "
@@ -41,100 +35,38 @@ _UNCHANGED = "; the weights are unchanged"
 
 
 @dataclass(frozen=True, slots=True)
-class OnNonFinite:
-    """The user's choice of recovery, written ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
+class Recovery:
+    """The user's choice for steps that no loss scale helps: ``"stop"`` or ``"skip:K"``.
 
-    Attributes:
-        action: ``"stop"`` raises at once. ``"skip"`` leaves out up to ``count`` such steps in a
-            row. ``"rollback"`` restores a copy in memory, taken every ``count`` applied steps and
-            so 1 to ``count`` steps old, and raises if that did not help, which means that it
-            happens again before the next copy. Two copies are kept, so that one is a step old.
-        count: Number of steps; unused for ``"stop"``.
+    ``"stop"`` raises at once, ``"skip:K"`` leaves out up to K such steps in a row. For spikes
+    there is ``"off"``, too, which looks for none.
     """
 
-    action: Action = "stop"
+    action: Literal["off", "stop", "skip"] = "stop"
     count: int = 0
 
     @classmethod
-    def parse(cls, text: str | OnNonFinite) -> OnNonFinite:
-        """Parse the written form; an OnNonFinite is returned as it is."""
-        allowed = "stop, skip:K, rollback:N with K, N > 0"
-        return _parse(cls, text, "on_nonfinite", ("stop",), allowed)
+    def parse(cls, text: str | Recovery, option: str = "on_nonfinite") -> Recovery:
+        """Parse the written form of ``on_nonfinite`` or ``on_spike``; a value stays what it is."""
+        if isinstance(text, Recovery):
+            return text
+        if text == "stop":
+            return cls()
+        if text == "off" and option == "on_spike":
+            return cls("off")
+        name, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if name == "skip" and number.isdecimal() and int(number) >= 1:
+            return cls("skip", int(number))
+        off = "off, " if option == "on_spike" else ""
+        raise PrecisionError(f"{option}={text!r}; allowed: {off}stop, skip:K with K > 0")
 
     def __str__(self) -> str:
-        return _written(self)
-
-
-@dataclass(frozen=True, slots=True)
-class OnSpike:
-    """What to do about a finite spike: ``"off"``, ``"stop"``, ``"skip:K"`` or ``"rollback:N"``.
-
-    Attributes:
-        action: ``"off"`` looks for none. The others are those of :class:`OnNonFinite`, and raise
-            :class:`~halfstep.errors.SpikeError` where that raises its error; ``"skip"`` is written
-            for ``"skip:10"``.
-        count: Number of steps; unused for ``"off"`` and ``"stop"``.
-    """
-
-    action: Literal["off"] | Action = "off"
-    count: int = 0
-
-    @classmethod
-    def parse(cls, text: str | OnSpike) -> OnSpike:
-        """Parse the written form; an OnSpike is returned as it is."""
-        allowed = "off, stop, skip, skip:K, rollback:N with K, N > 0"
-        written = "skip:10" if text == "skip" else text
-        return _parse(cls, written, "on_spike", ("off", "stop"), allowed)
-
-    def __str__(self) -> str:
-        return _written(self)
-
-
-def _parse(
-    kind: Callable[..., _Choice], text: object, option: str, alone: Sequence[str], allowed: str
-) -> _Choice:
-    """Read one of the actions that stand alone, ``"skip:K"`` or ``"rollback:N"``."""
-    if type(text) is kind:
-        return cast("_Choice", text)
-    name, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if text in alone:
-        return kind(name)
-    if name in get_args(Action)[1:] and number.isdecimal() and int(number) >= 1:
-        return kind(name, int(number))
-    raise PrecisionError(f"{option}={text!r}; allowed: {allowed}")
-
-
-def _written(choice: OnNonFinite | OnSpike) -> str:
-    return f"{choice.action}:{choice.count}" if choice.count else choice.action
-
-
-def parse_choices(
-    on_nonfinite: str | OnNonFinite, on_spike: str | OnSpike
-) -> tuple[OnNonFinite, OnSpike]:
-    """Parse both options, and refuse copies of two ages: one list of copies serves both."""
-    both = OnNonFinite.parse(on_nonfinite), OnSpike.parse(on_spike)
-    if len({choice.count for choice in both if choice.action == "rollback"}) > 1:
-        raise PrecisionError(
-            f"on_nonfinite={both[0]} and on_spike={both[1]} would keep copies of two ages; "
-            "allowed: the same N in both"
-        )
-    return both
+        return f"{self.action}:{self.count}" if self.count else self.action
 
 
 def without_hint(error: Exception) -> str:
     """An error's message without how to look for the first cause."""
     return str(error).removesuffix(FIND_IT)
-
-
-def spiking(spike: Spike, loss: float, norm: float) -> SpikeError:
-    """The error for a finite step far from the ones before it."""
-    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
-    text = (
-        f"the {what} spikes: loss {loss:.4g} and gradient norm {norm:.4g}, where the steps before "
-        f"lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} ({spike.excess:.3g} "
-        "times what is allowed). Look at the batch and the learning rate; the weights are unchanged"
-    )
-    return SpikeError(text, cause=spike.reason)
 
 
 def failure(
@@ -145,51 +77,48 @@ def failure(
     ranks: Ranks,
     in_a_row: int,
 ) -> NonFiniteError | SpikeError | None:
-    """The error for a step that must not be applied, or None if a smaller loss scale may help."""
-    if judged.spike is not None:
-        return spiking(judged.spike, judged.loss, judged.norm)
-    if judged.found is None:
-        return broken_loss(policy, judged.loss, model, ranks)
-    return incurable(policy, loss_scale, judged, in_a_row)
+    """The error for a step that must not be applied, or None if a smaller loss scale may help.
 
-
-def incurable(
-    policy: PrecisionPolicy, loss_scale: LossScale, judged: Judged, in_a_row: int
-) -> NonFiniteError | None:
-    """The error for gradients that are not finite, or None if a smaller loss scale may help.
-
-    Call it before the loss scale is updated, with a finite loss; ``in_a_row`` counts this skip.
+    Call it before the loss scale is updated; ``in_a_row`` counts this skip.
     """
-    found, loss = judged.found, judged.loss
-    assert found is not None, "the loss is finite"
-    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else ""
-    what = what or "NaN and inf"
-    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {loss:g}"
-    end = _UNCHANGED + FIND_IT
-    scale = loss_scale.value
+    if judged.spike is not None:
+        return _spiking(judged, judged.spike)
+    if judged.found is None:
+        return _broken_loss(policy, judged.loss, model, ranks)
+    found, scale = judged.found, loss_scale.value
+    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
+    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {judged.loss:g}"
     if policy.loss_scale.kind == "none":
-        form = dtype_name(policy.compute_dtype)
-        text = (
-            f"{where}, and policy {policy} has no loss scale to lower: a bug in a backward pass, "
-            f"or values beyond {form}{end}"
-        )
-        return NonFiniteError(text, cause="gradients", parameters=found.names)
-    if loss_scale.at_floor:
-        text = (
-            f"{where} at the smallest loss scale {scale:g}: no smaller scale can help, so this is "
-            f"not an overflow by scaling but a bug or values beyond the format{end}"
-        )
-        return NonFiniteError(text, cause="loss_scale_floor", parameters=found.names)
-    if in_a_row >= policy.loss_scale.max_consecutive_skips:
-        text = (
-            f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at "
-            f"loss scale {scale:g}{end}"
-        )
-        return NonFiniteError(text, cause="skip_limit", parameters=found.names)
-    return None
+        cause, why = "gradients", (
+            f", and policy {policy} has no loss scale to lower: a bug in a backward pass, or "
+            f"values beyond {dtype_name(policy.compute_dtype)}"
+        )  # fmt: skip
+    elif loss_scale.at_floor:
+        cause, why = "loss_scale_floor", (
+            f" at the smallest loss scale {scale:g}: no smaller scale can help, so this is not an "
+            "overflow by scaling but a bug or values beyond the format"
+        )  # fmt: skip
+    elif in_a_row >= policy.loss_scale.max_consecutive_skips:
+        cause, why = "skip_limit", (
+            f": {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at loss "
+            f"scale {scale:g}"
+        )  # fmt: skip
+    else:
+        return None
+    return NonFiniteError(where + why + _UNCHANGED + FIND_IT, cause=cause, parameters=found.names)
 
 
-def broken_loss(
+def _spiking(judged: Judged, spike: Spike) -> SpikeError:
+    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
+    text = (
+        f"the {what} spikes: loss {judged.loss:.4g} and gradient norm {judged.norm:.4g}, where the "
+        f"steps before lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
+        f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate"
+    )
+    return SpikeError(text + _UNCHANGED, cause=spike.reason)
+
+
+def _broken_loss(
     policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
     """The error for a loss that is itself not finite; the same on all ranks."""
@@ -208,105 +137,8 @@ def broken_loss(
     return NonFiniteError(text, cause="forward", parameters=broken)
 
 
-class _Copy(NamedTuple):
-    """What a rollback restores."""
-
-    applied: int  # applied steps when it was taken
-    weights: Snapshot
-    spikes: dict[str, Any] | None  # the state of the spike detector, which goes back with them
-
-
-class Guard:
-    """Continues after an error by skipping or rolling back; ``"stop"`` needs no guard.
-
-    One guard answers for values that are not finite and for finite spikes, with the same copies.
-    """
-
-    def __init__(
-        self,
-        choices: tuple[OnNonFinite, OnSpike],
-        spikes: SpikeDetector | None,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        averages: Mapping[str, Tensor],
-        ranks: Ranks,
-    ) -> None:
-        self._on_nonfinite, self._on_spike = choices
-        self._spikes = spikes
-        self._ranks = ranks
-        self._model = model
-        self._optimizers = optimizers
-        self._averages = averages
-        (self._every,) = {c.count for c in choices if c.action == "rollback"} or {0}
-        self._copies: list[_Copy] = []  # newest last
-        self._applied = 0
-        self._in_a_row: dict[str, int] = {}  # steps left out since the last applied one, by option
-        self._said: set[str] = set()
-
-    def start(self, applied: int) -> None:
-        """Begin after ``applied`` steps, with a copy of the present weights and state."""
-        self._applied, self._in_a_row, self._copies = applied, {}, []
-        self._copy()
-
-    def applied(self) -> None:
-        """Count an applied step, and take a copy if one is due."""
-        self._applied += 1
-        self._in_a_row.clear()
-        if self._every and self._applied % self._every == 0:
-            self._copy()
-
-    def _copy(self) -> None:
-        if self._every:
-            taken = Snapshot(self._model, self._optimizers, self._averages)
-            spikes = None if self._spikes is None else self._spikes.state()
-            self._copies = [*self._copies[-1:], _Copy(self._applied, taken, spikes)]
-
-    def answer(self, error: NonFiniteError | SpikeError) -> int:
-        """Raise ``error``, or continue and return how many applied steps were undone: 0 or more.
-
-        Skipping a step does not help if its forward has left a NaN in a buffer: that raises, too.
-        """
-        choice: OnNonFinite | OnSpike = self._on_nonfinite
-        option = "on_nonfinite"
-        if isinstance(error, SpikeError):
-            choice, option = self._on_spike, "on_spike"
-        self._in_a_row[option] = self._in_a_row.get(option, 0) + 1
-        what = str(error).removesuffix(FIND_IT).removesuffix(_UNCHANGED)
-        if choice.action == "skip" and self._in_a_row[option] <= choice.count:
-            self._require_finite_buffers(error, what)
-            self._say(option, f"the step is left out, as {option}={choice} allows: {what}")
-            return 0
-        older = [copy for copy in self._copies if copy.applied < self._applied]
-        if choice.action == "rollback" and older:
-            copy = older[-1]
-            copy.weights.restore_()
-            if self._spikes is not None:
-                self._spikes.restore_(copy.spikes)
-            self._copies = []  # if it happens again before the next copy, this did not help
-            self._say(option, f"back to a copy of earlier weights, {option}={choice}: {what}")
-            return self._applied - copy.applied
-        raise error
-
-    def _require_finite_buffers(self, error: NonFiniteError | SpikeError, what: str) -> None:
-        floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
-        buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
-        if buffers:
-            raise NonFiniteError(
-                f"{what}; the step was left out, but its forward has left values that are not "
-                f"finite in {some(buffers)}; use on_nonfinite=rollback:N, which puts buffers "
-                "back",
-                cause=error.cause,
-                parameters=buffers,
-            ) from error
-
-    def _say(self, option: str, text: str) -> None:
-        if option not in self._said:
-            self._said.add(option)
-            warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
-
-
 class Outcome:
-    """What follows once a step is judged: counts, the loss scale, schedules, average and recovery.
+    """What follows once a step is judged: counts, the loss scale, the average and recovery.
 
     Attributes:
         on_broken: See :data:`OnBroken`.
@@ -319,45 +151,36 @@ class Outcome:
         policy: PrecisionPolicy,
         model: nn.Module,
         masters: MasterWeights,
-        optimizers: Sequence[Optimizer],
         ranks: Ranks,
-        choices: tuple[OnNonFinite, OnSpike],
-        after: AfterStep,
+        recovery: Mapping[str, Recovery],
+        ema: EMA | None,
     ) -> None:
+        """Begin; ``recovery`` has the choices for ``on_nonfinite`` and ``on_spike``."""
         self._policy, self._model, self._masters, self._ranks = policy, model, masters, ranks
-        self.after = after
+        self._recovery = recovery
+        self._left_out: Counter[str] = Counter()  # by option, since the last applied step
+        self._said: set[str] = set()
+        self.ema = ema
         self.progress = Progress(policy.loss_scale)
-        self.spikes = None if choices[1].action == "off" else SpikeDetector()
-        self._guard: Guard | None = None
-        if any(choice.action in ("skip", "rollback") for choice in choices):
-            averages = {} if after.ema is None else after.ema.averages
-            self._guard = Guard(choices, self.spikes, model, optimizers, averages, ranks)
+        self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
-        self.waits = after.waits or self._guard is not None
+        self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
         """Whether anything is advanced after an applied step."""
 
-    def begin(self) -> None:
-        """Start the guard after the steps that are applied by now."""
-        with self._masters.installed():  # also makes states of sharded weights local parts
-            if self._guard is not None:
-                self._guard.start(self.progress.applied_total)
-
-    def applied(self, judged: Judged) -> None:
-        """Advance what follows an applied step that is counted."""
-        if self.after.waits:
-            self.after(True, self._masters.items())
+    def advance(self, judged: Judged) -> None:
+        """Advance what follows an applied step."""
+        self._left_out.clear()
+        if self.ema is not None:
+            self.ema.update_(self._masters.items())
         if self.spikes is not None:
             self.spikes.remember(judged.loss, judged.norm)
-        if self._guard is not None:
-            with self._masters.installed():
-                self._guard.applied()
 
     def skipped(self, judged: Judged) -> StepResult:
-        """Count a skipped step, then lower the scale, let the guard recover, or raise."""
-        progress, undone = self.progress, 0
+        """Count a skipped step; then lower the scale, leave the step out as chosen, or raise."""
+        progress = self.progress
         scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
         error = failure(self._policy, scale, judged, self._model, self._ranks, row)
         if error is not None and self.on_incurable is not None:
@@ -366,12 +189,33 @@ class Outcome:
             self.on_broken(judged, error, scale.value, row, progress.calibrating)
         progress.skip()
         if error is not None:
-            if self._guard is None:
-                raise error
-            with self._masters.installed():
-                undone = self._guard.answer(error)
-        self.after(False, ())
-        return progress.skipped(judged, undone)
+            self._leave_out(error)
+        return progress.skipped(judged)
+
+    def _leave_out(self, error: NonFiniteError | SpikeError) -> None:
+        """Raise ``error`` unless the user's choice leaves such a step out.
+
+        That does not help if its forward has left a NaN in a buffer: it raises then, too.
+        """
+        option = "on_spike" if isinstance(error, SpikeError) else "on_nonfinite"
+        choice = self._recovery[option]
+        self._left_out[option] += 1
+        if self._left_out[option] > choice.count:
+            raise error
+        what = without_hint(error).removesuffix(_UNCHANGED)
+        floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
+        buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
+        if buffers:
+            raise NonFiniteError(
+                f"{what}; the step was left out, but its forward has left values that are not "
+                f"finite in {some(buffers)}; go back to a checkpoint",
+                cause=error.cause,
+                parameters=buffers,
+            ) from error
+        if option not in self._said:
+            self._said.add(option)
+            text = f"the step is left out, as {option}={choice} allows: {what}"
+            warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
 
     def state(self, masters: Mapping[str, Tensor]) -> dict[str, Any]:
         """The policy, counts and the loss scale, the masters, and the spike detector's window."""
@@ -383,74 +227,4 @@ class Outcome:
         self.progress.load(state, other_policy=state["policy"] != str(self._policy))
         if self.spikes is not None:
             self.spikes.restore_(state.get("spikes"))
-
-
-class Snapshot:
-    """An in-memory copy of weights, buffers, averages and optimizer state, to roll back to.
-
-    Learning rates are left out, since they belong to the schedule.
-    """
-
-    @torch.no_grad()
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        averages: Mapping[str, Tensor],
-    ) -> None:
-        owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        held = {p.data_ptr() for p in owned}  # may include the local part of a sharded weight
-        weights: list[Tensor] = [p for p in model.parameters() if not is_sharded(p)]
-        parts = [local_part(p) for p in model.parameters() if is_sharded(p)]
-        weights += [part for part in parts if part.data_ptr() not in held]
-        every = (*weights, *averages.values(), *owned)
-        self._buffers = Buffers(model)
-        self._tensors = [(t, t.detach().clone()) for t in {id(t): t for t in every}.values()]
-        self._states = [
-            (o, {p: copy.deepcopy(state) for p, state in o.state.items()}) for o in optimizers
-        ]
-        self._groups = [
-            (group, {k: copy.deepcopy(v) for k, v in group.items() if k not in _KEPT})
-            for o in optimizers
-            for group in o.param_groups
-        ]
-
-    @torch.no_grad()
-    def restore_(self) -> None:
-        """Restore everything in place, bit for bit; may be called again."""
-        self._buffers.restore_()
-        for tensor, value in self._tensors:
-            tensor.copy_(value)
-        for optimizer, states in self._states:
-            optimizer.state.clear()
-            for parameter, state in states.items():
-                optimizer.state[parameter] = copy.deepcopy(state)
-        for group, options in self._groups:
-            group.update(copy.deepcopy(options))
-
-
-class Buffers:
-    """A copy of a model's buffers, to put back: their values, and the very tensors.
-
-    A forward may assign a new tensor to a buffer's name. torch's batch norm writes its averages
-    without a new ``_version``, so values are compared.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._named = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore_(self) -> None:
-        """Restore them bit for bit; may be called again. What has not changed is not written."""
-        for module, name, buffer in self._named:
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-        for buffer, value in self._values:
-            if buffer.layout != torch.strided or not torch.equal(buffer, value):
-                buffer.copy_(value)
+        self._left_out.clear()

@@ -65,10 +65,6 @@ class StepResult(_ReadLater):
     calibrating: bool = False
     """Whether a dynamic scale is still searching for its level, because no step has been applied
     yet; a skip is expected then."""
-    rolled_back: bool = False
-    """Whether weights and optimizer state went back to an earlier step's."""
-    steps_undone: int = 0
-    """Applied steps whose updates were undone by that."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
 

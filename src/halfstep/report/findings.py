@@ -157,7 +157,7 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
         N_("Step {step} was not finite, and the run ended there"),
         N_(
             "No first cause was found. Lower optimizer.learning_rate, or set "
-            'optimizer.max_norm = 1.0; run.on_nonfinite = "rollback:20" lets a run go on '
+            'optimizer.max_norm = 1.0; run.on_nonfinite = "skip:3" lets a run go on '
             "past such a step."
         ),
         {"step": step},

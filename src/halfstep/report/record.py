@@ -44,8 +44,6 @@ class Event(NamedTuple):
     """``calibration`` while a loss scale searched for its level, ``overflow`` where a lower scale
     cured it, ``nonfinite`` where none could, ``spike`` for a finite outlier."""
     loss_scale: float | None
-    rolled_back: bool
-    """Whether weights went back to an earlier step's."""
     cause: str
     """The operation that made its first NaN or infinity, in a line; or empty."""
     batches: int
@@ -132,7 +130,6 @@ class RunRecord:
                 step=line["step"],
                 kind=_kind(line),
                 loss_scale=number(line.get("loss_scale")),
-                rolled_back=line.get("rolled_back") is True,
                 cause=str(line.get("first_cause") or ""),
                 batches=batches[repr(line["step"])],
             )

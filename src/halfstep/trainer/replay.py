@@ -21,7 +21,7 @@ from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.distributed.world import SAVING_SECONDS, World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.recovery import OnNonFinite, OnSpike
+from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer.checkpoint import Team, load_checkpoint, save_snapshot
 from halfstep.trainer.config.config import config_from_table
@@ -181,9 +181,9 @@ def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:
 
 def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     """Configure a run that stops at what it finds, and writes nothing."""
-    guarded = OnSpike("off" if config.run.on_spike.action == "off" else "stop")
+    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
     run = replace(
-        config.run, on_nonfinite=OnNonFinite(), on_spike=guarded, capture=0,
+        config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0,
         threads=threads,
     )  # fmt: skip
     return replace(config, run=run)

@@ -21,8 +21,8 @@ from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
-from halfstep.precision.after_step import EMA
 from halfstep.precision.casting.autocast import require_support
+from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -352,7 +352,7 @@ def _precision(
     if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
-    ema = EMA(task.model, run.ema_decay, seed=run.seed) if run.ema_decay else None
+    ema = EMA(task.model, run.ema_decay) if run.ema_decay else None
     precision = Precision(
         policy,
         task.model,

@@ -30,8 +30,9 @@ def trained(folder, policy="fp32", steps=20, **options):
     lora = add_lora(lm, **{"r": 4, **options})
     base = {n: p.detach().clone() for n, p in lora.named_parameters() if not p.requires_grad}
     trainable = [p for p in lora.parameters() if p.requires_grad]
+    assert {p.dtype for p in trainable} == {torch.float32}
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
-    precision = Precision(policy, lora, optimizer, upcast_trainable=True)
+    precision = Precision(policy, lora, optimizer)
     losses = []
     for _ in range(steps):
         with precision.autocast():

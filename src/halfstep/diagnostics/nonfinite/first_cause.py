@@ -72,8 +72,8 @@ from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting import op_casts, simulate
 from halfstep.precision.checks import no_loss
-from halfstep.precision.masters.arrivals import graph_leaves
-from halfstep.precision.recovery import FIND_IT, Buffers
+from halfstep.precision.masters.accumulation import graph_leaves
+from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.scaling import gradients
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
@@ -505,7 +505,7 @@ def explained(
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside the block a model may run; afterwards buffers, gradients and random state are back."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    buffers, of_python, of_numpy = Buffers(model), random.getstate(), np.random.get_state()
+    buffers, of_python, of_numpy = _Buffers(model), random.getstate(), np.random.get_state()
     with torch.random.fork_rng([i or 0 for i in devices]), _gradients_kept(model.parameters()):
         try:
             yield
@@ -527,3 +527,29 @@ def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
+
+
+class _Buffers:
+    """A copy of a model's buffers: their values, and the very tensors, which a forward may replace.
+
+    torch's batch norm writes averages without a new ``_version``, so values are compared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Restore them bit for bit. What has not changed is not written."""
+        for module, name, buffer in self._named:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+        for buffer, value in self._values:
+            if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                buffer.copy_(value)

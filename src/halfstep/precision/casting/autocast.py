@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
@@ -22,6 +23,7 @@ from halfstep.precision.casting.fp32_pins import MEANS, SWITCHES, Pins, held_swi
 from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.low_bit.native import why_not_native
+from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import root_is_fp32
@@ -245,3 +247,79 @@ def active_autocast() -> Autocast | None:
     """The innermost :class:`Autocast` that this thread has entered, or None."""
     entries = _active()
     return entries[-1][0] if entries else None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output or a batch, through nested lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+class ForwardWatch:
+    """A forward hook of the model and its children that checks for the policy's context.
+
+    The output of a forward outside the context gets a tensor hook that refuses gradients of
+    ``Precision.backward``. So a forward that is never trained on may run anywhere.
+    """
+
+    __name__ = "ForwardWatch"  # torch.export asks every hook for one
+
+    def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
+        self._policy = policy
+        self._device = device
+        self._needed = policy.compute_dtype != torch.float32 or policy.tf32
+
+    def attach(self, model: nn.Module) -> list[RemovableHandle]:
+        """Watch a model and its children: a method other than ``forward`` may call the latter."""
+        watched = {id(m): m for m in (model, *model.children())}
+        return [module.register_forward_hook(self) for module in watched.values()]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Check a forward that has just run.
+
+        It refuses a ``torch.autocast`` of another format inside the policy's context, and
+        ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
+        of the casts, and fail when it runs.
+        """
+        if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
+            raise PrecisionError(
+                f"torch.export records no autocast, which policy {self._policy} computes in. Call "
+                "torch.export.export(model, ...) outside of precision.autocast(): the program then "
+                "computes in fp32, and in 16 bits where it is called inside torch.autocast"
+            )
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if is_running(self._device):  # activation checkpointing recomputes it inside a backward
+            return
+        policy, kind = self._policy, self._device.type
+        context, outer = active_autocast(), torch.is_autocast_enabled(kind)
+        if context is not None and context.policy.compute_dtype == policy.compute_dtype:
+            found = torch.get_autocast_dtype(kind)
+            if outer and found != policy.compute_dtype:
+                raise PrecisionError(
+                    f"a torch.autocast to {dtype_name(found)} was on in the forward of "
+                    f"{type(module).__name__}, inside precision.autocast() of policy {policy}, "
+                    f"which computes in {dtype_name(policy.compute_dtype)}. Take that autocast "
+                    "out, be it a context or a decorator of forward; enabled=False is allowed"
+                )
+        elif self._needed or outer:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
+
+    def _refuse_gradient(self, gradient: Tensor) -> None:
+        """Refuse, as a tensor hook, the gradient of a forward that ran outside the context."""
+        if is_running(gradient.device):
+            policy = self._policy
+            form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
+            raise PrecisionError(
+                "the loss comes from a forward outside of precision.autocast(), which did not run "
+                f"as policy {policy} says ({form}). Put forward and loss inside "
+                "`with precision.autocast():`"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -85,21 +85,6 @@ def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
     else:
         cast_parameters_(model, placed.dtypes())
     add_regions_(placed)
-
-
-@torch.no_grad()
-def upcast_(parameters: Iterable[Tensor]) -> int:
-    """Convert 16-bit parameters and gradients to fp32 in place; return the bytes that this adds."""
-    added = 0
-    for parameter in parameters:
-        gradient, parameter.grad = parameter.grad, None  # its dtype must follow the parameter's
-        for tensor in (parameter, gradient):
-            if tensor is not None:
-                stored = tensor._values() if tensor.is_sparse else tensor
-                added += stored.numel() * (4 - tensor.element_size())
-        parameter.data = parameter.data.float()
-        parameter.grad = None if gradient is None else gradient.float()
-    return added
 
 
 class CastInputs:

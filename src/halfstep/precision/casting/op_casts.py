@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep.kernels import attention, rows
 from halfstep.kernels.library import is_plain, may_run
 from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS
-from halfstep.precision.masters.arrivals import is_running
+from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
 
 Function = Callable[..., Any]

@@ -5,33 +5,30 @@ rank. An update is element-wise, so a rank can apply it to its part alone, with 
 rounding mode and any kernel. It also avoids mixed lists of DTensors and plain tensors, which
 torch's foreach and fused optimizers and its clipping refuse. A part is a plain parameter over the
 memory of the DTensor's local tensor.
-
-A DTensor is recognised by its attributes, since importing ``torch.distributed.tensor`` takes
-longer than the rest of halfstep.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 _WHOLE = "halfstep_whole"
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor: sharded, or replicated over a mesh."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
+    return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """A DTensor's part on this rank, detached, in the same memory; or the plain tensor itself."""
-    if not is_sharded(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor
-    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    detached: Any = tensor.detach()
+    local: Tensor = detached.to_local()
     return local
 
 
@@ -51,27 +48,17 @@ def whole_of(target: Tensor) -> Tensor:
     return whole
 
 
-def parts_of(tensor: Tensor) -> int:
-    """How many ranks hold different parts of a tensor: 1 for a plain or replicated one."""
-    if not is_sharded(tensor):
-        return 1
-    dtensor: Any = tensor
-    pairs = zip(dtensor.device_mesh.shape, dtensor.placements, strict=True)
-    return math.prod(size for size, placement in pairs if placement.is_shard())
-
-
 def local_gradient(weight: Tensor) -> Tensor | None:
     """A finished gradient's part on this rank, in the same memory.
 
     A gradient placed differently from its weight, such as a partial sum, is redistributed first
     and stays so. That is a collective: all ranks must ask for the same weight at the same time.
     """
-    gradient: Any = weight.grad
-    if gradient is None or not is_sharded(gradient):
-        return weight.grad
-    placements = weight.placements  # type: ignore[attr-defined]
-    if gradient.placements != placements:
-        weight.grad = gradient = gradient.redistribute(placements=placements)
+    gradient = weight.grad
+    if not isinstance(gradient, DTensor) or not isinstance(weight, DTensor):
+        return gradient
+    if gradient.placements != weight.placements:
+        weight.grad = gradient = gradient.redistribute(placements=weight.placements)
     return local_part(gradient)
 
 
@@ -96,33 +83,17 @@ def reshard_(model: nn.Module) -> None:
 
 def place_like(local: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part as a DTensor placed like ``parameter``; unchanged if that is plain."""
-    if not is_sharded(parameter):
+    if not isinstance(parameter, DTensor):
         return local
-    dtensor: Any = parameter
-    whole: Tensor = type(dtensor).from_local(
-        local,
-        dtensor.device_mesh,
-        dtensor.placements,
-        run_check=False,
-        shape=dtensor.shape,
-        stride=dtensor.stride(),
-    )
-    return whole
-
-
-def whole_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """The whole of a tensor that is split over ranks as a DTensor is; all of them must ask."""
-    placed: Any = place_like(local, parameter)
-    whole: Tensor = placed.full_tensor()
-    return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def part_like(full: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, split as the parameter is; all if that is no DTensor."""
-    if not is_sharded(parameter):
+    if not isinstance(parameter, DTensor):
         return full
-    dtensor: Any = parameter
-    distribute = sys.modules["torch.distributed.tensor"].distribute_tensor  # it made the parameter
-    mesh, placements = dtensor.device_mesh, dtensor.placements
-    part: Tensor = distribute(full, mesh, placements, src_data_rank=None).to_local()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    part = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
     return part.clone()  # a slice would keep the memory of the whole tensor alive

@@ -7,7 +7,7 @@ after every step; or one of halfstep's optimizers stores the lost bits beside th
 
 What a user sees between steps is always valid:
 
-* Gradients are in ``p.grad`` of the model's own parameters (``arrivals.py``).
+* Gradients are in ``p.grad`` of the model's own parameters (``accumulation.py``).
 * The optimizers' groups and states hold the model's own parameters. Masters, and this rank's parts
   of sharded parameters, replace them only while an optimizer steps (:meth:`installed`).
 * A weight that was written in place counts: its master adopts the value before it is used
@@ -19,10 +19,9 @@ What a user sees between steps is always valid:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require
 from halfstep.precision.casting.cast import cast_parameters_
-from halfstep.precision.masters.arrivals import Arrivals
+from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
     as_target,
     is_sharded,
@@ -41,17 +40,15 @@ from halfstep.precision.masters.local_part import (
     local_part,
     place_like,
 )
-from halfstep.precision.masters.portable import Loaded
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
     KeepsMasters,
-    StepHooks,
+    has_users,
     takes_gradients,
 )
-from halfstep.precision.policy.policy import LOW, dtype_name
+from halfstep.precision.policy.policy import LOW
 from halfstep.precision.policy.rules import PlacedModel, place
-from halfstep.precision.scaling.gradients import multiply_
 
 # Number of elements compared at a time: small enough that their rounded copy stays in the caches.
 _CHUNK = 2**15
@@ -66,7 +63,6 @@ class Weight:
     # the tensor that the optimizer updates: the parameter itself, this rank's part of it in the
     # same memory, or an fp32 master
     target: nn.Parameter
-    dtype: torch.dtype  # of the parameter
     copied: bool  # whether the target is an fp32 master, to be rounded into the parameter
     sharded: bool  # whether the parameter is a DTensor
     held: bool  # whether an optimizer holds it
@@ -77,43 +73,16 @@ class Weight:
         """The tensor that the model computes with on this rank."""
         return (local_part(self.parameter) if self.sharded else self.parameter).detach()
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """The finished gradient's part on this rank."""
-        return local_gradient(self.parameter) if self.sharded else self.parameter.grad
-
-    def require_unconverted(self) -> None:
-        """Refuse a parameter that was converted or moved since it was taken in."""
-        parameter, target = self.parameter, self.target
-        if parameter.dtype is self.dtype and (
-            target is parameter or parameter.device == target.device
-        ):
-            return
-        device = target.device
-        raise PrecisionError(
-            f"{self.name} is {dtype_name(parameter.dtype)} on {parameter.device} now, and was "
-            f"{dtype_name(self.dtype)} on {device} when Precision took it: the model was since "
-            "converted or moved (model.to, .half, .float, .cuda). Do that first, then make "
-            "the optimizer and Precision"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:
     """What the optimizers hold, and what follows from it; looked up once as long as it stays so."""
 
-    lists: list[tuple[Tensor, ...]]  # of each group, its tensors when this was made
+    ids: list[int]  # of the tensors in their groups
     by_parameter: dict[Tensor, KeepsMasters | None]  # each with its optimizer if that is ours
     weights: list[Weight]  # of those that are trained, in this order
     by_size: list[nn.Parameter]  # the same ones' parameters, the smallest first
     waiting: list[Tensor]  # the others: frozen, or not adopted yet
-
-    def is_of(self, lists: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the groups hold the same tensors still."""
-        return len(lists) == len(self.lists) and all(
-            len(now) == len(then) and all(map(is_, now, then))
-            for now, then in zip(lists, self.lists, strict=True)
-        )
 
 
 class MasterWeights:
@@ -132,13 +101,13 @@ class MasterWeights:
                 is changed then.
         """
         policy, model = placed.policy, placed.model
-        # halfstep's own; asked once, as asking takes as long as a small kernel
-        self._own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-        for optimizer in self._own:
+        self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
+        """halfstep's own; asked once, as asking takes as long as a small kernel."""
+        for optimizer in self.own_optimizers:
             optimizer.check_precision(policy.update, policy.moment_format)
-        for optimizer in self._own:
+        for optimizer in self.own_optimizers:
             optimizer.set_precision(policy.update, policy.moment_format)
-        self.arrivals = Arrivals(policy, model)
+        self.accumulation = GradientAccumulation(policy, model)
         self._policy = policy
         self._model = model
         self._optimizers = optimizers
@@ -148,18 +117,16 @@ class MasterWeights:
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
         self._installed = False
-        self.handles: list[RemovableHandle] = []
-        """Optimizer hooks, to be removed together with this object."""
+        self._copies = policy.has_masters
+        self._unrounded: set[nn.Parameter] = set()  # of a running step, not yet in their weights
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
         self._looking = [o for o in optimizers if not takes_gradients(o)]
-        self._hooks = StepHooks() if policy.has_masters else None
+        self.handles: list[RemovableHandle] = []
+        """Optimizer hooks, to be removed together with this object."""
         for optimizer in optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
-            if self._hooks is not None:
-                self.handles += self._hooks.surround(optimizer, weakref.ref(self))
-        self._loaded = Loaded()
-        if policy.keeps_more_than_weights:
-            self.handles.append(model.register_load_state_dict_pre_hook(self._loaded))  # type: ignore[no-untyped-call]
+            if self._copies:
+                self.handles.append(_push_early(optimizer, weakref.ref(self)))
         self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
@@ -172,15 +139,20 @@ class MasterWeights:
         Those that are already 16-bit start from their 16-bit values; others are cast.
 
         Raises:
-            PrecisionError: If an optimizer was given a tensor that is not the model's, or a
-                parameter was converted since it was taken in.
+            PrecisionError: If an optimizer was given a tensor that is not the model's.
         """
         self._install(False)  # in case loading a state has raised half-way
-        self._require_unconverted()
-        if not any(p.requires_grad for p in self._held().waiting):
+        if [p.dtype for p in self._weights] != self._dtypes:
+            raise PrecisionError(
+                "a parameter has another dtype than when Precision took the model (model.to, "
+                ".half, .float): convert it first, then make the optimizer and Precision"
+            )
+        if not any([p.requires_grad for p in self._held().waiting]):
             return
-        for optimizer in self._own:
-            self._take_in(optimizer)
+        for optimizer in self.own_optimizers:
+            for group in optimizer.param_groups:  # a group that was added since
+                group["update"] = group["update"] or self._policy.update
+                group["moments"] = group["moments"] or self._policy.moment_format
         with torch.inference_mode(False):  # a master made in inference mode cannot be updated
             self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
         held = self._held().by_parameter
@@ -191,13 +163,6 @@ class MasterWeights:
                 "not a parameter of the model; add it to the model first, or give it to another "
                 "optimizer"
             )
-
-    def _require_unconverted(self) -> None:
-        """Refuse parameters that were converted or moved since they were taken in."""
-        if [p.dtype for p in self._weights] == self._dtypes and not self._to_target:
-            return  # all are the tensors that the optimizers step, wherever these are
-        for weight in self._weights.values():
-            weight.require_unconverted()
 
     @torch.no_grad()
     def _adopt_all(self, placed: PlacedModel) -> None:
@@ -210,7 +175,7 @@ class MasterWeights:
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
-        self._dtypes = [weight.dtype for weight in self._weights.values()]
+        self._dtypes = [p.dtype for p in self._weights]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -222,7 +187,7 @@ class MasterWeights:
             parameter.grad = None
             parameter.data = parameter.data.to(dtype)
         target = parameter
-        copied = low and self._policy.has_masters and parameter in held
+        copied = low and self._copies and parameter in held
         keeper = held.get(parameter) if low and self._policy.update != "nearest" else None
         if copied:
             target = as_target(exact.to(torch.float32, copy=True), parameter)
@@ -231,27 +196,27 @@ class MasterWeights:
         if target is not parameter:
             self._to_target[parameter], self._to_parameter[target] = target, parameter
         if parameter not in self._weights:
-            self.arrivals.watch(parameter)
+            self.accumulation.watch(parameter)
         if keeper is not None:
             with self.installed():
                 keeper.write_master_(target, exact.float())
-        return Weight(name, parameter, target, dtype, copied, sharded, parameter in held, keeper)
+        return Weight(name, parameter, target, copied, sharded, parameter in held, keeper)
 
     def _held(self) -> _Held:
         """The model's parameters that optimizers hold now."""
-        lists = [group["params"] for o in self._optimizers for group in o.param_groups]
-        if self._last is not None and self._last.is_of(lists):
+        groups = [group["params"] for o in self._optimizers for group in o.param_groups]
+        ids = [id(tensor) for tensors in groups for tensor in tensors]
+        if self._last is not None and self._last.ids == ids:
             return self._last
         found: dict[Tensor, KeepsMasters | None] = {}
         for optimizer in self._optimizers:
             keeper = optimizer if isinstance(optimizer, KeepsMasters) else None
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    found[self._to_parameter.get(parameter, parameter)] = keeper
+                found |= {self.parameter_of(p): keeper for p in group["params"]}
         known = {parameter: self._weights.get(parameter) for parameter in found}
         weights = [weight for weight in known.values() if weight is not None]
         self._last = _Held(
-            [tuple(tensors) for tensors in lists],
+            ids,
             found,
             weights,
             sorted((w.parameter for w in weights), key=Tensor.numel),
@@ -265,15 +230,7 @@ class MasterWeights:
 
     def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
         """The model's own parameter that a target stands for."""
-        return self._to_parameter.get(target, target) if self._to_parameter else target
-
-    def _take_in(self, optimizer: Any) -> None:
-        """Set the policy's rounding mode and moments on groups added to halfstep's optimizers."""
-        for group in optimizer.param_groups:
-            if group["update"] is None:
-                group["update"] = self._policy.update
-            if group["moments"] is None:
-                group["moments"] = self._policy.moment_format
+        return self._to_parameter.get(target, target)
 
     # Between the model and the optimizers
 
@@ -303,9 +260,10 @@ class MasterWeights:
             for parameter, state in states:
                 optimizer.state[parameter] = _local_state(state) if yes else state
 
-    def trained(self) -> list[Weight]:
-        """The trained parameters that the optimizers hold, in their order."""
-        return [weight for weight in self._held().weights if weight.parameter.requires_grad]
+    def divide_states_(self) -> None:
+        """Make the optimizer states of sharded weights this rank's parts, as a step does."""
+        with self.installed():
+            pass
 
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
@@ -319,10 +277,10 @@ class MasterWeights:
         else:
             parameters = [self._to_parameter.get(target, target) for target in targets]
             weights = [self._weights[p] for p in parameters if p in self._weights]
-        self._require_unconverted()
         found = {}
         for weight in weights:
-            gradient = weight.gradient
+            parameter = weight.parameter
+            gradient = local_gradient(parameter) if weight.sharded else parameter.grad
             if gradient is not None:
                 found[weight.target] = gradient
         return found
@@ -330,27 +288,27 @@ class MasterWeights:
     def replace(self, gradients: Gradients) -> None:
         """Set the gradients of these targets to their sums over all ranks."""
         for target, gradient in gradients.items():
-            parameter = self._to_parameter.get(target, target)
+            parameter = self.parameter_of(target)
             if parameter.dtype in LOW and self._policy.grad_dtype != torch.float32:
                 gradient = gradient.to(parameter.dtype)
             parameter.grad = place_like(gradient, parameter)
 
     def trains(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any of these tensors is a parameter that an optimizer holds."""
-        found = (self._weights.get(tensor) for tensor in tensors)
-        return any(weight is not None and weight.held for weight in found)
+        held = self._held().by_parameter
+        return any(tensor in held and tensor in self._weights for tensor in tensors)
 
     def note(self) -> None:
-        """Remember the gradients as a backward has left them: see :meth:`Arrivals.cleared`."""
-        self.arrivals.note(self._held().by_size)
+        """Remember the gradients as a backward has left them: :meth:`GradientAccumulation.note`."""
+        self.accumulation.note((self._last or self._held()).by_size)
 
     def clear(self) -> None:
         """Drop the gradients of all parameters that the optimizers hold, and forget them."""
-        self.arrivals.note(())
-        held, apart = self._held(), bool(self._to_target)
+        self.accumulation.note(())
+        held = self._held()
         for parameter in held.by_parameter:
             parameter.grad = None
-        for weight in held.weights if apart else ():
+        for weight in held.weights if self._to_target else ():
             weight.target.grad = None
 
     @torch.no_grad()
@@ -358,28 +316,17 @@ class MasterWeights:
         """Make masters adopt what the user wrote into the model's weights.
 
         A weight that differs from its rounded master was written by the user. With a remainder no
-        comparison is needed: see :func:`rounding.join`. Weights that ``model.load_state_dict`` has
-        changed are adopted exactly, and their remainders dropped.
+        comparison is needed: see :func:`rounding.join`.
         """
-        for weight in self._weights.values():
-            if weight.keeper is None and not weight.copied:
-                continue
-            if self._was_loaded(weight):
-                self._set_(weight, weight.visible)
-            elif weight.copied:
+        for weight in self._weights.values() if self._copies else ():
+            if weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
-        self._loaded.before.clear()
-
-    def _was_loaded(self, weight: Weight) -> bool:
-        before = self._loaded.before
-        return bool(before) and self._loaded.changed(weight.name, weight.visible)
 
     @torch.no_grad()
     def take_all_(self) -> None:
         """Adopt every weight exactly as it is: its master equals it, its remainder is dropped."""
         for weight in self._weights.values():
             self._set_(weight, weight.visible)
-        self._loaded.before.clear()
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
@@ -395,18 +342,22 @@ class MasterWeights:
 
         A decision on the device knows the factor, and whether the step changes anything.
         """
-        hooks = self._hooks
+        self._unrounded = {*gradients} if self._copies else set()
+        waiting = len(self._unrounded)
         with self.installed():
             if isinstance(factor, float):
                 self.hand_over(self._looking, gradients, factor)
-            with nullcontext() if hooks is None else hooks.stepping(self, gradients):
-                self._step(gradients, factor)
-        self.push_(gradients)
+            self._step(gradients, factor)
+        if self._copies:
+            hooked = len(self._unrounded) < waiting
+            self.push_(gradients if not hooked else self._unrounded)
+            if hooked:  # a user's hooks may have written weights
+                self.take_written_()
 
     def _step(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
         if len(self._optimizers) > 1:  # a single one that steps checks for itself
-            for keeper in self._own:
+            for keeper in self.own_optimizers:
                 keeper.check_step(gradients)
         for optimizer in self._optimizers:
             if optimizer in self._looking:
@@ -424,7 +375,7 @@ class MasterWeights:
         """
         given: list[Tensor] = []
         for optimizer in optimizers:
-            takes_any = any(optimizer is one for one in self._own)
+            takes_any = optimizer in self.own_optimizers
             for group in optimizer.param_groups:
                 for target in group["params"]:
                     gradient = gradients.get(target)
@@ -439,23 +390,21 @@ class MasterWeights:
                     given.append(gradient)
                     if self._to_parameter and target in self._to_parameter:
                         self._to_parameter[target].grad = None
-        multiply_(given, factor)
+        if factor != 1.0 and given:
+            torch._foreach_mul_(given, factor)
 
     @torch.no_grad()
-    def push_(self, targets: Mapping[nn.Parameter, Any] | None = None) -> None:
-        """Round these masters, or all, to nearest into their weights."""
-        weights: Collection[Weight] = self._weights.values()
-        if targets is not None:
-            found = (self._weights.get(self.parameter_of(target)) for target in targets)
-            weights = [weight for weight in found if weight is not None]
-        copies = [weight for weight in weights if weight.copied]
+    def push_(self, targets: Iterable[nn.Parameter]) -> None:
+        """Round these masters to nearest into their weights."""
+        copies = [w for t in targets if (w := self._weights[self.parameter_of(t)]).copied]
         if copies:
             torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
 
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of each master and the weight that is rounded from it."""
-        weights = self._weights.values()
-        return [(w.target.detach(), w.visible) for w in weights if w.copied]
+    def push_early_(self, optimizer: Optimizer) -> None:
+        """Round an optimizer's masters now; what a hook then writes is adopted after the step."""
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self.push_([p for p in own if p in self._unrounded])
+        self._unrounded.difference_update(own)
 
     # Exact values
 
@@ -479,28 +428,22 @@ class MasterWeights:
 
     def _keeper(self, weight: Weight) -> KeepsMasters | None:
         """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
-        keeper = weight.keeper
-        if keeper is None:
-            return None
-        return (
-            keeper if keeper.holds(weight.target if self._installed else weight.parameter) else None
-        )
+        return weight.keeper and self._held().by_parameter.get(weight.parameter)
 
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The exact fp32 values that a parameter represents, in new memory."""
         weight = self._weights.get(parameter)
         keeper = None if weight is None else self._keeper(weight)
-        if weight is None or (keeper is None and not weight.copied):
+        if weight is not None and keeper is not None:
+            with self.installed():
+                return keeper.read_master(weight.target)
+        if weight is None or not weight.copied:
             return parameter.detach().to(torch.float32, copy=True)
-        if self._was_loaded(weight):
-            return weight.visible.to(torch.float32, copy=True)
-        if keeper is None:  # the master itself is not changed: the write may be temporary
-            value = weight.target.detach().clone(memory_format=torch.preserve_format)
-            _follow_(value, weight.visible)
-            return value
-        with self.installed():
-            return keeper.read_master(weight.target)
+        # the master itself is not changed: the write may be temporary
+        value = weight.target.detach().clone(memory_format=torch.preserve_format)
+        _follow_(value, weight.visible)
+        return value
 
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
@@ -517,13 +460,12 @@ class MasterWeights:
                 )
         for weight in self._current():
             self._set_(weight, values[weight.name])
-        self.push_()
-        self._loaded.before.clear()
+        self.push_([weight.target for weight in self._weights.values()])
 
     def close(self) -> None:
         """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
-        self.arrivals.close()
+        self.accumulation.close()
 
 
 def _load_into_targets(
@@ -540,6 +482,20 @@ def _load_into_targets(
         optimizer.register_load_state_dict_pre_hook(lambda *_: install(True)),
         optimizer.register_load_state_dict_post_hook(lambda *_: install(False)),
     ]
+
+
+def _push_early(optimizer: Optimizer, masters: weakref.ref[MasterWeights]) -> RemovableHandle:
+    """Round an optimizer's masters before a user's post-step hooks, so an average, read weights."""
+
+    def push(stepped: Optimizer, *_: Any) -> None:
+        held = masters()
+        if held is not None and has_users(hooks):
+            held.push_early_(stepped)
+
+    handle = optimizer.register_step_post_hook(push)
+    hooks: Any = handle.hooks_dict_ref()
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""How Precision steps optimizers: the interface of halfstep's own, and users' hooks on a step."""
+"""How Precision steps optimizers: the interface of halfstep's own, and the device's decisions."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +17,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.result import StepResult
 
 Gradients = Mapping[nn.Parameter, Tensor]
 
@@ -120,9 +122,6 @@ class KeepsMasters(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a group holds this tensor."""
-
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The exact fp32 values that a parameter and its remainder represent."""
 
@@ -157,104 +156,106 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
             )
 
 
-# Users' optimizer step hooks, under a policy where masters replace the weights during a step.
-
-
-class Rounded(Protocol):
-    """The part of :class:`MasterWeights` that :class:`StepHooks` uses."""
-
-    def push_(self, targets: Gradients) -> None:
-        """Round the masters that got a gradient into their weights."""
-
-    def rounded(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of each master and its weight."""
-
-
-class StepHooks:
-    """Lets a user's step hooks read and write the model's weights at the right time.
-
-    A user's post-step hook, such as an average, reads the model, so the weights are rounded from
-    the masters before it runs; what hooks write into weights is adopted after they have run.
-    This costs nothing if the user has not hooked the optimizer.
-    """
-
-    def __init__(self) -> None:
-        self._gradients: Gradients | None = None  # of the step in progress
-        self._seen: list[Tensor] = []  # copies of the weights before the user's hooks ran
-        self._first: list[tuple[Any, int]] = []  # each dict of pre-hooks, and our hook's id in it
-
-    def surround(
-        self, optimizer: Optimizer, masters: weakref.ref[Rounded]
-    ) -> list[RemovableHandle]:
-        """Put our hooks around the step itself: the last pre-hook and the first post-hook."""
-
-        def before(*_: Any) -> None:
-            self.take_(masters())
-
-        def after(*_: Any) -> None:
-            held = masters()
-            if held is not None and self._gradients is not None and has_users(hooks_after):
-                held.push_(self._gradients)
-                self._look(held)
-
-        handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
-        hooks_before: Any = handles[0].hooks_dict_ref()
-        hooks_after: Any = handles[1].hooks_dict_ref()
-        self._first.append((hooks_before, handles[0].id))
-        hooks_after.move_to_end(handles[1].id, last=False)
-        return handles
-
-    @contextmanager
-    def stepping(self, masters: Rounded, gradients: Gradients) -> Iterator[None]:
-        """The context for a step with these gradients."""
-        for hooks, number in self._first:
-            if has_users(hooks):
-                hooks.move_to_end(number)
-                self._look(masters)
-        self._gradients = gradients
-        try:
-            yield
-            self.take_(masters)
-        finally:
-            self._gradients, self._seen = None, []
-
-    def _look(self, masters: Rounded) -> None:
-        self._seen = [visible.clone() for _, visible in masters.rounded()]
-
-    @torch.no_grad()
-    def take_(self, masters: Rounded | None) -> None:
-        """Make masters adopt what hooks have written into weights since :meth:`_look`."""
-        if masters is None or not self._seen:
-            return
-        for (master, visible), before in zip(masters.rounded(), self._seen, strict=True):
-            written = visible.view(torch.int16) != before.view(torch.int16)
-            if bool(written.any()):
-                master.copy_(torch.where(written, visible.float(), master))
-        self._seen = []
-
-
-class UserHooks:
-    """Tells whether hooks of a user would run when an optimizer steps."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        before = optimizer.register_step_pre_hook(lambda *_: None)
-        after = optimizer.register_step_post_hook(lambda *_: None)
-        self._hooks = before.hooks_dict_ref, after.hooks_dict_ref
-        before.remove()
-        after.remove()
-
-    def present(self) -> bool:
-        """Whether there are any now, on this optimizer or on all."""
-        own = [hooks() or {} for hooks in self._hooks]
-        of_all = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-        return any(map(has_users, (*own, *of_all)))
-
-
 def has_users(hooks: Mapping[int, Any]) -> bool:
     """Whether there are hooks that are not halfstep's own."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith("halfstep.") for hook in hooks.values()
     )
+
+
+# Steps that the device decides about, and what the host learns of them later.
+#
+# On CUDA, a step of one of halfstep's optimizers is checked, clipped and applied, or skipped, by
+# kernels alone. The host reads the decision when a figure of the result is asked for, before the
+# next step, or before the next backward whose loss scale depends on it. Only then it counts the
+# step, names what was not finite and raises, by the same code as for a step that it decided itself.
+# Until then a step that did nothing has done no harm: docs/decisions/0016-steps-on-the-device.md.
+
+Installed = Callable[[], AbstractContextManager[None]]
+"""A context in which optimizers hold what they update: :meth:`MasterWeights.installed`."""
+
+
+class DevicePath:
+    """The steps of a Precision that are decided on the device, by its only optimizer."""
+
+    def __init__(self, optimizer: Any, installed: Installed) -> None:
+        self._optimizer = optimizer
+        self._installed = installed
+        self._pending: Callable[[], StepResult] | None = None  # of the last step, until it is known
+
+    def attach(self, settle: Callable[[], Callable[[], None] | None]) -> list[RemovableHandle]:
+        """Settle the last step before the optimizer's state is saved or loaded.
+
+        ``settle`` is a weak reference to the method that does it.
+        """
+
+        def before(*_: Any) -> None:
+            known = settle()
+            if known is not None:
+                known()
+
+        optimizer = self._optimizer
+        return [
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_load_state_dict_pre_hook(before),
+        ]
+
+    def decide(
+        self, loss: Tensor, gradients: Gradients, max_norm: float | None
+    ) -> DeviceDecision | None:
+        """Decide on a step on the device; None where the host must.
+
+        A user's hooks on the optimizer must not run on a skipped step, so the host decides then.
+        """
+        optimizer = self._optimizer
+        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        if any(map(has_users, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))):
+            return None
+        with self._installed():
+            decision: DeviceDecision | None = optimizer.decide(loss, gradients, max_norm)
+        return decision
+
+    def result(
+        self,
+        decision: DeviceDecision,
+        gradients: Gradients,
+        learn: Callable[[Decision], StepResult],
+    ) -> StepResult:
+        """The result of a step just taken; ``learn`` counts it, once, when it is asked for."""
+        targets, outcome = [*gradients], list[StepResult | Exception]()
+
+        def read() -> StepResult:
+            if not outcome:
+                self._pending, known = None, decision.read()
+                if known.nonfinite or not math.isfinite(known.loss):
+                    with self._installed():
+                        self._optimizer.uncount(targets)
+                try:
+                    outcome.append(learn(known))
+                except Exception as error:  # each look at the result raises it
+                    outcome.append(error)
+            if isinstance(outcome[0], Exception):
+                raise outcome[0]
+            return outcome[0]
+
+        self._pending = read
+        return StepResult.later(read)
+
+    def settle(self) -> None:
+        """Wait for the last step, if the host does not know its outcome.
+
+        Raises:
+            NonFiniteError: That of the last step.
+        """
+        if self._pending is not None:
+            self._pending()
+
+
+def device_path(optimizers: Sequence[Optimizer], installed: Installed) -> DevicePath | None:
+    """The way to step on the device; None where the host decides about every step."""
+    (optimizer, *others) = optimizers
+    if others or not isinstance(optimizer, KeepsMasters):
+        return None
+    if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        return None
+    return DevicePath(optimizer, installed) if optimizer.can_decide() else None

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.stepping import Decision, KeepsMasters
+from halfstep.precision.masters.masters import MasterWeights
+from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
-from halfstep.precision.scaling.loss_scale import LossScaleConfig, make_loss_scale
+from halfstep.precision.scaling.loss_scale import LossScale, LossScaleConfig
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 Gradients = Mapping[int, Sequence[Tensor]]
@@ -127,12 +127,6 @@ def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
     return NonFinite(tuple(nan), tuple(inf))
 
 
-def multiply_(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply every gradient by a number, in place; a factor of exactly 1 costs nothing."""
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(list(gradients), factor)
-
-
 def clip_factor(norm: float, max_norm: float | None) -> float:
     """The factor, at most 1, that brings a global norm down to ``max_norm``.
 
@@ -144,8 +138,8 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-class Ranks(Protocol):
-    """How the ranks that train one model agree; :class:`OneRank` is the case of one process."""
+class Ranks:
+    """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host.
@@ -155,28 +149,6 @@ class Ranks(Protocol):
             gradients: This rank's parts of the step's gradients.
             norm: A function that returns the 2-norm of gradients as a scalar tensor.
         """
-
-    def cannot(self) -> None:
-        """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
-
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
-
-    def worst_(self, marks: Tensor) -> None:
-        """Like :meth:`worst`, but in place and without waiting for the device."""
-
-    def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
-
-    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
-
-
-class OneRank:
-    """A run of one process, or of processes that each train a model of their own."""
-
-    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """This process's own loss and norm."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every)
         if total.is_cpu and loss.is_cpu:
@@ -185,22 +157,26 @@ class OneRank:
         return value, length
 
     def cannot(self) -> None:
-        """Do nothing: no other rank waits for this one."""
+        """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
-        """The marks unchanged, as there is no other rank."""
+        """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
         return list(marks)
 
     def worst_(self, marks: Tensor) -> None:
-        """Do nothing: there is no other rank."""
+        """Like :meth:`worst`, but in place and without waiting for the device."""
 
     def parts_of(self, parameter: Tensor) -> int:
-        """Always 1: this process holds every parameter whole."""
+        """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
         return 1
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """This process's findings, unchanged."""
+        """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
         return found
+
+
+class OneRank(Ranks):
+    """A run of one process, or of processes that each train a model of their own."""
 
 
 # Below this norm, squares of fp32 gradients may underflow (the smallest fp32 number is 2^-149).
@@ -230,24 +206,13 @@ class Judged:
         return "nonfinite_loss" if self.found is None else self.found.reason
 
 
-class TrainedTensors(Protocol):
-    """The part of :class:`~halfstep.precision.masters.masters.MasterWeights` used here."""
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The tensors that the optimizers update, by the model's names."""
-
-    def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
-        """The model's own parameter for one of these tensors."""
-
-
 class Examiner:
     """Measures a step's gradients, names those that are not finite, and may look for spikes."""
 
     def __init__(
         self,
         model: nn.Module,
-        masters: TrainedTensors,
-        optimizers: Sequence[Optimizer],
+        masters: MasterWeights,
         ranks: Ranks,
         spikes: SpikeDetector | None = None,
     ) -> None:
@@ -255,8 +220,6 @@ class Examiner:
         self._masters = masters
         self._ranks = ranks
         self._spikes = spikes
-        own: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-        self._dense_norm: Norm = own[0].norm if own else global_norm
 
     def judge(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         """Judge this rank's loss, and the gradient of each target; the host waits once.
@@ -264,12 +227,6 @@ class Examiner:
         A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
         bit-equal on all of them.
         """
-        judged = self._finite(loss, gradients)
-        if self._spikes is None or judged.broken:
-            return judged
-        return replace(judged, spike=self._spikes.test(judged.loss, judged.norm))
-
-    def _finite(self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor]) -> Judged:
         by_parts: dict[int, list[Tensor]] = {}
         if isinstance(self._ranks, OneRank):
             by_parts[1] = [*gradients.values()]
@@ -285,9 +242,12 @@ class Examiner:
             named = zip(self.names(gradients), gradients.values(), strict=True)
             every = [*self._masters.named_parameters(), _STRANGER]
             found = self._ranks.union(find_nonfinite(named), every)
-        if not found.names and not _SQUARES_FIT < norm < math.inf:
+        if found.names:
+            return Judged(value, norm, found)
+        if not _SQUARES_FIT < norm < math.inf:
             _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
-        return Judged(value, norm, found)
+        spike = None if self._spikes is None else self._spikes.test(value, norm)
+        return Judged(value, norm, found, spike)
 
     def judged(self, decision: Decision) -> Judged:
         """The verdict that the device has given."""
@@ -301,9 +261,11 @@ class Examiner:
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm, by an optimizer's kernel if there is one and gradients are dense."""
-        if any(gradient.is_sparse for gradient in gradients):
+        own = self._masters.own_optimizers
+        if not own or any([gradient.is_sparse for gradient in gradients]):
             return global_norm(gradients)
-        return self._dense_norm(gradients)
+        total: Tensor = own[0].norm(gradients)
+        return total
 
     def names(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """The model's names of these targets."""
@@ -316,7 +278,7 @@ class Progress:
     """Counts a Precision's steps, adapts its loss scale, and writes the result of each step."""
 
     def __init__(self, config: LossScaleConfig) -> None:
-        self.loss_scale = make_loss_scale(config)
+        self.loss_scale = LossScale(config)
         self.scaled = config.kind != "none"
         self.applied_total = 0
         self.skipped_total = 0
@@ -339,11 +301,8 @@ class Progress:
         self.skipped_total += 1
         self.skipped_in_a_row += 1
 
-    def skipped(self, judged: Judged, undone: int) -> StepResult:
-        """The result of a skipped step that is counted; gradients that broke it lower the scale.
-
-        ``undone`` is the number of applied steps that were undone because of it.
-        """
+    def skipped(self, judged: Judged) -> StepResult:
+        """The result of a skipped step that is counted; gradients that broke it lower the scale."""
         scale = self.loss_scale.value
         names = () if judged.found is None else judged.found.names
         if names:
@@ -354,8 +313,6 @@ class Progress:
             self.calibrating,
             applied=False,
             reason=judged.reason,
-            rolled_back=undone > 0,
-            steps_undone=undone,
             nonfinite_parameters=names,
         )
 

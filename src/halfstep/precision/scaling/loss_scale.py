@@ -1,4 +1,4 @@
-"""Loss scaling: none, static and dynamic behind one interface.
+"""Loss scaling: none, static and dynamic.
 
 The smallest positive fp16 number is 2^-24, so smaller gradients underflow to 0. Multiplying the
 loss by S multiplies every gradient by S on its way through the 16-bit operations; dividing the
@@ -19,24 +19,23 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
 from halfstep.errors import PrecisionError
 
 Kind = Literal["none", "static", "dynamic"]
 State = dict[str, float | int]
 
 
-def _is_power_of_two(value: float) -> bool:
+def _is_power_of_two(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
     try:
         return value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5
     except OverflowError:  # an integer beyond the range of float
         return False
 
 
-def _is_number(value: object, kind: type[int] | type[float]) -> bool:
-    """Whether a value is of this kind of number; a bool is not, an int also counts as a float."""
-    return isinstance(value, (int, kind)) and not isinstance(value, bool)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class ScaleState(NamedTuple):
@@ -103,23 +102,18 @@ class LossScaleConfig:
             raise PrecisionError(f"scale is {self.kind!r}; allowed: none, static, dynamic")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if not _is_number(value, float):
-                raise PrecisionError(f"{name} is {value!r}; allowed: a number")
             if not _is_power_of_two(value):
                 raise PrecisionError(
                     f"{name} is {value!r}; allowed: powers of two, so that scaling is exact"
                 )
         for name in ("growth_interval", "hysteresis", "max_consecutive_skips"):
             value = getattr(self, name)
-            if not _is_number(value, int) or value < 1:
+            if not _is_count(value) or value < 1:
                 raise PrecisionError(f"{name} is {value!r}; allowed: integers >= 1")
         if not 1.0 <= self.min_scale <= self.init_scale <= self.max_scale <= 2.0**126:
-            powers = [
-                math.frexp(v)[1] - 1 for v in (self.min_scale, self.init_scale, self.max_scale)
-            ]
             raise PrecisionError(
-                "1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got 2^{}, 2^{}, "
-                "2^{}".format(*powers)
+                "1 <= min_scale <= init_scale <= max_scale <= 2^126 is required, got "
+                f"{self.min_scale:g}, {self.init_scale:g}, {self.max_scale:g}"
             )
         changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
         if self.kind == "none" and changed:
@@ -132,119 +126,61 @@ class LossScaleConfig:
 
 
 class LossScale:
-    """The interface of a loss scale; this base class is the constant scale 1."""
+    """A loss scale in use: constant, or adapted by :meth:`Limits.after` after every step."""
 
-    value = 1.0
-    """The current scale, a power of two."""
-    at_floor = True
-    """Whether the next overflow can no longer be answered by a smaller scale."""
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
+        first = 1.0 if config.kind == "none" else float(config.init_scale)
+        self._take(ScaleState(first, 0, config.hysteresis))
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current scale, same shape; call ``backward`` on it."""
-        return loss
+    def _take(self, state: ScaleState) -> None:
+        kind = self._config.kind
+        self.state, self.value = state, state.value
+        self.at_floor = kind == "none" or (kind == "dynamic" and self.limits.at_floor(state))
+        """Whether the next overflow can no longer be answered by a smaller scale."""
 
     def update(self, found_nonfinite: bool) -> None:
         """Adapt after a step; ``found_nonfinite`` says whether it had to be skipped."""
+        if self._config.kind == "dynamic":
+            self._take(self.limits.after(self.state, found_nonfinite))
 
     def state_dict(self) -> State:
-        """The changing state, as plain numbers."""
-        return {}
+        """What changes, as plain numbers; of a static scale its value, so that a resume checks."""
+        state = self.state._asdict()
+        kept = {"none": (), "static": ("value",), "dynamic": ScaleState._fields}[self._config.kind]
+        return {name: state[name] for name in kept}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`; all or nothing."""
-        _check_keys(state, set(), "no loss scale")
-
-
-class StaticLossScale(LossScale):
-    """The same scale in every step, whatever overflows."""
-
-    at_floor = False
-
-    def __init__(self, config: LossScaleConfig) -> None:
-        self.value = float(config.init_scale)
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current scale, in fp32 even if the loss is 16-bit."""
-        return loss.float() * self.value
-
-    def state_dict(self) -> State:
-        """The scale, so that a resume can check it."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: State) -> None:
-        """Check that the saved scale is this one; raise PrecisionError if not."""
-        _check_keys(state, {"value"}, "static loss scale")
-        value = state["value"]
-        if not _is_number(value, float) or value != self.value:
-            raise PrecisionError(
-                f"static loss scale is {self.value:g}, the saved state has {value!r}; resume with "
-                "the same init_scale"
-            )
-
-
-class DynamicLossScale(StaticLossScale):
-    """The scale grows while steps are good and backs off on overflow; see :class:`Limits`."""
-
-    def __init__(self, config: LossScaleConfig) -> None:
-        super().__init__(config)
-        self.limits = Limits(*(getattr(config, name) for name in Limits._fields))
-        self.take(ScaleState(self.value, 0, config.hysteresis))
-
-    def take(self, state: ScaleState) -> None:
-        """Continue from a state."""
-        self.state, self.value = state, state.value
-        self.at_floor = self.limits.at_floor(state)
-
-    def update(self, found_nonfinite: bool) -> None:
-        """Adapt by :meth:`Limits.after`: back off, hold or grow."""
-        self.take(self.limits.after(self.state, found_nonfinite))
-
-    def state_dict(self) -> State:
-        """The scale and both counters."""
-        return self.state._asdict()
-
-    def load_state_dict(self, state: State) -> None:
-        """Continue from the saved scale and counters.
+        """Continue from :meth:`state_dict`.
 
         Raises:
-            PrecisionError: If a key is missing or unknown, or a value does not fit this
-                configuration; nothing is changed then.
+            PrecisionError: If it does not fit this configuration; nothing is changed then.
         """
-        _check_keys(state, {*ScaleState._fields}, "dynamic loss scale")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise PrecisionError(
+                f"the saved loss scale has keys {sorted(state)}, expected {sorted(own)}; it was "
+                "saved by a run with another precision policy"
+            )
+        if self._config.kind == "static" and state != own:
+            raise PrecisionError(
+                f"static loss scale is {self.value:g}, the saved state has {state['value']!r}; "
+                "resume with the same init_scale"
+            )
+        if self._config.kind == "dynamic":
+            self._take(self._checked(state))
+
+    def _checked(self, state: State) -> ScaleState:
         value, good, left = (state[name] for name in ScaleState._fields)
-        if not (_is_number(value, float) and _is_number(good, int) and _is_number(left, int)):
-            raise PrecisionError(
-                f"saved loss-scale state {state!r} holds something that is not a number"
-            )
-        low, high = self.limits.min_scale, self.limits.max_scale
-        if not (_is_power_of_two(value) and low <= value <= high):
-            raise PrecisionError(
-                f"saved loss scale {value!r} is not a power of two between {low:g} and {high:g}"
-            )
-        if not 0 <= good < self.limits.growth_interval or left > self.limits.hysteresis:
-            raise PrecisionError(
-                f"saved loss-scale counters good_steps={good}, hysteresis_left={left} do not fit "
-                f"growth_interval={self.limits.growth_interval} and "
-                f"hysteresis={self.limits.hysteresis}"
-            )
-        self.take(ScaleState(float(value), int(good), int(left)))
-
-
-def make_loss_scale(config: LossScaleConfig) -> LossScale:
-    """The loss scale that a configuration describes."""
-    if config.kind == "dynamic":
-        return DynamicLossScale(config)
-    if config.kind == "static":
-        return StaticLossScale(config)
-    return LossScale()
-
-
-def _check_keys(state: State, expected: set[str], what: str) -> None:
-    if set(state) != expected:
-        raise PrecisionError(
-            f"{what}: the saved state has keys {sorted(state)}, expected {sorted(expected)}; it "
-            "was saved by a run with another precision policy"
-        )
+        limits = self.limits
+        if not (
+            (_is_power_of_two(value) and limits.min_scale <= value <= limits.max_scale)
+            and (_is_count(good) and 0 <= good < limits.growth_interval)
+            and (_is_count(left) and left <= limits.hysteresis)
+        ):
+            raise PrecisionError(f"the saved loss scale {state} does not fit {limits}")
+        return ScaleState(float(value), int(good), int(left))
 
 
 LOSS_SCALE_FIELDS = tuple(field.name for field in fields(LossScaleConfig)[1:])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,10 +76,11 @@ class SpikeDetector:
             return None
         losses, norms = zip(*self._seen, strict=True)
         logs = min(*losses, loss) > 0
-        of_loss = _deviation([*losses, loss], _LEAST_LOSS, logs=logs)
-        of_norm = _deviation([max(n, _TINIEST) for n in (*norms, norm)], _LEAST_NORM, logs=True)
-        loss_part = max(of_loss.above, 0.0) / LOSS_LIMIT
-        norm_part = max(of_norm.above, 0.0) / NORM_LIMIT
+        loss_above, expected_loss = _deviation([*losses, loss], _LEAST_LOSS, logs=logs)
+        tiny = [max(value, _TINIEST) for value in (*norms, norm)]
+        norm_above, expected_norm = _deviation(tiny, _LEAST_NORM, logs=True)
+        loss_part = max(loss_above, 0.0) / LOSS_LIMIT
+        norm_part = max(norm_above, 0.0) / NORM_LIMIT
         excess = math.hypot(loss_part, norm_part)
         if logs and loss > RECORD * self._highest:
             excess = max(excess, loss_part * LOSS_LIMIT / RECORD_LIMIT)
@@ -87,7 +88,7 @@ class SpikeDetector:
         if excess <= 1:
             return None
         reason: Spiking = "loss_spike" if loss_part >= norm_part else "gradient_spike"
-        return Spike(reason, of_loss.expected, of_norm.expected, excess)
+        return Spike(reason, expected_loss, expected_norm, excess)
 
     def remember(self, loss: float, norm: float) -> None:
         """Remember an applied step."""
@@ -113,30 +114,22 @@ def as_state(state: object) -> tuple[float, list[tuple[float, float]]]:
     """Check a detector's saved state, which may come from a damaged file; None is an empty one."""
     if state is None:
         return 0.0, []
-    if isinstance(state, Mapping) and set(state) == {"highest_loss", "window"}:
-        highest, window = state["highest_loss"], state["window"]
-        if _is_finite(highest) and isinstance(window, list | tuple) and len(window) <= WINDOW:
-            pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in window]
-            if all(len(pair) == 2 and all(map(_is_finite, pair)) for pair in pairs):
-                return highest, [(loss, norm) for loss, norm in pairs]
+    saved: Any = state
+    try:
+        highest, window = saved["highest_loss"], [(loss, norm) for loss, norm in saved["window"]]
+        values = [highest, *(value for pair in window for value in pair)]
+        if len(window) <= WINDOW and all(map(math.isfinite, values)):
+            return highest, window
+    except (KeyError, TypeError, ValueError):
+        pass
     raise PrecisionError(
         f"the saved precision state has spikes={state!r:.80}: not the highest loss, and the loss "
         f"and norm of at most {WINDOW} steps"
     )
 
 
-def _is_finite(value: object) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Deviation:
-    above: float  # robust standard deviations above the expected value
-    expected: float
-
-
-def _deviation(values: Sequence[float], least: float, *, logs: bool) -> _Deviation:
-    """How far the last value is above where the others lead.
+def _deviation(values: Sequence[float], least: float, *, logs: bool) -> tuple[float, float]:
+    """How far the last value is above where the others lead, and where that is.
 
     The line is Tukey's resistant one, through the medians of the first and the last third. The
     deviation is the largest of three: the MAD of the residuals, as of normal noise; their third
@@ -161,7 +154,7 @@ def _deviation(values: Sequence[float], least: float, *, logs: bool) -> _Deviati
     if not logs:
         least *= _median(np.abs(seen)) or 1.0
     above = (new - expected) / max(_TO_SIGMA * mad, tail, least)
-    return _Deviation(above, math.exp(min(expected, 700.0)) if logs else expected)
+    return above, math.exp(min(expected, 700.0)) if logs else expected
 
 
 def _median(values: np.ndarray[Any, Any]) -> float:

@@ -20,7 +20,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto, parse_later
-from halfstep.precision.recovery import OnNonFinite, OnSpike, parse_choices
+from halfstep.precision.recovery import Recovery
 from halfstep.trainer.config.read import build, did_you_mean, insert, shown
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
@@ -94,7 +94,6 @@ def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseC
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, strict=strict)
     run = config.run
-    on_nonfinite, on_spike = parse_choices(run.on_nonfinite, run.on_spike)
     # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
     if run.simulate:
@@ -107,8 +106,8 @@ def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseC
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
-            on_nonfinite=on_nonfinite,
-            on_spike=on_spike,
+            on_nonfinite=Recovery.parse(run.on_nonfinite),
+            on_spike=Recovery.parse(run.on_spike, "on_spike"),
         ),
     )
 
@@ -137,7 +136,7 @@ def _plain(part: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for field in fields(part):
         value = getattr(part, field.name)
-        if isinstance(value, PrecisionPolicy | Auto | Layout | OnNonFinite | OnSpike):
+        if isinstance(value, PrecisionPolicy | Auto | Layout | Recovery):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
     return table

@@ -69,12 +69,12 @@ if TYPE_CHECKING:
     from halfstep.distributed.layout import Layout
     from halfstep.precision.policy.policy import PrecisionPolicy
     from halfstep.precision.policy.spelling import Auto
-    from halfstep.precision.recovery import OnNonFinite, OnSpike
+    from halfstep.precision.recovery import Recovery
 
     Policy: TypeAlias = PrecisionPolicy | Auto
     Parallel: TypeAlias = Layout | str
 else:  # as a user writes them: load_config replaces the text by the object, which imports torch
-    Policy = Parallel = OnNonFinite = OnSpike = str
+    Policy = Parallel = Recovery = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +105,15 @@ class RunConfig:
         "Decay of a moving average of the weights, such as 0.999; that average is then evaluated "
         "and exported. 0: none.",
     )
-    on_nonfinite: OnNonFinite = option(  # type: ignore[assignment]
+    on_nonfinite: Recovery = option(  # type: ignore[assignment]
         "stop",
-        'What to do where no loss scale can help: "stop", "skip:K" (leave out up to K steps in a '
-        'row) or "rollback:N" (go back up to N steps to a copy in memory, once).',
+        'What to do where no loss scale can help: "stop", or "skip:K" (leave out up to K steps in '
+        "a row).",
     )
-    on_spike: OnSpike = option(  # type: ignore[assignment]
+    on_spike: Recovery = option(  # type: ignore[assignment]
         "off",
         'What to do about a finite loss or gradient norm far above the steps before: "off", '
-        '"stop", "skip" (up to 10 in a row), "skip:K" or "rollback:N" (docs/loss-scaling.md).',
+        '"stop" or "skip:K" (docs/loss-scaling.md).',
     )
     lost_update_every: Count = option(
         50, "Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."

@@ -135,7 +135,7 @@ class ModuleTask(EpochTask):
         """Return what ``collate`` makes of the rows' items; depends on seed, step and rows only."""
         if not self._parts.num_workers:
             return self._parts.collate(self._train.__getitems__(self._keys(step, rows)))
-        # not the batch that the loader makes next: the first one, or one after a rollback
+        # not the batch that the loader makes next: the first one, or one after a resume
         if next(self._order, None) != (step, rows):
             self._order = self._plan(step, rows)
             next(self._order)

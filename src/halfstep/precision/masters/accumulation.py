@@ -1,4 +1,4 @@
-"""How gradients arrive in ``p.grad``: unscaled, and added up in the policy's format.
+"""How gradients accumulate in ``p.grad``: unscaled, and added up in the policy's format.
 
 A backward of ``loss * S`` gives every gradient times S. Here it is divided by S again before it
 reaches ``p.grad``, so that the training loop always sees the true gradient there: clipping, masks,
@@ -17,9 +17,8 @@ another optimizer trains. Their gradients are unscaled too, by hooks that last f
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def is_running(device: torch.device) -> bool:
 
 
 class _Unscale:
-    """A parameter hook that multiplies the arriving gradient by 1 / S of its backward."""
+    """A parameter hook that multiplies a ready gradient by 1 / S of its backward."""
 
     __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
 
@@ -59,7 +58,7 @@ class _Unscale:
         return None if inverse is None or inverse == 1.0 else gradient * inverse
 
 
-class Arrivals:
+class GradientAccumulation:
     """Controls how the parameters of one Precision receive their gradients."""
 
     def __init__(self, policy: PrecisionPolicy, model: nn.Module) -> None:
@@ -76,8 +75,8 @@ class Arrivals:
         self._low: list[nn.Parameter] = []  # 16-bit ones whose gradients are accumulated in fp32
         self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
         self._sharded: list[nn.Parameter] = []
+        # gradients as the last backward has left them: whose, which object, and its version
         self._left: list[tuple[nn.Parameter, int, int]] = []
-        self._left_zeros = False  # whether the backward itself has left nothing but zeros
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
@@ -99,21 +98,23 @@ class Arrivals:
             self._handles.append(self._hook(parameter))
 
     def _hook(self, tensor: Tensor) -> RemovableHandle:
+        """Unscale a gradient before the user's hooks see it: torch calls them in the dict's order.
+
+        The dict is the tensor's own, an ``OrderedDict``.
+        """
         handle: RemovableHandle = tensor.register_hook(self._unscale)  # type: ignore[no-untyped-call]
-        _move_first(tensor, handle.id)
+        hooks: Any = tensor._backward_hooks
+        hooks.move_to_end(handle.id, last=False)
         return handle
 
     @contextmanager
-    def running(self, scale: float, loss: Tensor, inputs: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The context for a backward of ``loss * scale``, for these inputs or for all leaves.
+    def running(self, scale: float, loss: Tensor) -> Iterator[None]:
+        """The context for a backward of ``loss * scale``.
 
         The graph of the loss is searched for leaves that are not the model's.
         """
         wide, plain = self._prepare(scale), scale == 1.0
-        leaves = [] if plain or self._by_fsdp else graph_leaves(loss)
-        passing = self._receive_foreign(leaves, wide)
-        inner = [tensor for tensor in inputs if not plain and not tensor.is_leaf]
-        _multiply_gradients_(inner, scale)
+        passing = [] if plain or self._by_fsdp else self._receive_foreign(loss, wide)
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
         inverse = 1.0 / scale
         outer, self._unscale.inverse = self._unscale.inverse, inverse
@@ -135,7 +136,7 @@ class Arrivals:
                     gradient = parameter.grad
                     if gradient is not None and gradient.dtype in LOW and self._widens:
                         parameter.grad = gradient.float()
-                _multiply_gradients_([*self._sharded, *inner], inverse)
+                _multiply_gradients_(self._sharded, inverse)
 
     def _prepare(self, scale: float) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
@@ -152,15 +153,13 @@ class Arrivals:
             _multiply_gradients_(self._sharded, scale)
         return wide
 
-    def _receive_foreign(
-        self, leaves: Iterable[Tensor], wide: list[Tensor]
-    ) -> list[RemovableHandle]:
+    def _receive_foreign(self, loss: Tensor, wide: list[Tensor]) -> list[RemovableHandle]:
         """Unscale gradients of leaves that are not the model's; widen those of another Precision.
 
         Widened leaves are appended to ``wide``; leaves that no Precision unscales get hooks.
         """
         handles = []
-        for leaf in leaves:
+        for leaf in graph_leaves(loss):
             theirs = [*_hooks_of(leaf).values()]
             if not theirs:
                 handles.append(self._hook(leaf))
@@ -170,25 +169,21 @@ class Arrivals:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
-        found = ((parameter, parameter.grad) for parameter in parameters)
-        self._left = [(p, id(grad), grad._version) for p, grad in found if grad is not None]
-        here = (p.grad for p, *_ in self._left if p.grad is not None and not p.grad.is_cuda)
-        self._left_zeros = not any(map(_is_nonzero, here))
+        self._left = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self._left.append((parameter, id(gradient), gradient._version))
 
     def cleared(self) -> bool:
-        """Whether all gradients left by the last backward were since dropped or set to zero.
-
-        ``p.grad.data.zero_()`` does not change the version counter, so on a CPU the values are
-        checked even without a counted write; on a GPU that would make the host wait.
-        """
+        """Whether all gradients left by the last backward were since dropped or set to zero."""
         for parameter, identity, version in self._left:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            unwritten = id(gradient) == identity and gradient._version == version
-            if unwritten and (gradient.is_cuda or self._left_zeros):
-                return False
-            if _is_nonzero(gradient):
+            if id(gradient) == identity and gradient._version == version:
+                return False  # nobody has written it
+            if bool(local_part(gradient).any()):
                 return False
         return bool(self._left)
 
@@ -231,11 +226,6 @@ def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
     return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
-    part = gradient if type(gradient) is Tensor else local_part(gradient)
-    return bool(part.any())
-
-
 def _widened(parameter: Tensor) -> Tensor:
     """Make autograd give a parameter fp32 gradients, and convert a present one to fp32."""
     gradient, parameter.grad = parameter.grad, None
@@ -246,23 +236,5 @@ def _widened(parameter: Tensor) -> Tensor:
 
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
     for tensor in tensors:
-        with nullcontext() if tensor.is_leaf else warnings.catch_warnings():
-            if not tensor.is_leaf:  # torch warns where an activation has no gradient yet
-                warnings.simplefilter("ignore", UserWarning)
-            gradient = tensor.grad
-        if gradient is not None:
-            local_part(gradient).mul_(factor)
-
-
-def _move_first(parameter: Tensor, number: int) -> None:
-    """Make a hook run before the user's, so that those see the unscaled gradient.
-
-    torch calls hooks in the insertion order of the dict.
-    """
-    hooks = parameter._backward_hooks
-    assert hooks is not None
-    ours = hooks.pop(number)
-    others = [*hooks.items()]
-    hooks.clear()
-    hooks[number] = ours
-    hooks.update(others)
+        if tensor.grad is not None:
+            local_part(tensor.grad).mul_(factor)
