@@ -13,7 +13,7 @@ from typing import get_args, get_origin
 
 from halfstep.cli import grammar
 from halfstep.cli.commands import COMMANDS, Start
-from halfstep.report.translation import LANGUAGES as LANGUAGES
+from halfstep.report import LANGUAGES as LANGUAGES
 from halfstep.trainer.config.run import BaseConfig
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from tests.docs.blocks import DOCS
 
 from every import every
 from halfstep.formats import BLOCK_FORMATS, FORMATS
-from halfstep.report.translation import LANGUAGES
+from halfstep.report import LANGUAGES
 
 SCRIPTS = DOCS / "javascripts"
 COUNT = 10_000

@@ -16,12 +16,12 @@ from every import every
 from halfstep import POLICIES, Precision, PrecisionError, autocast, parse_policy, support
 from halfstep.precision.casting.autocast import (
     Autocast,
+    Pins,
     active_autocast,
     cpu_has_bf16,
     require_support,
 )
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
-from halfstep.precision.casting.fp32_pins import Pins
 from halfstep.precision.policy.rules import place
 from reference.training import CPU_POLICIES, DYNAMIC, batches, mlp, mse, scaled
 from reference.witness import Witness

@@ -9,21 +9,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.kernels.reference import master
 from halfstep.optim.moments import BLOCK
 from halfstep.optim.state import CODES, REMAINDER, TOPS
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update, random_key
-from halfstep.precision.masters.stepping import DeviceDecision
+from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update, master, random_key
+from halfstep.precision.masters.stepping import DeviceDecision, KeepsMasters
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import aligned
+
+if TYPE_CHECKING:
+    from halfstep.optim.base import LowPrecisionOptimizer
 
 _FEW = 16  # least number of elements sampled from a tensor
 
@@ -112,7 +113,7 @@ class Chooser:
 
 def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
     """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
-    return isinstance(optimizer, LowPrecisionOptimizer)
+    return isinstance(optimizer, KeepsMasters)
 
 
 def before_step(

@@ -37,7 +37,6 @@ from halfstep.diagnostics.lost_updates import (
 )
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import decode_elements
-from halfstep.optim.muon import Muon
 from halfstep.optim.rules import ADAMW, SGD, Algorithm
 from halfstep.optim.state import stored_moment
 from halfstep.precision.border import require
@@ -249,7 +248,7 @@ def intended_updates(
     own, kind = is_own(optimizer), type(optimizer)
     if not own and (kind not in _RULES or options.get("amsgrad")):
         return f"the rule of {kind.__name__} is not one of those that are replayed"
-    if isinstance(optimizer, Muon) and options["use_muon"]:
+    if options.get("use_muon"):
         return "the directions of Muon are those of whole matrices"
     rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]
     if options.get("maximize"):

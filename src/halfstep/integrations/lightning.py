@@ -21,6 +21,7 @@ from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import (
+    Region,
     cast_at_border,
     cast_floating,
     cast_to_policy_,
@@ -28,7 +29,6 @@ from halfstep.precision.casting.cast import (
     give_back_,
 )
 from halfstep.precision.checks import one_device
-from halfstep.precision.low_bit.linear import Region
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place

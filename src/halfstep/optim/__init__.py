@@ -1,6 +1,12 @@
-"""Optimizers over low-precision weights and moments: AdamW, SGD, Lion and Muon."""
+"""Optimizers over low-precision weights and moments: AdamW, SGD, Lion and Muon.
 
-from halfstep.optim.muon import Muon, muon_groups
-from halfstep.optim.optimizers import SGD, AdamW, Lion
+The public names are listed in ``__init__.pyi``; each is loaded on first use, as a run with an
+optimizer of torch's needs none.
+"""
 
-__all__ = ["SGD", "AdamW", "Lion", "Muon", "muon_groups"]
+from typing import Any
+
+import lazy_loader
+
+_attach: tuple[Any, Any, Any] = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = _attach

@@ -6,13 +6,12 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.checks import some
-from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
@@ -20,6 +19,9 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
+
+if TYPE_CHECKING:
+    from halfstep.precision.ema import EMA
 
 OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 """Called for a step that is not applied, before the loss scale is lowered: with what was measured,

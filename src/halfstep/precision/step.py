@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,13 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
-from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
-from halfstep.precision.casting.cast import cast_at_border, check_wrappers, give_back_
-from halfstep.precision.ema import EMA
-from halfstep.precision.low_bit.linear import make_clock
+from halfstep.precision.casting.cast import (
+    cast_at_border,
+    check_wrappers,
+    give_back_,
+    make_clock,
+)
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
@@ -53,6 +55,9 @@ from halfstep.precision.recovery import Outcome, Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Examiner, Judged, OneRank, Ranks, clip_factor
 from halfstep.precision.scaling.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from halfstep.precision.ema import EMA
 
 
 class Precision:
@@ -118,7 +123,6 @@ class Precision:
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         if ema is not None:
-            require(ema, EMA, "Precision(ema)", "a halfstep.EMA of the model")
             ema.require([name for name, p in model.named_parameters() if p.requires_grad])
         _require_free(model)
         reshard_(model)

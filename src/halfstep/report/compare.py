@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
+from halfstep.report import gettext
 from halfstep.report.record import RunRecord
-from halfstep.report.translation import gettext
 
 NOT_ARITHMETIC = frozenset(
     f"run.{key}"

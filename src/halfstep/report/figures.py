@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from halfstep.report import N_, gettext
 from halfstep.report.compare import grouped
 from halfstep.report.record import EventKind, RunRecord
-from halfstep.report.translation import N_, gettext
 
 MOST_POINTS = 600
 """Of a curve in a figure: two for each column of pixels of the widest page."""

@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import torch
 
+import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
-from halfstep.diagnostics.statistics.numerics import StepNumerics
-from halfstep.diagnostics.statistics.what_if import what_if
+from halfstep.report import N_, gettext
 from halfstep.report.record import RunRecord, parsed
-from halfstep.report.translation import N_, gettext
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -286,7 +285,7 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
     if step is None or not _in_fp16(step) or not 0 < step.loss_scale < math.inf:
         return
     k = round(math.log2(step.loss_scale))
-    found = [(what_if(t, "fp16", k).flushed, t.name) for t in step.in_16_bits() if t.nonzero]
+    found = [(share, name) for name, share in step.flushed("fp16", k).items()]
     share, name = max(found, default=(0.0, ""))
     if share > FLUSHED:
         yield RunFinding(
@@ -301,7 +300,7 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
         )
 
 
-def _in_fp16(step: StepNumerics) -> bool:
+def _in_fp16(step: statistics.StepNumerics) -> bool:
     return parsed(step.policy).compute_dtype == torch.float16
 
 

@@ -22,11 +22,11 @@ from halfstep.diagnostics.statistics.values import TensorStatistics
 from halfstep.diagnostics.statistics.what_if import what_if, window
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
+from halfstep.report import N_, gettext
 from halfstep.report.compare import Comparison, compare, flattened, shown_value
 from halfstep.report.figures import figures
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
 from halfstep.report.record import Event, RunRecord, scale_text
-from halfstep.report.translation import N_, gettext
 
 NAMES: Mapping[str, str] = {
     "run": N_("Run"),

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
-from halfstep.diagnostics.statistics.numerics import StepNumerics, load_numerics
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
@@ -70,7 +70,7 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: Sequence[Line]
-    numerics: Sequence[StepNumerics] = ()
+    numerics: Sequence[statistics.StepNumerics] = ()
     causes: Sequence[Line] = ()
     excluded: Sequence[Line] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)
@@ -194,10 +194,10 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
     )
 
 
-def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[StepNumerics]:
+def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[statistics.StepNumerics]:
     if _text(path) is None:
         return ()
-    found = load_numerics(path)
+    found = statistics.load_numerics(path)
     if found.damaged:
         damaged[path.name] = found.damaged
     return found.steps

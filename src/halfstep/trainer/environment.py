@@ -20,7 +20,6 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.kernels.library import loaded
-from halfstep.optim.kernels import kernel_for
 from halfstep.precision.casting.autocast import Autocast, support
 from halfstep.precision.policy.devices import (
     DeviceKind,
@@ -97,8 +96,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": gpus,
         "device": str(device),
         "device_name": name_of(device),
-        # without the reason, which may name one of the user's folders
-        "optimizer_kernel": kernel_for(device.type).way,
         "forward_kernels": _forward_kernels(device),
         "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
 from halfstep.diagnostics.meter import LostUpdateMeter
@@ -30,7 +30,6 @@ from halfstep.diagnostics.metrics import (
     append_line,
     keep_lines,
 )
-from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.distributed.world import SAVING_SECONDS
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
 from halfstep.precision.recovery import without_hint
@@ -48,6 +47,9 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
+
+if TYPE_CHECKING:
+    from halfstep.diagnostics.nonfinite.cause import Cause
 
 STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""

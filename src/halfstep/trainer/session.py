@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,10 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError
-from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.casting.autocast import require_support
-from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import reshard_
+from halfstep.precision.masters.stepping import KeepsMasters
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
@@ -38,6 +37,9 @@ from halfstep.trainer.environment import choose_device, count_peak_from_here, po
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
 from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
+
+if TYPE_CHECKING:
+    from halfstep.precision.ema import EMA
 
 Opens = Callable[[Any, World, Progress, Layout], Task]
 _TASKS: Mapping[type[BaseConfig], str] = {
@@ -274,7 +276,7 @@ def convert_optimizer_tensors(
         parameter = parameters[name]
         # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
         saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    if isinstance(optimizer, LowPrecisionOptimizer):
+    if isinstance(optimizer, KeepsMasters):
         return {
             parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
         }
@@ -349,10 +351,10 @@ def _precision(
     """Make the optimizer, the moving average and the precision of a model that is in its place."""
     run = task.config.run
     optimizer: Optimizer = task.optimizer(policy)
-    if world.size > 1 and isinstance(optimizer, LowPrecisionOptimizer):
+    if world.size > 1 and isinstance(optimizer, KeepsMasters):
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
-    ema = EMA(task.model, run.ema_decay) if run.ema_decay else None
+    ema = part("precision.ema:EMA")(task.model, run.ema_decay) if run.ema_decay else None
     precision = Precision(
         policy,
         task.model,

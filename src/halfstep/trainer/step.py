@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import halfstep.optim as optim
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import DataError
-from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
@@ -126,12 +125,8 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
 # The optimizer and its learning rate, by name.
 
 
-OWN: Mapping[str, Callable[..., Optimizer]] = {
-    kind.algorithm.name: kind
-    for kind in vars(optim).values()
-    if isinstance(kind, type) and issubclass(kind, LowPrecisionOptimizer)
-}
-"""The name of each of halfstep's optimizers to its class."""
+OWN = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
+"""The name of each of halfstep's optimizers to that of its class, loaded when it is asked for."""
 _TORCH = {name.lower(): name for name in torch.optim.__all__}
 _FUSED = {"adam", "adamw", "sgd"}  # torch has a fused kernel on CPU and CUDA alike
 
@@ -158,7 +153,9 @@ def make_optimizer(
     ]
     groups = [group for group in every if group["params"]]
     own = config.name in OWN and (policy.needs_own_optimizer or config.name not in _TORCH)
-    make = OWN[config.name] if own else getattr(torch.optim, _TORCH[config.name])
+    make: Callable[..., Optimizer] = (
+        getattr(optim, OWN[config.name]) if own else getattr(torch.optim, _TORCH[config.name])
+    )
     offered = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),

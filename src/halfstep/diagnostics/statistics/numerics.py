@@ -90,6 +90,10 @@ class StepNumerics:
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
         return (*(low or outputs), *self.of("gradient"))
 
+    def flushed(self, form: str, k: int) -> dict[str, float]:
+        """The share of each gradient times 2^k that a format would flush to 0."""
+        return {t.name: what_if(t, form, k).flushed for t in self.in_16_bits() if t.nonzero}
+
     def worst(
         self, form: FloatFormat | str = "fp16", k: int = 0, rows: int = 12
     ) -> list[TensorStatistics]:

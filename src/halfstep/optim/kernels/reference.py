@@ -23,6 +23,7 @@ from halfstep.optim.state import StepTask
 from halfstep.precision.masters.rounding import (
     ROUNDING,
     Update,
+    master,
     random_bits,
     rounding_mode,
 )
@@ -89,12 +90,6 @@ def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
 
 # Elements at once: 256 KB of fp32, so that the dozen temporaries of a split stay in the caches.
 _PART = 1 << 16
-
-
-def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
-    join = rounding_mode(update).join
-    return weight.float() if remainder is None or join is None else join(weight, remainder)
 
 
 def store_(

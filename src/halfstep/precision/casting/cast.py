@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.low_bit.linear import Clock, LowBitLinear, Region
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
@@ -123,6 +125,56 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
             part.module.register_forward_pre_hook(inputs, with_kwargs=True)
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
+
+
+class Region:
+    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
+
+    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
+    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
+    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, whose signature ``inspect`` shows."""
+        return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Clock:
+    """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
+
+    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.step = rank, 0
+        self._drawn: dict[int, int] = {}
+        self._drawn_at = 0
+
+    def draw(self, stream: int) -> tuple[int, int, int]:
+        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+        if self._drawn_at != self.step:
+            self._drawn.clear()
+            self._drawn_at = self.step
+        drawn = self._drawn.get(stream, 0)
+        self._drawn[stream] = drawn + 1
+        return drawn + (self.rank << 16), self.step, stream
+
+
+def make_clock() -> Clock:
+    """The clock of this process in a training run."""
+    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class FormatRegion(Region):
@@ -234,12 +286,12 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
         )
 
 
-def low_bit_of(module: nn.Module) -> LowBitLinear | None:
+def low_bit_of(module: nn.Module) -> low_bit.LowBitLinear | None:
     """What makes a layer multiply below 16 bits, inside of a region if it has one."""
     forward = module.__dict__.get("forward")
-    while isinstance(forward, Region) and not isinstance(forward, LowBitLinear):
+    while isinstance(forward, Region) and not isinstance(forward, low_bit.LowBitLinear):
         forward = forward.replaced
-    return forward if isinstance(forward, LowBitLinear) else None
+    return forward if isinstance(forward, low_bit.LowBitLinear) else None
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -265,7 +317,7 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     clock = Clock() if clock is None else clock
     remove_regions_(placed.model)
     for placement in placed.low:
-        placement.module.forward = LowBitLinear(placement, clock)
+        placement.module.forward = low_bit.LowBitLinear(placement, clock)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
         placement.module.forward = FormatRegion(placed.policy, placement)

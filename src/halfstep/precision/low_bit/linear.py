@@ -13,12 +13,9 @@ Shapes: N tokens, K input features, O output features.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -26,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat
 from halfstep.precision.casting.autocast import active_autocast
+from halfstep.precision.casting.cast import Clock, Region
 from halfstep.precision.low_bit.native import scaled_product, why_not_native
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
@@ -34,56 +32,6 @@ from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Region:
-    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
-
-    Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
-    state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
-    its module; parameters, buffers and the keys of ``state_dict`` are untouched.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.replaced = module.__dict__.get("forward")
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
-        return self.replaced or MethodType(type(self.module).forward, self.module)
-
-    def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's own forward."""
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
-class Clock:
-    """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
-
-    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
-    """
-
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.step = rank, 0
-        self._drawn: dict[int, int] = {}
-        self._drawn_at = 0
-
-    def draw(self, stream: int) -> tuple[int, int, int]:
-        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
-        if self._drawn_at != self.step:
-            self._drawn.clear()
-            self._drawn_at = self.step
-        drawn = self._drawn.get(stream, 0)
-        self._drawn[stream] = drawn + 1
-        return drawn + (self.rank << 16), self.step, stream
-
-
-def make_clock() -> Clock:
-    """The clock of this process in a training run."""
-    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class LowBitLinear(Region):

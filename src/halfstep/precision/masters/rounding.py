@@ -294,3 +294,11 @@ def rounding_mode(update: str) -> RoundingMode:
     if update not in ROUNDING:
         raise PrecisionError(f"update={update!r}; allowed: {', '.join(ROUNDING)}")
     return ROUNDING[update]
+
+
+def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
+    """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
+    mode = rounding_mode(update)
+    if remainder is None or mode.join is None:
+        return weight.float()
+    return mode.join(weight, remainder)

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import halfstep.formats as formats
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe, is_recipe, parse_recipe
 
@@ -192,7 +192,7 @@ def unfilled(layer: Any, product: str, form: str) -> str:
         return ""
     by_rows = type(layer).forward is nn.Linear.forward
     outputs, inputs = layer.weight.shape if by_rows else layer.weight.shape[::-1]
-    rows, columns = BLOCK_FORMATS[scheme.weights].block or (1, 1)
+    rows, columns = formats.BLOCK_FORMATS[scheme.weights].block or (1, 1)
     summed = product == "fprop"  # over inputs; the rows of square blocks lie along the others
     for width, what, size in (
         (inputs, "inputs", columns if summed else rows),
