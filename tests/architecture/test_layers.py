@@ -35,7 +35,7 @@ ALLOWED = {
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "option", "precision"},
     "trainer.data": {"errors", "files", "option"},
-    "trainer.checkpoint": {"errors", "files", "optim", "trainer.shards"},
+    "trainer.checkpoint": {"distributed", "errors", "files", "optim", "trainer.shards"},
     "trainer.shards": {"errors", "files", "optim", "precision"},
     "cli": {*LIBRARY, "integrations", "report", "trainer"},
     "__init__": set(),

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from halfstep.trainer.checkpoint import Checkpoint, Team, load_checkpoint
+from halfstep.distributed.world import World
+from halfstep.trainer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from halfstep.trainer.shards import shard_of
-from trainer.checkpoint.sharded import assert_same, save_checkpoint
+from trainer.checkpoint.sharded import assert_same
 
 CASES = [
     ((4,), [Shard(0)], (8, 6)),
@@ -61,7 +62,7 @@ def examine(rank, folder):
     optimizer = {f"{n}/exp_avg": 2 * w for n, w in weights.items()}
     optimizer |= {f"{n}/step": torch.tensor(3.0) for n in weights}
     mine = Checkpoint(weights, optimizer, {"step": 1}, shards)
-    path = save_checkpoint(folder, 1, mine, 1, Team(rank, 4, "gloo", 60.0))
+    path = save_checkpoint(folder, 1, mine, 1, World.around_group())
     dist.barrier()
     again = load_checkpoint(path, shards)
     assert_same(again.weights, weights)

@@ -78,10 +78,6 @@ class World:
             with suppress(RuntimeError):
                 self._store.set(_OVER, f"rank {self.rank}: {error}")
 
-    def wait_for_save(self) -> None:
-        """Wait for all ranks, as long as writing a checkpoint may take them."""
-        self.largest(0, timedelta(seconds=SAVING_SECONDS))
-
     def require_same(self, what: Mapping[str, str]) -> None:
         """Refuse ranks that were started with different settings.
 
@@ -109,6 +105,17 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on every rank; they may wait as long as for a checkpoint."""
+        self.largest(0, timedelta(seconds=SAVING_SECONDS))
+        found = []
+        for rank in range(self.size):
+            box = [value]
+            if self.size > 1:
+                dist.broadcast_object_list(box, src=rank, device=torch.device("cpu"))
+            found += box
+        return found
 
     def remember(self, key: str, text: str) -> str:
         """Return what rank 0 passed for ``key`` in the first attempt, on all ranks and attempts.

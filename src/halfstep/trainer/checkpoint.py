@@ -12,11 +12,9 @@ same for the optimizer, if it has anything to write. The manifest (``shards.py``
 has which box of which tensor, so that any number of ranks, or one process, reads just what it
 needs, whatever the layout.
 
-N ranks make one checkpoint without a collective, so that a save can run in a thread beside
-training, whose collectives it must not mix with. Every rank writes its files into
-``.unfinished-step-00000100-TOKEN`` and then its receipt there, by rename. Rank 0 waits for all
-receipts, checks that the shards make up every tensor, writes the manifest, syncs what it wrote, and
-renames the folder: ``step-00000100`` exists completely or not at all.
+Every rank writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
+make up every tensor, writes the manifest, syncs it, and renames the folder: ``step-00000100``
+exists completely or not at all.
 
 No file format detects a flipped bit by itself, so loading checks every file that it reads against
 the manifest before anything is changed. Nothing is ever unpickled: ``torch.distributed.checkpoint``
@@ -30,17 +28,16 @@ import json
 import os
 import re
 import shutil
-import threading
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
 from halfstep.files import read_json, require_sha256, sync, sync_folder
 from halfstep.optim.state import tops_of
@@ -238,110 +235,79 @@ def _wanted(path: Path, name: str, saved: SavedTensor, shard: Shard | None) -> S
 # Writing.
 
 
-@dataclass(frozen=True, slots=True)
-class Team:
-    """The processes that write a checkpoint together."""
-
-    rank: int = 0
-    size: int = 1
-    token: str = ""
-    """Letters and digits, perhaps followed by ``.NUMBER``: the same on all ranks, but another for
-    each attempt to save, with higher numbers for later ones. One process needs none."""
-    timeout: float = 600.0
-    """Seconds that rank 0 waits for the others' receipts."""
-
-
-def save_snapshot(
+def save_checkpoint(
     folder: Path,
     step: int,
-    snapshot: Snapshot,
+    checkpoint: Checkpoint,
     keep: int,
-    team: Team = Team(),
+    world: World = World(),  # noqa: B008  (frozen)
     spared: int | None = None,
 ) -> Path:
-    """Write this rank's part of a checkpoint; on rank 0, complete it and remove old ones.
+    """Write a checkpoint and remove old ones; all ranks call it together.
 
     Of the older ones, the newest ``keep`` stay, and that of the step ``spared``; none is removed
-    before the new one is complete. The ranks of the team need not call this at the same time. If
-    the same checkpoint exists, it stays.
+    before the new one is complete. If the same checkpoint exists, it stays.
 
     Raises:
-        NonFiniteError: If a weight or moment is NaN or inf, on the rank that has it and on rank 0.
-        CheckpointError: If this rank's files cannot be written; on rank 0, also if any rank's
-            cannot. No incomplete checkpoint stays, and no other is removed.
+        NonFiniteError: If a weight or moment is NaN or inf on any rank.
+        CheckpointError: If any rank's files cannot be written. No incomplete checkpoint stays, and
+            no other is removed.
     """
     final = checkpoint_path(folder, step)
-    temporary = folder / f"{_TEMPORARY}{final.name}{f'-{team.token}' if team.token else ''}"
+    temporary = folder / f"{_TEMPORARY}{final.name}"
+    world.main_only(lambda: _begin(temporary, final))
+    reports = world.gather(_written(checkpoint, step, temporary, world))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if team.rank == 0:
-            _remove_leftovers(folder, team)
-        temporary.mkdir(exist_ok=team.size > 1)
-        _write_together(snapshot, temporary, final, team)
-    except (OSError, SafetensorError, HalfstepError) as error:
-        if team.rank == 0:
+        _require_good(reports, final)
+        world.main_only(lambda: _commit(temporary, final, reports))
+    except HalfstepError:
+        if world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, HalfstepError):
-            raise
-        raise _unwritten(final, str(error)) from error
-    if team.rank == 0:
-        _prune(folder, keep, {final, checkpoint_path(folder, step if spared is None else spared)})
+        raise
+    best = checkpoint_path(folder, step if spared is None else spared)
+    world.main_only(lambda: _prune(folder, keep, {final, best}))
     return final
 
 
-def _write_together(snapshot: Snapshot, temporary: Path, final: Path, team: Team) -> None:
-    """Write this rank's files; on rank 0, also wait for the others' and commit."""
-    report = _written(snapshot, temporary, team)
-    if team.rank:
-        _hand_in(temporary, team.rank, report)
-        _require_good([report], final)
-        return
+def _begin(temporary: Path, final: Path) -> None:
+    """Make the folder to write into, and remove what killed saves left."""
+    for path in final.parent.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)  # what cannot be removed is no reason not to save
     try:
-        reports = [report, *_receipts(temporary, final, team)]
-    except CheckpointError:
-        _require_good([report], final)  # this rank's own error says more than a missing receipt
-        raise
-    _require_good(reports, final)
-    _commit(temporary, final, reports)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritten(final, str(error)) from error
 
 
-def _written(snapshot: Snapshot, temporary: Path, team: Team) -> dict[str, Any]:
+def _written(checkpoint: Checkpoint, step: int, temporary: Path, world: World) -> dict[str, Any]:
     """Write a rank's files; return a report on them, or on why they could not be written."""
-    if broken := snapshot.first_nonfinite():
-        return {"nonfinite": broken}
     try:
-        return snapshot.write(temporary, team.rank, team.size)
-    except (OSError, SafetensorError) as error:
+        snapshot = checkpoint.snapshot(world.rank, step)
+        if broken := snapshot.first_nonfinite():
+            return {"nonfinite": broken}
+        return snapshot.write(temporary, world.rank, world.size)
+    except (OSError, SafetensorError, CheckpointError) as error:
         return {"error": str(error)}
 
 
-def _hand_in(temporary: Path, rank: int, report: dict[str, Any]) -> None:
-    """Give rank 0 a receipt, also for an error, so that it does not wait in vain."""
-    if "error" not in report:
-        _write_receipt(temporary, rank, report)
-        return
-    for path in temporary.glob(f"*-{rank + 1:05d}-of-*"):  # makes room on a full disk
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # rank 0 then names the missing receipt
-        _write_receipt(temporary, rank, report)
-
-
 def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None:
+    """Write the manifest, and give the folder its name."""
     manifest = _merged(reports, final)
     read_manifest(manifest, final / MANIFEST)
-    (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    for rank in range(1, len(reports)):
-        (temporary / _receipt(rank)).unlink()
-    if os.path.lexists(final):
-        with suppress(CheckpointError):
-            if read_json(final / MANIFEST) == manifest:
-                shutil.rmtree(temporary)
-                return
-        why = "something else is there under its name"
-        raise _unwritten(final, why, f"Look at {final} and move it away or remove it")
-    sync_folder(temporary)
-    os.rename(temporary, final)
-    sync(final.parent)
+    try:
+        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        if os.path.lexists(final):
+            with suppress(CheckpointError):
+                if read_json(final / MANIFEST) == manifest:
+                    shutil.rmtree(temporary)
+                    return
+            why = "something else is there under its name"
+            raise _unwritten(final, why, f"Look at {final} and move it away or remove it")
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        sync(final.parent)
+    except OSError as error:
+        raise _unwritten(final, str(error)) from error
 
 
 def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
@@ -361,34 +327,6 @@ def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
                     )
                 whole["pieces"] += entry["pieces"]
     return manifest
-
-
-def _receipt(rank: int) -> str:
-    return f"receipt-{rank + 1:05d}.json"
-
-
-def _write_receipt(folder: Path, rank: int, report: dict[str, Any]) -> None:
-    path = folder / _receipt(rank)
-    unnamed = path.with_suffix(".writing")
-    unnamed.write_text(json.dumps(report), encoding="utf-8")
-    os.rename(unnamed, path)
-
-
-def _receipts(folder: Path, final: Path, team: Team) -> list[dict[str, Any]]:
-    """Wait for the reports of ranks 1, 2, ... and return them."""
-    begin, pause = time.monotonic(), 0.002
-    while True:
-        missing = [rank for rank in range(1, team.size) if not (folder / _receipt(rank)).exists()]
-        if not missing:
-            return [read_json(folder / _receipt(rank)) for rank in range(1, team.size)]
-        if time.monotonic() - begin > team.timeout:
-            raise _unwritten(
-                final,
-                f"no receipt of ranks {', '.join(map(str, missing))} after {team.timeout:g} s",
-                "Look for what stopped them, and see that all ranks share the run's folder",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
 
 
 def _require_good(reports: list[dict[str, Any]], final: Path) -> None:
@@ -419,18 +357,6 @@ def _unwritten(
     )
 
 
-def _remove_leftovers(folder: Path, team: Team) -> None:
-    """Remove what killed saves left, but not what other ranks already write for this or later ones.
-
-    What cannot be removed stays: that is no reason to save no checkpoint.
-    """
-    start, _, number = team.token.partition(".")
-    for path in folder.glob(f"{_TEMPORARY}*"):
-        other, _, later = path.name.rpartition("-")[2].partition(".")
-        if not (team.size > 1 and other == start and int(later or 0) >= int(number or 0)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
     for old in list_checkpoints(folder)[:-keep]:
         if old in spared:
@@ -439,83 +365,3 @@ def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
             shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
         except OSError as error:
             raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
-
-
-class Saver:
-    """Writes a run's checkpoints in a thread: a step waits for a copy of the state, not the disk.
-
-    Every rank has one, and calls :meth:`save` and :meth:`wait` for the same steps in the same
-    order. The thread runs no collectives, which could interleave with those of training. Host
-    memory holds one copy of this rank's part of the state at a time. An error in a save is raised
-    once, by the next call of any method: a NonFiniteError or a CheckpointError.
-
-    ``meet`` waits for all ranks, and raises if one is gone. Every :meth:`save` and :meth:`wait`
-    calls it once, after the other ranks have written their parts and before rank 0 waits for their
-    receipts, which a dead rank would never send.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        team: Team = Team(),
-        meet: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._folder, self._keep, self._team, self._meet = folder, keep, team, meet
-        self._saves = 0
-        self._thread: threading.Thread | None = None
-        self._path: Path | None = None  # a completed checkpoint that was not yet returned
-        self._error: BaseException | None = None  # an error that was not yet raised
-
-    def save(self, step: int, checkpoint: Checkpoint, *, spared: int | None = None) -> None:
-        """Save the state as it is now; the caller may change it as soon as this returns.
-
-        This first waits for the save before it. The checkpoint of the step ``spared`` is not
-        removed, whatever its age.
-        """
-        self._settle()
-        self._saves += 1
-        token = self._team.token
-        team = replace(self._team, token=token and f"{token}.{self._saves}")
-        held = checkpoint.snapshot(team.rank, step).copied()
-        self._thread = threading.Thread(
-            target=self._work,
-            args=(step, held, team, spared),
-            name=f"save-step-{step}",
-            daemon=False,  # else it is what the thread that trains is
-        )
-        self._thread.start()
-
-    def finished(self) -> Path | None:
-        """Return the checkpoint completed since the last call, if any, without waiting."""
-        if self._thread is not None and not self._thread.is_alive():
-            self.close()
-        path, self._path = self._path, None
-        return path
-
-    def wait(self) -> Path | None:
-        """Wait for the running save, then return as :meth:`finished` does."""
-        self._settle()
-        return self.finished()
-
-    def close(self) -> None:
-        """Wait for the running save, whether or not other ranks are alive."""
-        if self._thread is not None:
-            self._thread.join()  # if interrupted, the thread is kept, and the next call joins it
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _settle(self) -> None:
-        """Wait for the running save, provided that all ranks are alive to finish it."""
-        if self._team.rank and self._thread is not None:
-            self._thread.join()  # close() raises its error later: rank 0 waits in meet() first
-        self._meet()
-        self.close()
-
-    def _work(self, step: int, held: Snapshot, team: Team, spared: int | None) -> None:
-        try:
-            self._path = save_snapshot(self._folder, step, held, self._keep, team, spared)
-        except BaseException as error:
-            self._error = error

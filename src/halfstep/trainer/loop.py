@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import signal
 import threading
 import time
@@ -30,18 +29,16 @@ from halfstep.diagnostics.metrics import (
     append_line,
     keep_lines,
 )
-from halfstep.distributed.world import SAVING_SECONDS
-from halfstep.errors import HalfstepError, NonFiniteError, SpikeError, lost_contact
+from halfstep.errors import HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.recovery import without_hint
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     CHECKPOINTS,
-    Saver,
-    Team,
     checkpoint_path,
     list_checkpoints,
+    save_checkpoint,
 )
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import peak_memory_bytes
@@ -62,7 +59,7 @@ class Tick:
     Attributes:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
-        checkpoint: On rank 0, the checkpoint that has been completed since the step before, if any.
+        checkpoint: The checkpoint that was saved, if any.
         seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
             or ``"stop"`` of a callback's.
@@ -195,12 +192,6 @@ class _Books:
         settings, world = session.config.run, session.world
         self._session = session
         self._folder = path / CHECKPOINTS
-        self._saver = Saver(
-            self._folder,
-            settings.keep,
-            Team(world.rank, world.size, world.share(secrets.token_hex(8)), SAVING_SECONDS / 2),
-            meet=world.wait_for_save,
-        )
         self._metrics: MetricsFile | None = None
         self._excluded: Excluded | None = None
         if world.is_main:
@@ -219,19 +210,9 @@ class _Books:
     def __enter__(self) -> _Books:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Wait for a running save, unless other ranks are gone and could never confirm theirs."""
-        try:
-            if error is None:
-                self._saver.close()
-            elif self._session.world.size == 1 or not lost_contact(error):
-                try:
-                    self._saver.close()
-                except HalfstepError as failed:
-                    raise error from failed
-        finally:
-            if self._metrics is not None:
-                self._metrics.close()
+    def __exit__(self, *_: object) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which only rank 0 has open."""
@@ -244,19 +225,16 @@ class _Books:
             self._excluded.stepped(self._session.step, result)
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
-        """Save a checkpoint if one is due; return the one completed since the last call."""
-        session = self._session
-        run, world = session.config.run, session.world
-        saving = _due(session.step, run.save_every) or last
-        saving |= evaluated and session.task.keeps_best
-        if saving:
-            session.check_agreement()  # never save ranks that disagree
-            best = session.best.step if session.best and session.task.keeps_best else None
-            self._saver.save(session.step, session.checkpoint(), spared=best)
-        checkpoint = self._saver.wait() if last else self._saver.finished()
-        if saving:
-            world.wait_for_save()
-        return checkpoint
+        """Save a checkpoint if one is due, and return its path."""
+        session, run = self._session, self._session.config.run
+        keeps_best = session.task.keeps_best
+        if not (last or _due(session.step, run.save_every) or (evaluated and keeps_best)):
+            return None
+        session.check_agreement()  # never save ranks that disagree
+        best = session.best.step if session.best and keeps_best else None
+        return save_checkpoint(
+            self._folder, session.step, session.checkpoint(), run.keep, session.world, spared=best
+        )
 
     def last_words(self, error: NonFiniteError | SpikeError, causes: CauseSearch) -> None:
         """Record why the run stops, and name the cause and the last checkpoint in the message."""
@@ -271,10 +249,9 @@ class _Books:
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
-        works: list[Callable[[], object]] = [partial(self.write, record), self._saver.wait]
+        works: list[Callable[[], object]] = [partial(self.write, record)]
         if self._excluded is not None and isinstance(error, SpikeError):
             works.append(partial(self._excluded.spiked, step, error.cause))
-        # wait for the save in progress: it may become the last checkpoint, which the message names
         for work in works:
             try:
                 work()
@@ -283,7 +260,6 @@ class _Books:
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
             also += f"; take the step again: halfstep replay {capture}"
-        world.wait_for_save()
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         told = [f"step {step}: {without_hint(error)}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import secrets
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
-from halfstep.distributed.world import SAVING_SECONDS, World
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.trainer.checkpoint import Team, load_checkpoint, save_snapshot
+from halfstep.trainer.checkpoint import load_checkpoint, save_checkpoint
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.token_file import no_progress
@@ -65,7 +64,6 @@ def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], No
     which is given once.
     """
     failed, world = False, session.world
-    token = world.share(secrets.token_hex(8))
 
     def record(judged: Judged) -> None:
         nonlocal failed
@@ -73,10 +71,7 @@ def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], No
         state = {**checkpoint.state, _KEY: finding(judged).to_json(), RANKS: world.size}
         whole = dataclasses.replace(checkpoint, state=state)
         try:
-            held = whole.snapshot(world.rank, session.step)
-            number = f"{token}.{session.step}" if world.size > 1 else ""
-            team = Team(world.rank, world.size, number, SAVING_SECONDS / 2)
-            save_snapshot(folder / CAPTURES, session.step, held, keep, team)
+            save_checkpoint(folder / CAPTURES, session.step, whole, keep, world)
         except HalfstepError as error:
             if not failed:
                 failed = True

@@ -23,7 +23,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,30 +217,6 @@ class Snapshot:
 
     tensors: dict[str, list[LocalShard]]
     state: str
-
-    def copied(self) -> Snapshot:
-        """Copy all tensors to CPU memory; returns when the copy is complete."""
-        devices: set[torch.device] = set()
-
-        def copy(tensor: Tensor) -> Tensor:
-            tensor = tensor.detach()
-            if tensor.device.type != "cuda":
-                return tensor.to("cpu", copy=True)
-            devices.add(tensor.device)
-            # Keep the strides: the blocks of 8-bit codes follow memory order.
-            held = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True
-            )
-            return held.copy_(tensor, non_blocking=True)
-
-        def copied(each: LocalShard) -> LocalShard:
-            tops = None if each.tops is None else copy(each.tops)
-            return replace(each, tensor=copy(each.tensor), tops=tops)
-
-        tensors = {section: [*map(copied, each)] for section, each in self.tensors.items()}
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return Snapshot(tensors, self.state)
 
     def first_nonfinite(self) -> str:
         """Return the name of the first tensor with a NaN or inf; empty if there is none."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from halfstep.errors import PeerError
 from halfstep.optim.moments import decode, encode
-from halfstep.trainer.checkpoint import Checkpoint, Team, save_snapshot
+from halfstep.trainer.checkpoint import Checkpoint, save_checkpoint
 from halfstep.trainer.shards import Shard
 
 
@@ -131,35 +133,57 @@ def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
     return Checkpoint(dict(whole.weights), optimizer, whole.state)
 
 
-def save_checkpoint(folder, step, checkpoint, keep, team=Team()):  # noqa: B008  (frozen)
-    """A save without a thread beside it."""
-    return save_snapshot(folder, step, checkpoint.snapshot(team.rank, step), keep, team)
+class Ranks:
+    """One of several ranks, each in a thread: what a save asks of a World."""
 
+    def __init__(self, rank, box, barrier):
+        self.rank, self.size, self.is_main = rank, len(box), rank == 0
+        self.box, self.barrier = box, barrier
 
-def save_all(folder, step, states, keep=2, token="a.1", timeout=30.0):
-    """Every rank's save, rank 0 last."""
-    size = len(states)
-    paths = [
-        save_checkpoint(
-            folder, step, states[rank], keep, Team(rank, size, token if size > 1 else "", timeout)
-        )
-        for rank in reversed(range(size))
-    ]
-    assert len(set(paths)) == 1
-    return paths[-1]
+    def gather(self, value):
+        self.box[self.rank] = value
+        self.barrier.wait(30)
+        found = [*self.box]
+        self.barrier.wait(30)
+        return found
 
-
-def side_by_side(functions):
-    """Call functions in threads; their results, or the errors they raised."""
-
-    def call(function):
+    def main_only(self, work):
+        result = error = None
         try:
-            return function()
-        except Exception as error:
+            result = work() if self.is_main else None
+        except Exception as raised:
+            error = raised
+        if any(self.gather(error is not None)):
+            raise error or PeerError("rank 0 failed")
+        return result
+
+
+def save_side_by_side(folder, step, states, keep=2):
+    """Every rank's save; their results, or what they raised."""
+    box, barrier = [None] * len(states), threading.Barrier(len(states))
+
+    def save(rank):
+        try:
+            world = Ranks(rank, box, barrier)
+            return save_checkpoint(folder, step, states[rank], keep, world)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # killed: the others must not wait for it
+                barrier.abort()
             return error
 
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(call, functions))
+    with ThreadPoolExecutor(len(states)) as pool:
+        return list(pool.map(save, range(len(states))))
+
+
+def save_all(folder, step, states, keep=2):
+    """Every rank's save; the first one's error is raised, or else that of another."""
+    results = save_side_by_side(folder, step, states, keep)
+    lost = (threading.BrokenBarrierError, PeerError)
+    for error in sorted((r for r in results if isinstance(r, BaseException)),
+                        key=lambda error: isinstance(error, lost)):  # fmt: skip
+        raise error
+    (path,) = set(results)
+    return path
 
 
 def assert_same(got, wanted):
