@@ -170,7 +170,8 @@ def ours(batch: tuple, layout: str, policy: str) -> Variant:
             learning_rate=LEARNING_RATE, max_norm=1.0,
         )  # fmt: skip
 
-    sent = strategy.sent_bytes()
+    numbers = 0 if layout == "data=1" else sum(numbers_of(GPT(CONFIG)))  # each is sent once
+    sent = numbers * strategy.policy.reduce_dtype.itemsize, numbers * 4
     if layout.startswith("shard"):
         sent = sharded_bytes(2 if policy == "bf16-module" else 4), sharded_bytes(4)
     return Variant(step, *sent, alone=layout == "data=1")

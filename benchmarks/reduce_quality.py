@@ -54,8 +54,6 @@ def one(policy: str, layout: str, steps: int, seed: int, folder: Path) -> dict:
         f"mean_loss_of_last_{LAST}": mean(losses[-LAST:]),
         "val_loss": records[-1]["val_loss"],
         "skipped": records[-1]["skipped_total"],
-        "sent_bytes": records[-1]["sent_bytes"],
-        "sent_bytes_fp32": records[-1]["sent_bytes_fp32"],
         "train_losses": losses,
     }
 
@@ -66,7 +64,7 @@ def table(summary: dict[str, dict]) -> str:
     heads = [f"{title} | to fp32, seed by seed" for title in titles]
     lines = ["| `reduce` | MB a step | " + " | ".join(heads) + " |", "|---" * 8 + "|"]
     for name, row in summary.items():
-        cells = [name, f"{row['bytes_per_step'] / 1e6:.2f}"]
+        cells = [name]
         for key in LOSSES:
             cells.append(
                 f"{row[key]['mean']:.3f} ± {row[key]['standard_deviation_over_seeds']:.2f}"
@@ -91,7 +89,7 @@ def main() -> None:
                 runs[name][seed] = one(policy, layout, arguments.steps, seed, place)
     summary = {}
     for name, by_seed in runs.items():
-        summary[name] = {"bytes_per_step": next(iter(by_seed.values()))["sent_bytes"]}
+        summary[name] = {}
         for key in LOSSES:
             values = [run[key] for run in by_seed.values()]
             summary[name][key] = {

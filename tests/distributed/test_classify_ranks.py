@@ -89,7 +89,7 @@ def metrics_without_layout(path):
 
     Micro-batches of one process evaluate half as many rows at a time as two ranks do.
     """
-    other = {"sent_bytes", "sent_bytes_fp32", "grad_norm", "val_loss"}
+    other = {"grad_norm", "val_loss"}
     return [{k: v for k, v in line.items() if k not in other} for line in metrics(path)]
 
 

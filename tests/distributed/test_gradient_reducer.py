@@ -14,9 +14,7 @@ from distributed.reduction import (
     BIG,
     DTYPES,
     Branches,
-    Net,
     Watch,
-    backward,
     gradients,
     make,
     packed,
@@ -239,36 +237,6 @@ def overflow(rank):
     return result.applied, result.reason, torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("reduce", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("bucket_bytes", [1, 500, BIG])
-def test_bytes_are_those_that_were_sent(pool, reduce, bucket_bytes):
-    for counted, fp32, sent, start, during in pool.run(
-        watched, reduce=reduce, bucket_bytes=bucket_bytes
-    ):
-        assert counted == sent
-        assert fp32 == counted * (1 if reduce == "fp32" else 2)
-        assert start == 0, "nothing is sent before the last micro-batch"
-        assert (during > 0) == (bucket_bytes < BIG), "full buckets start within backward"
-
-
-def watched(rank, reduce, bucket_bytes):
-    model = Net()
-    precision = make("bf16-master", model)
-    reducer = GradientReducer(precision, dist.group.WORLD, DTYPES[reduce],
-                              bucket_bytes=bucket_bytes)  # fmt: skip
-    with Watch() as watch:
-        backward(precision, model, rank, 0, True)
-        start = len(watch.calls)
-        with reducer.last():
-            # the embedding is last, and is used by the head too: one gradient
-            backward(precision, model, rank, 1, bucket_bytes < BIG)
-            during = len(watch.calls)
-        reducer.finish()
-    sent = watch.sent(dist.get_world_size())
-    count = reducer.bytes_per_step
-    return count(DTYPES[reduce].itemsize), count(4), sent, start, during
-
-
 def test_broadcast_gives_all_what_the_first_has(pool4):
     first, *others = pool4.run(spread)
     assert first == spread(0, alone=True)
@@ -343,26 +311,3 @@ def refused(rank, case):
     except PrecisionError as error:
         return str(error)
     return None
-
-
-@pytest.mark.parametrize(
-    ("frozen", "told"),
-    [
-        (True, "the ranks' models have different parameters"),
-        (False, "trainable parameters, reduce_dtype or bucket_bytes differ"),
-    ],
-)
-def test_ranks_that_train_different_things_are_told(pool2, frozen, told):
-    for message in pool2.run(different, frozen=frozen):
-        assert told in message
-
-
-def different(rank, frozen):
-    model = nn.Linear(4, 4)
-    model.bias.requires_grad_(rank == 0 or not frozen)
-    size = 100 + (0 if frozen else rank)
-    try:
-        GradientReducer(make("fp32", model), dist.group.WORLD, torch.float32, bucket_bytes=size)
-    except PrecisionError as error:
-        return str(error)
-    return ""

@@ -9,7 +9,6 @@ from every import every
 from halfstep.distributed import (
     GradientReducer,
     Layout,
-    ParallelPlan,
     Strategy,
     broadcast_,
     check_agreement,
@@ -155,11 +154,8 @@ def wrong_calls():
         "strategy of a number": lambda: Strategy(3, "fp32", "cpu"),
         "strategy on a planet": lambda: Strategy("data=1", "fp32", "mars"),
         "plan of a number": lambda: plan_of(5),
-        "blocks of a model": lambda: ParallelPlan(blocks=model),
-        "blocks of numbers": lambda: ParallelPlan(blocks=(5,)),
         "reducer of a model": lambda: GradientReducer(model, None, "fp32"),
         "agreement of a layout": lambda: check_agreement(trained()[0], model, "rows=2", step=1),
-        "agreement swapped": lambda: check_agreement(model, trained()[0], "data=2", step=1),
         "broadcast a number": lambda: broadcast_(5, None),
         "world on a planet": lambda: open_world("mars"),
     }

@@ -221,13 +221,11 @@ def _doctor(arguments: Doctor) -> None:
 
 def _text(found: dict[str, Any]) -> str:
     """Format a diagnosis: what to take and why, and the formats."""
-    rows = [("format", "hardware", "halfstep", "GFLOP/s")]
+    rows = [("format", "hardware", "halfstep")]
     for row in found["forms"]:
-        rate = row["flops_per_second"]
-        shown = "-" if rate is None else f"{rate / 1e9:,.0f}"
-        rows.append((row["form"], row["status"], row["here"] or "-", shown))
+        rows.append((row["form"], row["status"], row["here"] or "-"))
     lines = [f"take {found['policy']}: {found['reason']}", f"source: {found['source']}"]
-    lines += ["", aligned(rows, {3})]
+    lines += ["", aligned(rows)]
     return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 
 

@@ -163,11 +163,6 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
         parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
     parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
-    if record.sent_bytes:
-        in_fp32 = megabytes(record.sent_bytes_fp32 or 0)
-        parts.append(
-            f"each rank sent {megabytes(record.sent_bytes)} of gradients a step (in fp32 {in_fp32})"
-        )
     if best is not None and best.step != record.step:
         parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:

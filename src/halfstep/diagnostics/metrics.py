@@ -59,10 +59,6 @@ class Record:
     """True while a dynamic loss scale searches for its level; skips are expected then."""
     skipped_total: int | None = None
     """Skipped steps so far."""
-    sent_bytes: int | None = None
-    """With several ranks: bytes that each sends for gradients and parameters in a step."""
-    sent_bytes_fp32: int | None = None
-    """The bytes that each rank would send if all of it travelled in fp32."""
     tokens: int | None = None
     """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None

@@ -32,7 +32,6 @@ VLDB 2020, section 3.2: buckets in reverse order, and overlap.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -90,8 +89,7 @@ class GradientReducer:
             bucket_bytes: Size of a bucket on the wire.
 
         Raises:
-            PrecisionError: If ``reduce_dtype`` is none of these, nothing is trainable, or ranks
-                differ in what they train.
+            PrecisionError: If ``reduce_dtype`` is none of these, or nothing is trainable.
         """
         require(precision, Precision, "GradientReducer(precision)", "a halfstep.Precision")
         reduce_dtype = as_reduce_dtype(reduce_dtype)
@@ -109,7 +107,8 @@ class GradientReducer:
         self._stream = None
         if self._ranks == 1:
             return  # one rank's gradients are the sums, and are not rounded for sending
-        self._check(group, reduce_dtype, bucket_bytes)
+        if not self._trained:
+            raise PrecisionError("the optimizer holds no trainable parameter: nothing to reduce")
         policy, device = precision.policy, precision.device
         # halfstep's optimizers accept 16-bit gradients; others need the weights' dtype.
         low = policy.update != "nearest" or policy.grad_dtype != torch.float32
@@ -122,15 +121,6 @@ class GradientReducer:
             for name in bucket.names:
                 hook = partial(self._finished, bucket, name)
                 self._trained[name][0].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def bytes_per_step(self, itemsize: int) -> int:
-        """Bytes that this rank sends in one step, padding included, at a size of an element.
-
-        **Source:** a ring all-reduce, and an exchange and a gather, send 2 (n - 1) / n of the
-        payload (Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009).
-        """
-        numbers = sum(bucket.sum.buffer.numel() for bucket in self._buckets)
-        return 2 * (self._ranks - 1) * numbers * itemsize // self._ranks
 
     @contextlib.contextmanager
     def last(self) -> Iterator[None]:
@@ -234,24 +224,6 @@ class GradientReducer:
             "or replacing parameters"
         )
 
-    def _check(
-        self, group: dist.ProcessGroup, reduce_dtype: torch.dtype, bucket_bytes: int
-    ) -> None:
-        """Refuse ranks whose buckets differ, which would deadlock."""
-        if not self._trained:
-            raise PrecisionError("the optimizer holds no trainable parameter: nothing to reduce")
-        shapes = [(n, p.dtype, tuple(p.shape)) for n, (_, p) in self._trained.items()]
-        text = repr((shapes, reduce_dtype, bucket_bytes))
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        table = torch.tensor([number, -number], device=self._precision.device)
-        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-        largest, smallest = table.tolist()
-        if largest != -smallest:
-            raise PrecisionError(
-                "the ranks' trainable parameters, reduce_dtype or bucket_bytes differ; build the "
-                "same model with the same options on each"
-            )
-
 
 class DataParallel(Strategy):
     """Sums gradients over the ``data`` axis, in ``reduce_dtype``, while backward runs."""
@@ -276,13 +248,6 @@ class DataParallel(Strategy):
         """Wait for the sums of gradients over the ranks."""
         if self._reducer is not None:
             self._reducer.finish()
-
-    def sent_bytes(self) -> tuple[int, int]:
-        """Return the reducer's bytes; micro-batches accumulate before anything is sent."""
-        if self._reducer is None:
-            return 0, 0
-        count = self._reducer.bytes_per_step
-        return count(self.policy.reduce_dtype.itemsize), count(torch.float32.itemsize)
 
 
 def _trained(precision: Precision) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:

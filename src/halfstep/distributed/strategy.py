@@ -32,7 +32,7 @@ import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.agreement import ManyRanks
-from halfstep.precision.border import as_device, require, require_model
+from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
 from halfstep.precision.masters.local_part import is_sharded, local_part, reshard_
@@ -54,15 +54,6 @@ class ParallelPlan:
     model does not support it."""
     methods: tuple[str, ...] = ()
     """Methods besides ``forward`` that run the model, such as ``loss_sum``."""
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless all blocks are modules."""
-        several = self.blocks if isinstance(self.blocks, list | tuple) else (None,)
-        if not all(isinstance(block, nn.Module) for block in several):
-            raise ConfigError(
-                f"ParallelPlan(blocks={self.blocks!r:.80}); allowed: a tuple of the model's own "
-                "modules, in the order they run"
-            )
 
 
 def plan_of(model: nn.Module) -> ParallelPlan:
@@ -188,10 +179,6 @@ class Strategy:
         sums: list[float] = (table / self.layout.tensor).tolist()
         return sums
 
-    def sent_bytes(self) -> tuple[int, int]:
-        """Count the bytes of gradients that this rank sends in a step, and those of fp32; or 0."""
-        return 0, 0
-
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     """Make the mesh of the axes that have several ranks; None for one rank."""
@@ -301,13 +288,10 @@ def check_agreement(
         when: When this is, for the message: ``"before the first step"``.
 
     Raises:
-        PrecisionError: On every rank, naming the ranks that differ, and in what; or if an argument
-            is not a Precision or a model.
+        PrecisionError: On every rank, naming the ranks that differ, and in what.
         ConfigError: If ``layout`` is not a layout.
     """
     layout = Layout.of(layout)
-    require(precision, Precision, "check_agreement(precision)", "a halfstep.Precision")
-    require_model(model, "check_agreement(model)")
     if layout.size == 1:
         return
     reshard_(model)  # compare the parts, not weights that are still gathered

@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.kernels.library import loaded
-from halfstep.precision.casting.autocast import Autocast, support
+from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.devices import (
     DeviceKind,
     choose,
@@ -96,21 +94,8 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": gpus,
         "device": str(device),
         "device_name": name_of(device),
-        "forward_kernels": _forward_kernels(device),
         "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
-
-
-def _forward_kernels(device: torch.device) -> str:
-    """What computes attention, norms and losses in bf16; why torch does, where it does."""
-    if device.type != "cpu":
-        return "torch"
-    found = loaded()
-    if not isinstance(found, str):
-        return "compiled C++"
-    # the compiler's own words may name one of the user's folders
-    reason = "the C++ compiler failed" if "failed" in found else found
-    return f"torch ({reason})"
 
 
 # Memory.
@@ -202,17 +187,17 @@ def keep_freed_memory() -> None:
 # Which precision suits a device.
 
 
+_POLICY_OF = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 _FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-_MEASURED = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
 def diagnose(device: torch.device) -> dict[str, Any]:
-    """Look at a device of this machine, and measure its matmuls for about a second.
+    """Look at a device of this machine.
 
     Returns:
         JSON values: the policy to take, the reason and its source, notes, and for each format
-        whether the hardware has it, how halfstep runs it (native, simulated or refused; empty
-        without a policy for it) and the rate of a large matmul.
+        whether the hardware has it and how halfstep runs it (native, simulated or refused; empty
+        without a policy for it).
 
     Raises:
         ConfigError: If halfstep's table has no such device.
@@ -221,39 +206,29 @@ def diagnose(device: torch.device) -> dict[str, Any]:
     if chosen.kind is None:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu, or a product's name")
     found = _looked_up(chosen.kind, str(device), name_of(device))
-    found |= {"policy": chosen.policy, "reason": chosen.reason, "measured": True}
+    found |= {"policy": chosen.policy, "reason": chosen.reason}
     for row in found["forms"]:
-        row["here"] = ""
-        if row["form"] in _MEASURED:
-            policy = POLICIES[_MEASURED[row["form"]]]
-            row["here"] = support(policy, device).status
-            if row["here"] != "refused":
-                row["flops_per_second"] = matmul_flops_per_second(policy, device)
-    rates = {row["form"]: row["flops_per_second"] or 0.0 for row in found["forms"]}
-    found["notes"] = _notes(device, chosen.policy, rates)
+        policy = POLICIES.get(_POLICY_OF.get(row["form"], ""))
+        row["here"] = support(policy, device).status if policy else ""
+    taken = support(POLICIES[chosen.policy], device)
+    if taken.status != "native":
+        found["notes"] = [f"{chosen.policy} is {taken.status} here: {taken.reason}"]
     return found
 
 
 def diagnose_named(name: str) -> dict[str, Any]:
-    """Look a device up by its product's name, such as ``"T4"``; nothing is measured.
+    """Look a device up by its product's name, such as ``"T4"``.
 
     Raises:
         PrecisionError: If the table has no such device.
     """
-    found = _looked_up(kind_named(name), name, name)
-    found["notes"] = ["nothing was measured: this is what halfstep's table says of such a device"]
-    return found
+    return _looked_up(kind_named(name), name, name)
 
 
 def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
     """What the table says of a device."""
     forms = [
-        {
-            "form": form,
-            "status": kind.status(form),
-            "here": _expected(kind, form),
-            "flops_per_second": None,
-        }
+        {"form": form, "status": kind.status(form), "here": _expected(kind, form)}
         for form in _FORMS
     ]
     return {
@@ -263,8 +238,8 @@ def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
         "policy": kind.policy,
         "reason": reason_of(kind, name),
         "source": kind.source,
-        "measured": False,
         "forms": forms,
+        "notes": [],
     }
 
 
@@ -277,41 +252,6 @@ def is_live(name: str) -> bool:
     return name.partition(":")[0] in live
 
 
-def matmul_flops_per_second(policy: PrecisionPolicy, device: torch.device, size: int = 0) -> float:
-    """Measure the rate of square matmuls in the compute dtype: the best of five, after a first.
-
-    Args:
-        policy: Gives the compute dtype and how the device runs it (simulation included).
-        device: A device on which the policy is supported.
-        size: Edge of the matrices; 0: 1024 on a CPU, 4096 on CUDA.
-
-    Returns:
-        Floating-point operations per second, counting 2 n^3 for each matmul.
-    """
-    size = size or (4096 if device.type == "cuda" else 1024)
-    generator = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(size, size, generator=generator).to(device, policy.compute_dtype)
-        for _ in range(2)
-    )
-    seconds = []
-    with torch.no_grad(), Autocast(policy, None, device).arithmetic():
-        for _ in range(6):
-            _wait(device)
-            start = time.perf_counter()
-            a @ b
-            _wait(device)
-            seconds.append(time.perf_counter() - start)
-    return float(2 * size**3 / min(seconds[1:]))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
 def _expected(kind: DeviceKind, form: str) -> str:
     """How halfstep would run a format on a device that is not here."""
     if form not in ("tf32", *DTYPES):
@@ -319,17 +259,3 @@ def _expected(kind: DeviceKind, form: str) -> str:
     status = kind.status(form)
     simulated = status == "emulated" and kind.type == "cpu"
     return "native" if status == "native" else "simulated" if simulated else "refused"
-
-
-def _notes(device: torch.device, policy: str, rates: dict[str, float]) -> list[str]:
-    notes: list[str] = []
-    own = rates[policy.partition("-")[0]]
-    if own < rates["fp32"]:
-        notes.append(
-            f"matmuls in {policy.partition('-')[0]} took {rates['fp32'] / own:.2f} times as long "
-            "as in fp32: halfstep bench compares whole steps, and fp32 may be the faster policy"
-        )
-    found = support(POLICIES[policy], device)
-    if found.status != "native":
-        notes.append(f"{policy} is {found.status} here: {found.reason}")
-    return notes

@@ -435,7 +435,6 @@ def _record(
     cause: Cause | None,
 ) -> Record:
     result, seconds, tokens = taken.result, taken.seconds, taken.tokens
-    sent, fp32 = session.strategy.sent_bytes()
     return Record.of(
         session.step,
         result,
@@ -446,8 +445,6 @@ def _record(
         learning_rate=taken.learning_rate,
         first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        sent_bytes=sent or None,
-        sent_bytes_fp32=fp32 or None,
         tokens=session.tokens,
         tokens_per_second=tokens / seconds,
         flops_per_second=session.task.flops(tokens) / seconds,
