@@ -62,7 +62,7 @@ def table(summary: dict[str, dict]) -> str:
     """The summary in Markdown, as docs/distributed.md shows it."""
     titles = ("final loss", f"mean of the last {LAST}", "validation loss")
     heads = [f"{title} | to fp32, seed by seed" for title in titles]
-    lines = ["| `reduce` | MB a step | " + " | ".join(heads) + " |", "|---" * 8 + "|"]
+    lines = ["| `reduce` | " + " | ".join(heads) + " |", "|---" * 7 + "|"]
     for name, row in summary.items():
         cells = [name]
         for key in LOSSES:

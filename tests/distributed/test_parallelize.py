@@ -257,8 +257,6 @@ def message(rank, case):
         "norm": lambda: with_plan(final_norm="rowwise"),
         "no embedding": lambda: with_plan(final_norm="vocab"),
         "tied": lambda: (Tied(), {"embed": "vocab", "head": "rowwise"}),
-        "head": lambda: with_plan(wte="replicate"),
-        "no linear head": lambda: with_plan(wte="rowwise"),
         "twice": lambda: (lambda m: (m, m.tp_plan()))(split(make())),
     }[case]()
     before = {name: (id(p), p._version) for name, p in model.named_parameters()}
@@ -286,8 +284,6 @@ REFUSALS = {
     "norm": "final_norm is a LayerNorm; its style splits nn.Linear only: give it the style replic",
     "no embedding": "final_norm is a LayerNorm; the style vocab splits nn.Embedding",
     "tied": r"embed\.weight and head\.weight are one parameter, .* two ways",
-    "head": r"^wte\.weight is .* head .* gives wte the style 'replicate'; allowed: vocab, .* 'wte'",
-    "no linear head": r"^wte\.weight is .* the style 'rowwise'; allowed: vocab, .* 'wte'",
     "twice": "wte is sharded, or its forward replaced, already",
 }
 

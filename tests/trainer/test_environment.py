@@ -70,7 +70,5 @@ def test_what_the_command_prints(capsys, words, said):
 def test_json(capsys):
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["measured"] is True
     assert found["environment"]["device"] == "cpu"
     assert found["environment"]["precisions"]["fp32"]["status"] == "native"
-    assert found["forms"][0]["flops_per_second"] == 1e9

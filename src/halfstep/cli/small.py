@@ -13,7 +13,6 @@ import torch
 from halfstep.cli.commands import Doctor, Estimate, Explain, Formats, Replay, Report
 from halfstep.diagnostics.memory import PARTS, size_text
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.world import open_world
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
@@ -286,10 +285,7 @@ def _report(arguments: Report) -> None:
 
 def _replay(arguments: Replay) -> int:
     """Print what a captured step finds in a replay; 1 if it differs."""
-    with open_world("cuda" if torch.cuda.is_available() else "cpu") as world:
-        found = replay(Path(arguments.capture), arguments.precision, world)
-    if not world.is_main:
-        return 0
+    found = replay(Path(arguments.capture), arguments.precision)
     for how, precision, one in (
         (f"step {found.step}", found.captured_precision, found.captured),
         ("replayed", found.precision, found.found),

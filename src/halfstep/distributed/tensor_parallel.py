@@ -83,7 +83,6 @@ def _forwards(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> li
             allowed = ", ".join(STYLES)
             raise ConfigError(f"{name}: unknown style {text!r}; allowed styles: {allowed}")
         module = modules[name]
-        _check_head(name, module, text)
         sharded = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
         if sharded or "forward" in module.__dict__:
             raise ConfigError(
@@ -100,18 +99,6 @@ def _forwards(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> li
                 f"{', '.join(STYLES)}"
             )
     return forwards
-
-
-def _check_head(name: str, module: nn.Module, style: str) -> None:
-    """Refuse any style but vocab for a table that the head uses too, as the head expects a part."""
-    head = isinstance(module, nn.Embedding) and hasattr(module, "vocabulary")
-    if head and style != "vocab":
-        table = ", ".join(f"{name}.{own}" for own, _ in module.named_parameters(recurse=False))
-        raise ConfigError(
-            f"{table} is the model's embedding and its head in one, but the plan gives {name} the "
-            f"style {style!r}; allowed: vocab, which splits both over the vocabulary: give "
-            f"{name!r} the style vocab"
-        )
 
 
 def _check_tied(forwards: list[ParallelForward]) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
-from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
@@ -29,7 +28,7 @@ from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.session import Session, open_session
 
-_KEY, RANKS = "captured", "captured_ranks"
+_KEY = "captured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +59,17 @@ def finding(judged: Judged) -> Finding:
 def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], None]:
     """A function that writes a capture of the step that the session is taking, and keeps a few.
 
-    Several ranks write it together. Where one cannot be written, training goes on with a warning,
-    which is given once.
+    Where one cannot be written, training goes on with a warning, which is given once.
     """
-    failed, world = False, session.world
+    failed = False
 
     def record(judged: Judged) -> None:
         nonlocal failed
         checkpoint = session.checkpoint()
-        state = {**checkpoint.state, _KEY: finding(judged).to_json(), RANKS: world.size}
+        state = {**checkpoint.state, _KEY: finding(judged).to_json()}
         whole = dataclasses.replace(checkpoint, state=state)
         try:
-            save_checkpoint(folder / CAPTURES, session.step, whole, keep, world)
+            save_checkpoint(folder / CAPTURES, session.step, whole, keep)
         except HalfstepError as error:
             if not failed:
                 failed = True
@@ -137,13 +135,12 @@ class Replayed:
         return "the step does not repeat: another machine, another torch, or a fault that is gone"
 
 
-def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:  # noqa: B008
-    """Rebuild a run from a capture, and replay the captured step; all ranks call it.
+def replay(path: Path, precision: str = "") -> Replayed:
+    """Rebuild a run from a capture, and replay the captured step.
 
     Nothing of a capture is unpickled, evaluated or fetched; its data are read from where the run's
     configuration says, and must have the hashes that the run had. ``precision`` is the policy to
-    take the step in, if not the run's own; ``world`` has as many ranks as the run had, in whose
-    order gradients were added up.
+    take the step in, if not the run's own.
 
     Raises:
         CheckpointError: If it is no capture, is damaged, or is of another model or other data.
@@ -151,19 +148,13 @@ def replay(path: Path, precision: str = "", world: World = World()) -> Replayed:
     """
     saved = load_checkpoint(path)
     before = captured(saved.state, path)
-    ranks = saved.state.get(RANKS, 1)
-    if ranks != world.size:
-        raise CheckpointError(
-            f"{path}: a step of {ranks!s:.10} ranks, and this is {world.size}: take it again with "
-            f"torchrun --nproc-per-node {ranks!s:.10} -m halfstep replay"
-        )
     config = _config(saved.state.get("config"), path)
     own = config.precision
     policy = parse_policy(precision) if precision else own
     config = _stopping(replace(config, precision=policy), before.threads)
     threads = torch.get_num_threads()
     try:
-        session = open_session(config, no_progress, world=world)
+        session = open_session(config, no_progress)
         try:
             session.restore(load_checkpoint(path, session.shards), path)
             return _take(session, before, str(own))

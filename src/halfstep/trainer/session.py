@@ -316,6 +316,8 @@ def open_session(
     policy = policy_on(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
+    if isinstance(config, TrainConfig) and config.run.capture and world.size > 1:
+        raise ConfigError("run.capture is for runs of one process: leave it out")
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
     strategy = choose_strategy(layout, policy, device, compiled=run.compile)
