@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 from distributed import parity
 from every import every
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import check_agreement, checksum
+from halfstep.distributed.strategy import check_agreement
 from halfstep.errors import PrecisionError
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision
@@ -124,16 +122,3 @@ def test_counts_and_the_loss_scale_are_compared(pool2, what, shown):
     assert texts[0] == texts[1]
     assert f"rank 1 differs from rank 0 in {what}{shown} before the first step" in texts[0]
     assert pool2.run(other_numbers, what="nothing") == ["", ""]
-
-
-def test_the_checksum_is_the_sum_of_the_bits_as_integers():
-    def check(dtype, shape):
-        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        size = tensor.element_size()
-        words = [int.from_bytes(raw[i : i + size], "little", signed=True)
-                 for i in range(0, len(raw), size)]  # fmt: skip
-        assert (checksum(tensor) - sum(words)) % 2**64 == 0
-
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    every(itertools.product(dtypes, [(), (1,), (0,), (3, 5)]), check)

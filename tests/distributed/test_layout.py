@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import strategies as st
 
 from every import every
 from halfstep.distributed.layout import Layout
@@ -13,11 +13,6 @@ from halfstep.errors import ConfigError
 
 SIZES = st.integers(1, 64)
 LAYOUTS = st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), SIZES, SIZES, SIZES)
-
-
-@given(LAYOUTS)
-def test_what_is_printed_is_read_back(layout):
-    assert Layout.parse(str(layout)) == layout
 
 
 TEXTS = {
@@ -51,12 +46,6 @@ def test_other_texts_are_refused_and_shown():
     every(["data", "data=", "data=0", "data=-2", "data=two", "data=2.0", "data=1e1", "=2", "2",
            "pipe=2", "Data=2", "data=2,data=2", "data=2;tensor=2", "data=2 tensor=2", "data==2",
            "data=2=2", "size=2", "data=+2", "axes=1"], check)  # fmt: skip
-
-
-def test_sizes_below_1_are_refused_in_values_too():
-    for sizes in ({"data": 0}, {"shard": -1}, {"tensor": 0}):
-        with pytest.raises(ConfigError, match="integers >= 1"):
-            Layout(**sizes)
 
 
 def test_no_text_is_data_over_all_ranks():

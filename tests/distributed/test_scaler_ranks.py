@@ -7,10 +7,8 @@ bits come out.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.loop_scaler import LoopScaler
 from halfstep.precision.masters.local_part import is_sharded
-from halfstep.precision.scaling.gradients import OneRank
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
@@ -99,26 +96,6 @@ def test_everyone_steps_or_nobody_does(pool2, layout, name):
     scales = [2.0**9, 2.0**8, 2.0**9, 2.0**8, 2.0**9]
     told = [(s not in BROKEN, scales[s], sum(b <= s for b in BROKEN)) for s in range(5)]
     assert first == [told] * 8
-
-
-def alone(rank):
-    """Each rank by itself, as torch's scaler has it."""
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0, ranks=OneRank())
-    copies = [scaler, copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))]
-    for each in copies:
-        each.scale((weight * (math.inf if rank else 1.0)).sum()).backward()
-        each.step(optimizer)
-        each.update()
-        optimizer.zero_grad()
-    return [each.get_scale() for each in copies], weight.tolist()
-
-
-def test_one_rank_opts_out(pool2):
-    first, second = pool2.run(alone)
-    assert first == ([8.0] * 3, [-2.0, -2.0])
-    assert second == ([4.0] * 3, [1.0, 1.0])
 
 
 def losses_and_floor(rank):

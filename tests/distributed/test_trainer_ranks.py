@@ -7,7 +7,6 @@ from torch.nn import functional
 
 import halfstep
 from halfstep.distributed import ParallelPlan
-from halfstep.errors import ConfigError
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 pytestmark = pytest.mark.distributed
@@ -89,15 +88,3 @@ def test_a_resume_on_two_ranks_is_bit_for_bit(pool2, tmp_path, settings, kept):
         assert one.keys() == two.keys()
         for name in one:
             assert torch.equal(one[name], two[name]), name
-
-
-def refused(rank, path):
-    with pytest.raises(ConfigError) as caught:
-        train(rank, path, parallel="shard=2")
-    return str(caught.value)
-
-
-def test_a_module_that_does_not_say_what_to_shard_is_refused(pool2, tmp_path):
-    for message in pool2.run(refused, path=tmp_path / "r"):
-        assert "Net does not say what to shard" in message
-        assert "ParallelPlan" in message

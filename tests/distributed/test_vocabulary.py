@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from halfstep.distributed.tensor_parallel import ShardedVocabulary
-from halfstep.errors import ConfigError
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
@@ -55,19 +54,3 @@ def test_nan_on_one_rank_is_nan_on_all_and_an_ignored_row_leaves_the_loss_alone(
         x[3], w[0] = 0, float("nan")  # a row of rank 0
     for loss, _, _, _ in pool.run(head, x=x.detach(), w=w.detach(), targets=targets):
         assert loss.isnan()
-
-
-def parts(rank, size):
-    try:
-        found = ShardedVocabulary(size, axis())
-    except ConfigError as error:
-        return str(error)
-    return found.start, found.end, found.columns(size)
-
-
-def test_parts_are_those_of_chunk_and_none_is_empty(pool4):
-    assert pool4.run(parts, size=19) == [(0, 5, 5), (5, 10, 5), (10, 15, 5), (15, 19, 5)]
-    assert pool4.run(parts, size=4) == [(0, 1, 1), (1, 2, 1), (2, 3, 1), (3, 4, 1)]
-    for size, left in ((5, 1), (9, 1), (3, 1), (1, 3)):
-        for message in pool4.run(parts, size=size):
-            assert f"leaves {left} of 4 tensor-parallel ranks without any" in message

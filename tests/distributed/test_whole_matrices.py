@@ -5,13 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
-import halfstep
 from distributed import parity
 from distributed.parity import same_bits
-from halfstep.errors import PrecisionError
-from halfstep.precision.agreement import MARK
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
@@ -61,11 +57,3 @@ def test_a_step_that_one_rank_cannot_take_changes_nothing_on_any(pool2, layout):
     assert first["applied"] == second["applied"] == [True, False, True]
     assert first["unchanged"] == second["unchanged"] == [False, True, False]
     same_bits(first["weights"], second["weights"])
-
-
-def test_parts_by_hand_are_refused():
-    p = torch.nn.Parameter(torch.ones(4, 4))
-    setattr(p, MARK, True)
-    with pytest.raises(PrecisionError, match=r"\(4, 4\) is marked tensor_model.*AdamW or Li"):
-        halfstep.optim.Muon([p])
-    halfstep.optim.Muon([{"params": [p], "use_muon": False}])

@@ -12,7 +12,6 @@ from halfstep.precision.policy import devices
 from halfstep.precision.policy.spelling import Auto
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
-from halfstep.trainer.environment import policy_on
 from halfstep.trainer.run import default_run_folder, run_config
 
 CPU = torch.device("cpu")
@@ -71,13 +70,6 @@ def test_a_resumed_run_keeps_its_policy_on_another_device(corpus, tmp_path, cpu,
         again += ["--data", str(corpus), *SIZES]
     assert main(again) == 0
     assert str(run_config(tmp_path / "r").precision) == "bf16-mixed"
-
-
-def test_a_folder_is_named_after_what_runs(cpu):
-    cpu({"avx2"})
-    config = load_config("gpt-tiny")
-    assert default_run_folder(config, CPU).name.startswith("gpt-tiny-fp32-")
-    assert str(policy_on(config.precision, CPU)) == "fp32"
 
 
 def test_a_folder_of_many_rules_has_a_name_that_a_file_system_takes():

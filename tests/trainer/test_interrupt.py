@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import pytest
-from tests.trainer.runs import small_config, start
 
 from halfstep.trainer import loop as interrupt
-from halfstep.trainer.loop import Interrupt, train
+from halfstep.trainer.loop import Interrupt
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
@@ -67,17 +64,3 @@ def test_the_block_may_end_between_a_signal_and_its_repetition(number, clock, ha
         signal.raise_signal(number)
     assert signal.getsignal(signal.SIGTERM) is handlers
     assert signal.getsignal(signal.SIGINT) is handlers
-
-
-def test_a_run_in_another_thread_leaves_signals_alone(corpus, tmp_path, handlers):
-    def losses(name):
-        path = tmp_path / name
-        session, folder = start(small_config(corpus, run__max_steps=2), path)
-        with closing(folder):
-            for tick in train(session, path):
-                yield tick.record.loss, signal.getsignal(signal.SIGINT)
-
-    with ThreadPoolExecutor(1) as threads:
-        aside = threads.submit(lambda: [*losses("aside")]).result()
-    assert [handler for _, handler in aside] == [handlers, handlers]
-    assert [loss for loss, _ in aside] == [loss for loss, _ in losses("main")]

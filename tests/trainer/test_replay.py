@@ -133,27 +133,6 @@ def test_the_error_that_ends_a_run_names_the_command(corpus, tmp_path):
     assert replay(Path(str(told.value).rpartition("halfstep replay ")[2])).repeated
 
 
-def test_the_newest_are_kept_and_none_where_it_is_off(corpus, tmp_path):
-    follow(corpus, tmp_path / "r", spoil=blow_up(24), run__on_spike="skip:9", run__capture=2)
-    assert [p.name for p in list_checkpoints(tmp_path / "r" / CAPTURES)] == [
-        "step-00000028", "step-00000029",
-    ]  # fmt: skip
-    follow(corpus, tmp_path / "s", spoil=blow_up(24), run__on_spike="skip:9", run__capture=0)
-    assert not (tmp_path / "s" / CAPTURES).exists()
-
-
-def test_captures_change_nothing_in_a_run(corpus, tmp_path):
-    one, two = (
-        follow(
-            corpus, tmp_path / str(keep), "fp16-master", spoil=blow_up(26),
-            run__on_spike="skip:9", run__capture=keep,
-        )
-        for keep in (0, 2)
-    )  # fmt: skip
-    for name, weight in one.precision.masters.items():
-        assert torch.equal(weight, dict(two.precision.masters.items())[name])
-
-
 def test_a_full_disk_costs_one_warning(corpus, tmp_path):
     (tmp_path / "r").mkdir()
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tests.reference.adam import EPS
 from tests.trainer.runs import (
     ON_CPU,
@@ -125,18 +124,6 @@ def test_a_skipped_step_changes_nothing_and_holds_the_schedule(corpus, tmp_path)
     assert session.applied == 1
 
 
-class Broken(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("nan")
-
-
 def break_forward(loss_sum):
     calls = []
 
@@ -144,14 +131,6 @@ def break_forward(loss_sum):
         calls.append(0)
         total, count = loss_sum(batch)
         return (total * float("nan") if len(calls) == 6 else total), count
-
-    return wrapped
-
-
-def break_backward(loss_sum):
-    def wrapped(batch):
-        total, count = loss_sum(batch)
-        return Broken.apply(total), count
 
     return wrapped
 
@@ -309,13 +288,6 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, finished, k
             resume(stranger, path / "checkpoints")
 
 
-def test_resume_may_change_how_long_and_where_asked_the_precision(corpus):
-    config = small_config(corpus)
-    changed = {"run__max_steps": 99, "run__keep": 1, "run__lost_update_every": 7}
-    require_resumable(config, small_config(corpus, **changed))
-    require_resumable(config, small_config(corpus, precision="fp32"), other_precision=True)
-
-
 def test_a_runs_own_file_may_hold_keys_of_another_version_and_a_users_may_not(tmp_path, finished):
     finished = finished[2]
     folder = shutil.copytree(finished, tmp_path / "run")
@@ -419,14 +391,3 @@ def test_a_state_that_is_none_is_refused(finished, key, value, message):
         session.restore(dataclasses.replace(checkpoint, state=state), where)
     session.restore(checkpoint, where)
     assert session.step == 8
-
-
-def test_a_run_computes_with_the_threads_it_was_given(corpus, tmp_path):
-    before = torch.get_num_threads()
-    try:
-        start(small_config(corpus, run__threads=3), tmp_path / "r")[1].close()
-        assert torch.get_num_threads() == 3
-        start(small_config(corpus), tmp_path / "s")[1].close()
-        assert torch.get_num_threads() == 3  # 0 leaves them as they are
-    finally:
-        torch.set_num_threads(before)

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
 
-from halfstep.diagnostics.metrics import EXCLUDE, Excluded
-from halfstep.errors import CheckpointError, SpikeError
-from halfstep.trainer.config.config import config_to_table
+from halfstep.diagnostics.metrics import EXCLUDE
+from halfstep.errors import SpikeError
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import require_resumable
 from halfstep.trainer.session import open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step is left out")
@@ -96,21 +94,3 @@ def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
     one, two = (dict(s.precision.masters.items()) for s in (session, whole))
     assert_same_tensors(one, two)
     assert session.precision.state_dict()["spikes"] == whole.precision.state_dict()["spikes"]
-
-
-def test_the_answer_is_a_setting_that_a_resume_may_change(corpus):
-    one, other = config(corpus, "skip:3"), config(corpus, "skip:5")
-    assert config_to_table(other)["run"]["on_spike"] == "skip:5"
-    require_resumable(one, other)
-
-
-def test_lines_of_later_spikes_and_torn_ones_are_dropped_and_a_full_disk_is_told(corpus, tmp_path):
-    session, folder = start(config(corpus, "skip:9"), tmp_path / "r")
-    folder.close()
-    path = tmp_path / "r" / EXCLUDE
-    path.write_text('{"step": 3, "spike_step": 3}\n{"step": 7, "spike_step": 9}\n{"step": 9, "sp')
-    Excluded(tmp_path / "r", session.task.rows, session.config.run.on_spike, last_step=8)
-    assert [line["step"] for line in excluded(tmp_path / "r")] == [3]
-    gone = Excluded(tmp_path / "gone", session.task.rows, session.config.run.on_spike, last_step=8)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        gone.spiked(9, "loss_spike")

@@ -54,16 +54,3 @@ def test_overlap_and_fault_agree_with_painted_elements():
                 assert torch.equal(cells[box(a)][met[0]], cells[box(b)][met[1]])
                 assert set(cells[box(a)][met[0]].flatten().tolist()) == common
     assert min(kinds[True], kinds[False]) > 500
-
-
-def test_faults_say_what():
-    shape = (4, 2)
-    left, right = Shard(shape, (0, 0), (2, 2)), Shard(shape, (2, 0), (2, 2))
-    assert fault(shape, [right, left]) == ""
-    assert fault(shape, [left]) == "its shards hold 4 of the 8 elements"
-    assert "overlap" in fault(shape, [left, right, left])
-    assert "is not in" in fault(shape, [left, Shard(shape, (3, 0), (2, 2))])
-    assert fault((0, 3), []) == ""
-    assert fault((), [Shard((), (), ())]) == ""
-    assert "hold 0 of the 1" in fault((), [])
-    assert "overlap" in fault((), [Shard((), (), ())] * 2)
