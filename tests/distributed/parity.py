@@ -29,14 +29,12 @@ def sequences(step):
 
 
 def prepare(
-    layout, policy, *, shape=(), frozen=(), kind="adamw", **options,
+    layout, policy, *, shape=(), kind="adamw", **options,
 ):  # fmt: skip
-    """Strategy, model and Precision of one rank; ``frozen`` are starts of parameters' names."""
+    """Strategy, model and Precision of one rank."""
     value = parse_policy(policy)
     strategy = choose_strategy(layout, value, "cpu")
     model = GPT(GPTConfig(**{**SHAPE, **dict(shape)}), seed=1)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(tuple(frozen)))
     strategy.place_(model, plan_of(model))
     config = OptimizerConfig(name=kind, learning_rate=1e-2, eps=EPS)
     optimizer = make_optimizer(model, config, value, seed=5)
