@@ -38,12 +38,12 @@ DIES_SAVING = """
 import os, signal
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
     from halfstep.trainer import checkpoint
-    real = checkpoint.save_snapshot
-    def save_snapshot(folder, step, *more):
+    real = checkpoint._written
+    def written(held, step, *more):
         if step == 12:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(folder, step, *more)
-    checkpoint.save_snapshot = save_snapshot
+        return real(held, step, *more)
+    checkpoint._written = written
 """
 
 
@@ -65,7 +65,6 @@ def test_two_ranks_of_which_one_is_killed_in_the_last_save_are_two_micro_batches
 
     assert len(out.splitlines()) == 2  # the summary and the verdict
     assert f"{path}: step 12; validation loss" in out
-    assert "each rank sent 88 kB of gradients a step (in fp32 88 kB)" in out
     # one rank of each attempt has printed the others
     assert err.count("2 ranks as data=2") == err.count("parameters, ") == 2
     assert err.count("step 4: validation loss") == 1
