@@ -9,7 +9,6 @@ from every import every
 from halfstep.distributed import (
     GradientReducer,
     Layout,
-    Strategy,
     broadcast_,
     check_agreement,
     choose_strategy,
@@ -36,16 +35,14 @@ def test_names_and_values_mean_the_same(policy, device):
     for layout in ("data=2", Layout(data=2)):
         assert Layout.choose(layout, 2) == Layout(data=2)
     for layout in ("data=1", Layout()):
-        assert choose_strategy(layout, policy, device).layout == Layout()
-        strategy = Strategy(layout, policy, device)
+        strategy = choose_strategy(layout, policy, device)
         assert (strategy.layout, strategy.device.type) == (Layout(), "cpu")
         assert str(strategy.policy) == "bf16-mixed"
     model, optimizer = make()
     assert "bf16" in halfstep.explain_model(policy, model)
     precision = halfstep.Precision(policy, model, optimizer)
     assert str(precision.policy) == "bf16-mixed"
-    for layout in ("data=1", Layout()):
-        check_agreement(precision, model, layout, step=0)
+    check_agreement(precision, model, Layout(), step=0)
     assert open_world(device).size == 1
     assert halfstep.GradScaler(device, init_scale=8.0).scale(torch.ones(())) == 8
     assert str(lightning.HalfstepPrecision(policy).policy) == "bf16-mixed"
@@ -151,11 +148,8 @@ def wrong_calls():
         "layout of text": lambda: Layout(data="2"),
         "layout of True": lambda: Layout(tensor=True),
         "layout to choose": lambda: Layout.choose(5, 2),
-        "strategy of a number": lambda: Strategy(3, "fp32", "cpu"),
-        "strategy on a planet": lambda: Strategy("data=1", "fp32", "mars"),
         "plan of a number": lambda: plan_of(5),
         "reducer of a model": lambda: GradientReducer(model, None, "fp32"),
-        "agreement of a layout": lambda: check_agreement(trained()[0], model, "rows=2", step=1),
         "broadcast a number": lambda: broadcast_(5, None),
         "world on a planet": lambda: open_world("mars"),
     }

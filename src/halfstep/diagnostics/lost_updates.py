@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update, 
 from halfstep.precision.masters.stepping import DeviceDecision, KeepsMasters
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import aligned
-
-if TYPE_CHECKING:
-    from halfstep.optim.base import LowPrecisionOptimizer
 
 _FEW = 16  # least number of elements sampled from a tensor
 
@@ -111,7 +108,7 @@ class Chooser:
         return self._chosen[key]
 
 
-def is_own(optimizer: Optimizer) -> TypeGuard[LowPrecisionOptimizer]:
+def is_own(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
     return isinstance(optimizer, KeepsMasters)
 

@@ -232,7 +232,7 @@ class _Watch:
 
 
 def intended_updates(
-    optimizer: Optimizer, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
+    optimizer: Any, options: dict[str, Any], samples: Sequence[Sample], multiplier: float
 ) -> list[Tensor] | str:
     """Replay a step by its rule, with the sampled weights in fp64.
 
@@ -250,7 +250,7 @@ def intended_updates(
         return f"the rule of {kind.__name__} is not one of those that are replayed"
     if options.get("use_muon"):
         return "the directions of Muon are those of whole matrices"
-    rule = optimizer.algorithm_of(options) if is_own(optimizer) else _RULES[kind]
+    rule = optimizer.algorithm_of(options) if own else _RULES[kind]
     if options.get("maximize"):
         multiplier = -multiplier
     changes = []

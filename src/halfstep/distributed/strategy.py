@@ -93,25 +93,12 @@ class Strategy:
 
     def __init__(
         self,
-        layout: str | Layout,
-        policy: str | PrecisionPolicy,
-        device: str | torch.device,
+        layout: Layout,
+        policy: PrecisionPolicy,
+        device: torch.device,
     ) -> None:
-        """Make the device mesh; all ranks call it together.
-
-        Args:
-            layout: A layout of as many ranks as there are, or its spelling. That it honours the
-                policy is checked by :func:`choose_strategy`.
-            policy: The run's policy, or its name.
-            device: This rank's device, or its name.
-
-        Raises:
-            ConfigError: If ``layout`` is not a layout.
-            PrecisionError: If ``policy`` is not a policy or ``device`` is not a device.
-        """
-        self.layout = layout = Layout.of(layout)
-        self.device = device = as_device(device)
-        self.policy = parse_policy(policy, device)
+        """Make the device mesh; all ranks call it together."""
+        self.layout, self.policy, self.device = layout, policy, device
         self.mesh = _mesh(layout, device)
         many = layout.size > 1
         rank = dist.get_rank() if many else 0
@@ -191,9 +178,8 @@ def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 # Which layouts can honour which policies, and the strategy of a layout.
 
 
-def refusal(policy: str | PrecisionPolicy, layout: str | Layout) -> str:
+def refusal(policy: PrecisionPolicy, layout: Layout) -> str:
     """Say why ``layout`` does not honour ``policy`` and what to use instead; empty if it does."""
-    policy, layout = parse_policy(policy), Layout.of(layout)
     low = policy.param_dtype != torch.float32
     if layout.shard > 1 and layout.tensor > 1:
         copies = Layout(data=layout.data * layout.shard, tensor=layout.tensor)
@@ -276,22 +262,20 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_agreement(
-    precision: Precision, model: nn.Module, layout: str | Layout, *, step: int, when: str = ""
+    precision: Precision, model: nn.Module, layout: Layout, *, step: int, when: str = ""
 ) -> None:
     """Raise if the ranks no longer train the same model; all ranks call it together.
 
     Args:
         precision: Its loss scale and counts are compared.
         model: Its parameters are compared where ranks hold copies of the same part.
-        layout: The layout of all ranks of the default group, or its spelling.
+        layout: The layout of all ranks of the default group.
         step: Steps taken.
         when: When this is, for the message: ``"before the first step"``.
 
     Raises:
         PrecisionError: On every rank, naming the ranks that differ, and in what.
-        ConfigError: If ``layout`` is not a layout.
     """
-    layout = Layout.of(layout)
     if layout.size == 1:
         return
     reshard_(model)  # compare the parts, not weights that are still gathered

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from halfstep.errors import NonFiniteError
-from halfstep.trainer.models.generation import generate, sample
-from halfstep.trainer.models.gpt import GPT, GPTConfig
+from halfstep.trainer.models.gpt import GPT, GPTConfig, generate, sample
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=23)
 PROMPT = [7, 0, 22, 3]

@@ -95,9 +95,6 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
     Returns:
         The shares that are flushed, subnormal and overflowed.
 
-    Raises:
-        PrecisionError: If there is no format of that name.
-
     Example:
         >>> tiny = TensorStatistics(kind="gradient", name="w", dtype="float32", elements=4,
         ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0, mantissa_bits=23,

@@ -324,14 +324,10 @@ class ForwardWatch:
             )
 
 
-# How fp32 matmuls round their operands while a policy's context or backward is open.
+# Pins of process-wide switches that let fp32 matmuls round their operands to tf32 or bf16.
 #
-# Process-wide switches of torch let fp32 matmuls round their operands to tf32 or bf16 (and cuDNN
-# convolutions use tf32 unless told not to), so "fp32" alone does not say what runs. Where the
-# switches agree with the policy, nothing is touched. Where they contradict it, they are set while
-# the context is open and then restored. Nothing is intercepted for that, so ``torch.compile`` sees
-# the model as it is. All threads share the switches: they may hold the same value side by side,
-# and a thread that needs another value meanwhile is refused.
+# Where they contradict the policy, they are set while a context or backward is open. Threads may
+# hold the same value side by side; a thread that needs another one meanwhile is refused.
 
 Switch = tuple[str, str]
 SWITCHES: dict[str, tuple[Switch, ...]] = {

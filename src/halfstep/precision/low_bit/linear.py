@@ -35,12 +35,7 @@ _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LowBitLinear(Region):
-    """The forward of a linear layer whose products a recipe rounds below 16 bits.
-
-    Args:
-        placement: The layer and its recipe.
-        clock: Which step it is.
-    """
+    """The forward of a linear layer whose products a recipe rounds below 16 bits."""
 
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
-from halfstep.trainer.models.generation import require_finite_logits
+from halfstep.trainer.models.gpt import require_finite_logits
 from halfstep.trainer.models.pretrained import (
     ADAPTER,
     Pretrained,

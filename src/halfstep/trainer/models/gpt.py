@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.errors import DataError
+from halfstep.errors import DataError, NonFiniteError
 from halfstep.kernels.attention import Settings, attend, attend_backward
 from halfstep.kernels.library import is_plain, may_run
 from halfstep.kernels.rows import (
@@ -522,3 +522,68 @@ def _heads(qkv: Tensor, batch: int, head_dim: int) -> tuple[Tensor, ...]:
 def _flat(mixed: Tensor) -> Tensor:
     """``(B, H, T, D)`` whose heads lie side by side as ``(N, C)``."""
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+# Generation of text. Shapes: B rows, V vocabulary.
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    tokens: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    stop_token: int | None = None,
+) -> list[int]:
+    """Return a prompt continued by up to ``max_new_tokens`` tokens; the same seed, the same text.
+
+    Only the last ``block_size`` tokens are seen. ``temperature`` 0 takes the most probable token
+    every time. Generation ends after ``stop_token``. The model's training mode is restored.
+    """
+    # Drawn on the CPU, so that they are the same on every device.
+    uniforms = torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    device = next(model.parameters()).device
+    tokens, was_training = list(tokens), model.training
+    model.eval()
+    try:
+        for uniform in uniforms.tolist():
+            window = torch.tensor([tokens[-model.config.block_size :]], device=device)
+            logits_V = require_finite_logits(model.last_logits(window))[0]
+            tokens.append(
+                sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
+            )
+            if tokens[-1] == stop_token:
+                break
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def sample(logits_V: Tensor, uniform: float, temperature: float) -> int:
+    """Draw a token by inverting the cumulative distribution at ``uniform``, in ``[0, 1)``.
+
+    Tokens are sorted most probable first (ties: lower id first), so that a smaller uniform number
+    means a more probable token.
+    """
+    ranked_V, ids_V = logits_V.sort(descending=True, stable=True)
+    # Subtract the largest logit first and keep the temperature a normal fp32 number, so that tiny
+    # temperatures give 0 and -inf, never inf - inf or 0 / 0.
+    gaps_V = ranked_V - ranked_V[0]
+    p_V = torch.softmax(gaps_V / max(temperature, torch.finfo(torch.float32).tiny), dim=-1)
+    cumulative_V = p_V.cumsum(dim=-1)
+    # Rounding may lift the product to the total itself; take the last token with p > 0 then.
+    rank = torch.searchsorted(cumulative_V, uniform * cumulative_V[-1:], right=True)
+    return int(ids_V[rank.clamp(max=int((p_V > 0).sum()) - 1)])
+
+
+def require_finite_logits(logits_BV: Tensor) -> Tensor:
+    """Return the logits unchanged, or raise NonFiniteError, as one cannot sample from NaNs."""
+    if not bool(torch.isfinite(logits_BV).all()):
+        raise NonFiniteError(
+            "the model's logits hold NaN or inf, so there is nothing to draw from: the weights are "
+            "damaged, or the range of the compute dtype is too small for them",
+            cause="forward",
+        )
+    return logits_BV

@@ -32,7 +32,7 @@ from halfstep.trainer.data.batches import (
 from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import require_host_room
-from halfstep.trainer.models.gpt import GPT
+from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.models.shapes import GPTConfig
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
 from halfstep.trainer.tasks.task import Measured, Progress, Task, Trained, share_of
@@ -183,9 +183,7 @@ class TrainedText(Trained):
         end = tokenizer.end_of_text
         ids = tokenizer.encode(use.prompt) or (tokenizer.encode("\n") if end is None else [end])
         with torch.no_grad(), self.around():
-            ids = part("trainer.models.generation:generate")(
-                self.model, ids, stop_token=end, **use.drawing
-            )
+            ids = generate(self.model, ids, stop_token=end, **use.drawing)
         return tokenizer.decode([i for i in ids if i != end])
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
