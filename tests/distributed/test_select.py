@@ -72,7 +72,7 @@ def test_the_pages_table_refuses_what_is_refused():
     shown = {name: cells.split(" | ") for name, cells in rows}
     assert shown.keys() == POLICIES.keys()
     for name, policy in POLICIES.items():
-        refused = [bool(refusal(policy, text)) for text in TABLE_LAYOUTS]
+        refused = [bool(refusal(policy, Layout.parse(text))) for text in TABLE_LAYOUTS]
         assert [cell == "refused" for cell in shown[name]] == refused, name
 
 
