@@ -150,18 +150,3 @@ def first_gradients(rank, layout, policy, *, micro=1, **options):
     held = precision.named_parameters()
     found = precision.masters.gradients([*held.values()])
     return {n: whole(named[n], found[p]) for n, p in held.items() if p in found}
-
-
-def truth():
-    """The first step's gradients in fp64, by torch alone on one device."""
-    model = GPT(GPTConfig(**SHAPE), seed=1).double()
-    inputs, targets = sequences(0)
-    total, count = model.loss_sum((inputs, targets))
-    (total / count).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def error(found, exact):
-    """The distance of all gradients together from fp64's, relative to their length."""
-    off = sum((found[n].double() - exact[n]).square().sum() for n in exact)
-    return float((off / sum(g.square().sum() for g in exact.values())).sqrt())

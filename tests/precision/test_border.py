@@ -86,7 +86,6 @@ def wrong_calls():
         "parameters": precision("bf16", model, model.parameters()),
         "a choice of no kind": lambda: train("fp32", model, optimizer, on_nonfinite=5),
         "no choice": lambda: train("fp32", model, optimizer, on_nonfinite=None),
-        "an average that is a model": lambda: train("fp32", model, optimizer, ema=model),
         "ranks of a word": lambda: train("fp32", model, optimizer, ranks="all"),
         "a number of ranks": lambda: train("fp32", model, optimizer, ranks=2),
         "a class of ranks": lambda: train("fp32", model, optimizer, ranks=halfstep.OneRank),
