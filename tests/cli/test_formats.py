@@ -49,20 +49,6 @@ def test_a_block_of_numbers(capsys):
     assert [line.split()[3] for line in rows] == ["nan", "nan"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--block", "nvfp4"], "formats 0.1 -3 --block nvfp4"),
-        (["1", "--block", "nvfp8"], "there is no block format 'nvfp8'; allowed: fp8, "),
-        (["1", "2"], "give one VALUE, or with --block several"),
-        (["1", "x", "--block", "fp8"], "VALUE 'x' is not a number"),
-    ],
-)
-def test_what_makes_no_block_is_refused(words, says, capsys):
-    assert main(["formats", *words]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_the_bits_are_those_that_torch_stores():
     dtypes = {
         "fp32": (torch.float32, torch.int32),
@@ -99,21 +85,6 @@ def test_verdicts(text, name, verdict, capsys):
         assert row.endswith("  " + verdict)
 
 
-def test_what_a_person_reads(capsys):
-    out = formats(capsys, "0.1")
-    assert "0.1000000000000000055511151231257827021181583404541015625" in out
-    assert "rounds that once" in out
-    assert "fp64" in out
-    rows = [line.split() for line in out.splitlines()]
-    bits = "0|01011|1001100110"
-    assert ["fp16", "0.0999755859375", "2.44e-05", "0.000244", bits, "rounded"] in rows
-
-
-@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "-0", "-1e-8", "-0x1.8p-3", "-5", "-.5"])
-def test_special_and_negative_values_need_no_quoting(text, capsys):
-    assert formats(capsys, text).startswith(f"{text} is read as fp64: ")
-
-
 @pytest.mark.parametrize("text", ["abc", "", "1,5", "0x", "0xz", "1.8p-3", "-x", "1e", "--1"])
 def test_what_is_no_number_is_refused_in_one_line(text, capsys):
     assert main(["formats", text]) == 2
@@ -122,11 +93,3 @@ def test_what_is_no_number_is_refused_in_one_line(text, capsys):
     assert error.startswith("halfstep: error: ")
     if text not in ("--1", "-x"):  # which are options
         assert f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8)" in error
-
-
-@pytest.mark.parametrize(("text", "value"), [("0e9", 0.0), ("-0.000", -0.0), ("0x0p-5", 0.0),
-                                             ("5e-324", 5e-324), ("Infinity", math.inf),
-                                             ("0X1P-1074", 5e-324)])  # fmt: skip
-def test_what_fp64_holds_is_read(text, value):
-    got = read_value(text)
-    assert (got, math.copysign(1, got)) == (value, math.copysign(1, value))

@@ -64,19 +64,6 @@ def test_what_cannot_be_launched_is_refused_in_one_line(words, message, capsys, 
     assert dict(os.environ) == before
 
 
-def test_a_rank_launches_no_ranks(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    assert main(["train", "--nproc", "2"]) == 2
-    assert "RANK is set" in capsys.readouterr().err
-
-
-def test_each_rank_complains_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert program._complain("this  one\nfails", 1) == 1
-    assert capsys.readouterr().err == "halfstep: error: rank 1: this one fails\n"
-
-
 @pytest.mark.parametrize(
     "text",
     [

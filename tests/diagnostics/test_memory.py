@@ -151,11 +151,6 @@ def test_every_byte_of_a_small_chain():
             assert memory.total == sum(memory.part(part) for part in PARTS)
 
 
-def test_of_several_micro_batches_one_counts():
-    one, two = (step("gpt2", "fp32", gpt2(), batch_of("gpt2"), passes) for passes in (1, 2))
-    assert two.saved == one.saved
-
-
 def test_the_meter_changes_nothing():
     batch = batch_of("llama")
     weights = []
@@ -182,16 +177,6 @@ def test_ranks_share_state_and_not_activations():
         assert four.part(part) == pytest.approx(one.part(part) / 4, abs=len([*model.parameters()]))
     assert four.saved == one.saved
     assert "on each of 4 ranks" in str(four)
-
-
-def test_frozen_parameters_have_no_gradients_and_no_moments():
-    model = Chain()
-    model.a.requires_grad_(False)
-    found = halfstep.estimate(model, "bf16-mixed", None)
-    assert found.part("weights") == 4 * 192
-    assert found.part("gradients") == 4 * 64
-    assert found.part("moments") == 8 * 64
-    assert found.saved == 0
 
 
 def test_the_largest_batch_that_fits():

@@ -132,20 +132,6 @@ class TwoOfOneLoss(pl.LightningModule):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_optimizers_of_one_loss_step_one_after_the_other(policy):
-    model, run = fit(HalfstepPrecision(policy), TwoOfOneLoss())
-    assert run.global_step == 12
-    net = network()
-    parts = net[0].parameters(), list(net[1:].parameters())
-    own = Precision(policy, net, [AdamW(part, lr=0.01) for part in parts])
-    for inputs, targets in loader():
-        with own.autocast():
-            loss = mse(net(inputs), targets)
-        own.step(loss)
-    assert same(weights(model.net), weights(net))
-
-
 def test_gradients_that_wait_follow_the_scale():
     """After a skip of the first optimizer the second one's step is that of plain fp32."""
     model, _ = fit(HalfstepPrecision("fp32,scale=dynamic"), TwoOfOneLoss(bad=2))

@@ -70,12 +70,6 @@ class Memory:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
 
-    def parts_text(self) -> str:
-        """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
-        return ", ".join(
-            f"{name} {size_text(self.part(name))}" for name in PARTS if self.part(name)
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "total": self.total}
