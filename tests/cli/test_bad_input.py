@@ -118,13 +118,6 @@ def test_a_configuration_that_is_none(refused, tmp_path, text, words):
     refused("train", "--config", path, words=words)
 
 
-@pytest.mark.parametrize("text", ["x = " + "[" * 20000, "scale = " + "9" * 5000, "a = \x00"])
-def test_a_policy_file_that_is_none(refused, tmp_path, text):
-    path = tmp_path.parent / "policy.toml"
-    path.write_text(text)
-    refused("explain", path, words="cannot be read")
-
-
 def test_an_error_line_does_not_steer_the_terminal(refused):
     line = refused("export", "--run", "\x1b[31mred\x07", "--to", "hf", "--output", "o")
     assert "\x1b" not in line

@@ -121,26 +121,6 @@ def test_explain_and_env(halfstep):
     assert all(forms[form]["flops_per_second"] > 1e6 for form in ("fp32", "bf16", "fp16"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("data.txt", b"", ["data.txt", "empty"]),
-        ("data.txt", b"abc\xff\xfe", ["data.txt", "UTF-8"]),
-        ("data.txt", b"short", ["data", "block_size"]),
-        ("d/picture.png", b"\x89PNG", ["/d"]),
-    ],
-)
-def test_bad_data_leaves_no_run_folder(tmp_path, name, content, words, halfstep):
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(content)
-    data = file.parent if "/" in name else file
-    done = halfstep("train", *SMALL, "--data", data, "--output-dir", tmp_path / "r")
-    assert done.returncode == 2
-    assert all(word in done.stderr for word in words), done.stderr
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.fixture
 def in_forward(monkeypatch):
     """Does something in a run's n-th forward, with its loss."""

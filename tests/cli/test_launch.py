@@ -7,8 +7,6 @@ kills of real runs: test_train_ranks.py and test_faults.py.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -128,19 +126,3 @@ def test_a_rank_that_fails_decides_the_exit_code(tmp_path, job):
     ended, out, err = Launched(tmp_path, ["--nproc", "2"], job=job).end()
     assert (ended, out) == (code, "")
     assert line in err
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_machines_meet_by_c10d(tmp_path):  # statically: test_faults.py
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nproc", "1", "--", "--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d",
-             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--local-addr",
-             "127.0.0.1"]  # fmt: skip
-    runs = [Launched(tmp_path, words, steps=60) for _ in range(2)]
-    runs[0].await_step(5)
-    os.kill(runs[0].pid(1), signal.SIGKILL)
-    ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "DONE steps=60" in "".join(out for _, out, _ in ends)

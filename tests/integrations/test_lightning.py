@@ -377,19 +377,6 @@ def test_what_cannot_be_honoured_is_refused():
         pass
 
 
-def test_a_refused_fit_leaves_the_module_as_it_was():
-    class Own(Regression):
-        def backward(self, loss):
-            loss.backward()
-
-    model = Own()
-    start = weights(model)
-    with pytest.raises(PrecisionError, match=r"Own has a backward\(\) of its own"):
-        fit(HalfstepPrecision("bf16-master"), model)
-    assert same(weights(model), start)
-    assert not model.losses
-
-
 # The scaler -----------------------------------------------------------------------------------
 
 

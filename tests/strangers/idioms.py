@@ -151,19 +151,6 @@ def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
 
 
-@idiom
-def gradients_by_autograd_grad(kit: Kit) -> None:
-    loop = usual(kit)
-    parameters = [*loop.model.parameters()]
-    for number in range(STEPS):
-        back(loop, number)
-        with loop.autocast():
-            loss = loss_of(loop.model, number + 50)
-        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.grad = p.grad + 0.5 * g
-        loop.step()
-
-
 @by_loss
 def gradient_reversal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     hidden = model[1](model[0](x))
@@ -308,14 +295,6 @@ def sparse_embedding(kit: Kit) -> None:
 # --- the same, as others write it -----------------------------------------------------------------
 
 
-@between
-def total_norm_then_clip(loop: Loop, number: int, kit: Kit) -> None:
-    held = [*loop.model.parameters()]
-    norm = nn.utils.get_total_norm([p.grad for p in held])
-    kit.seen.append(float(norm))
-    nn.utils.clip_grads_with_norm_(held, 0.2, norm)
-
-
 @idiom
 def hook_that_takes_gradients_away(kit: Kit) -> None:
     """As offloading does: each is moved out when it has arrived, and back before the step."""
@@ -450,17 +429,6 @@ def weights_tied_on_the_way(kit: Kit) -> None:
         if number == 2:
             model[2].weight = model[0].weight
             kit.start[-1] = flat(model)
-        back(loop, number)
-        loop.step()
-
-
-@idiom
-def head_replaced_on_the_way(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        if number == 2:
-            loop.model[2] = mlp(5)[2]
-            loop.optimizers[0].add_param_group({"params": loop.model[2].parameters()})
         back(loop, number)
         loop.step()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -99,6 +99,16 @@ class Memory:
         how += f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
         rows.append(("total", size_text(self.total), how))
         return aligned(rows, {1})
+
+
+def parts_table(several: Sequence[Memory], *more: tuple[str, Sequence[str]]) -> str:
+    """Align the parts of several steps, one a row; ``more`` are columns with their heads."""
+    parts = [part for part in PARTS if any(one.part(part) for one in several)]
+    rows = [("policy", *parts, "total", *(head for head, _ in more))]
+    for i, one in enumerate(several):
+        sizes = [size_text(one.part(p)) if one.part(p) else "-" for p in parts]
+        rows.append((one.policy, *sizes, size_text(one.total), *(cells[i] for _, cells in more)))
+    return aligned(rows, range(1, len(rows[0])))
 
 
 def size_text(size: float) -> str:
