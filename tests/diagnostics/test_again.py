@@ -1,5 +1,8 @@
 """A search of the first cause leaves everything around it as it was."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -60,6 +63,22 @@ def test_buffers_are_left_as_they_are(model, shape, ending):
         tensor, value = before[name]
         assert buffer is tensor, name
         assert torch.equal(buffer, value), name
+
+
+def test_random_numbers_of_python_and_numpy_are_left_as_they_are():
+    model = nn.Linear(4, 1)
+    random.seed(0)
+    np.random.seed(0)  # a mixup draws from it
+
+    def loss(x):
+        share = np.random.beta(0.5, 0.5) * random.random()
+        return model(x * share).sum()
+
+    assert first_cause(model, lambda: loss(broken(8, 4))) is not None
+    drawn = random.random(), np.random.beta(0.5, 0.5)
+    random.seed(0)
+    np.random.seed(0)
+    assert drawn == (random.random(), np.random.beta(0.5, 0.5))
 
 
 @pytest.mark.parametrize("policy", ["", "bf16-mixed", "fp16-mixed"])

@@ -336,10 +336,8 @@ class GradScaler(torch.amp.GradScaler):
             what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
             half = [p for p, grad in stored_gradients(optimizer) if grad.dtype == torch.float16]
             refuse_half(optimizer, half, self._names, what)
-        ranks, sharded = (
-            self._agreeing(found_inf.device),
-            {*map(is_sharded, with_gradients(optimizer))},
-        )
+        ranks = self._agreeing(found_inf.device)
+        sharded = {is_sharded(p) for p in with_gradients(optimizer)}
         alone = isinstance(ranks, OneRank)
         torchs = sharded <= {False} or (alone and sharded == {True})
         source: Any = optimizer if torchs else LocalGradients(optimizer)
