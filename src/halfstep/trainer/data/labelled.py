@@ -14,14 +14,7 @@ import numpy as np
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.records import (
-    Lines,
-    Rows,
-    decode,
-    open_records,
-    parse_objects,
-    read_lines,
-)
+from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
 
 USUAL = {
     "text": ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容"),
@@ -86,7 +79,7 @@ def read_texts(source: Path | BinaryIO, text_column: str = "") -> Iterator[str]:
     return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}))
 
 
-def _plain(lines: Lines, name: str) -> Rows:
+def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
     for number, line in lines:
         yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
 
