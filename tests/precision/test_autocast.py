@@ -494,8 +494,16 @@ def test_a_model_converted_afterwards_is_refused_where_the_context_is_entered(na
     model = mlp()
     precision = Precision(scaled(name), model, torch.optim.SGD(model.parameters()))
     model.double()
-    with pytest.raises(PrecisionError, match="another dtype than when"), precision.autocast():
+    with pytest.raises(PrecisionError, match="another dtype or device"), precision.autocast():
         pass
     model.to(precision.policy.param_dtype)
     with precision.autocast():
+        pass
+
+
+def test_a_model_moved_afterwards_is_refused_where_the_context_is_entered():
+    model = mlp()
+    precision = Precision("fp32", model, torch.optim.SGD(model.parameters()))
+    model.to("meta")
+    with pytest.raises(PrecisionError, match="another dtype or device"), precision.autocast():
         pass

@@ -89,7 +89,7 @@ def test_a_head_of_another_size_is_trained_saved_and_loaded(policy):
     saved = precision.state_dict()
     assert saved["masters"]["1.weight"].shape == (3, 4)
     precision.load_state_dict(saved)
-    precision.take_weights_()
+    precision.start_from_(dict(model.named_parameters()))
     assert torch.equal(precision.state_dict()["masters"]["1.weight"], model[1].weight.float())
 
 

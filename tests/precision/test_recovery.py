@@ -72,7 +72,7 @@ def test_skip_leaves_out_k_in_a_row_and_then_stops(policy, poison):
         with pytest.raises(NonFiniteError):
             step(model, precision, 3, poison)
     assert step(model, precision, 4).applied
-    assert precision.skipped_in_a_row == 0
+    assert precision.progress.skipped_in_a_row == 0
 
 
 @pytest.mark.filterwarnings("ignore:the step is left out")

@@ -48,7 +48,7 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.masters.stepping import DeviceDecision
+from halfstep.precision.masters.stepping import DeviceDecision, OwnOptimizer
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed")
@@ -73,7 +73,7 @@ class _Kept:
     number: npt.NDArray[np.float64]  # the step number in the parameter's state, the same memory
 
 
-class LowPrecisionOptimizer(Optimizer):
+class LowPrecisionOptimizer(OwnOptimizer):
     """An optimizer whose weights and moments may have less than 32 bits.
 
     Group options besides the algorithm's own:

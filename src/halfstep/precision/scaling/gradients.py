@@ -286,6 +286,11 @@ class Progress:
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
 
+    @property
+    def steps(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self.applied_total + self.skipped_total
+
     def applied(self, judged: Judged) -> StepResult:
         """Count an applied step, after which the loss scale holds or grows."""
         scale, calibrating = self.loss_scale.value, self.calibrating
