@@ -208,14 +208,6 @@ def test_a_with_block_closes_at_its_end():
         pass
 
 
-def test_a_with_block_closes_on_an_error_and_does_not_hide_it():
-    model = net()
-    first = Precision("bf16-master", model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(KeyError, match="mine"), first:
-        raise KeyError("mine")
-    assert not first._released.alive
-
-
 def test_a_model_under_another_precision_is_refused_until_that_is_closed():
     model = net()
     _, first = under("fp16-mixed", model)

@@ -182,12 +182,6 @@ def test_the_average_is_of_the_exact_masters_and_can_be_tried():
         EMA(Gain(1.0)).load_state_dict(ema.state_dict())
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_a_bad_average_is_refused(decay):
-    with pytest.raises(PrecisionError, match="0 < decay < 1"):
-        EMA(mlp(), decay=decay)
-
-
 def test_several_optimizers_step_together_or_not_at_all():
     model = mlp()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)

@@ -12,7 +12,6 @@ from every import every
 from halfstep import Precision, PrecisionError, explain_model, parse_policy
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.casting.cast import (
-    Region,
     add_regions_,
     remove_regions_,
 )
@@ -214,25 +213,6 @@ def test_a_shared_module_that_rules_place_in_two_formats():
     prepared("bf16-mixed", Twice(), ("type:Linear", "fp32"))
 
 
-def test_a_shared_module_without_parameters_follows_its_callers():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            act = nn.GELU()
-            self.a = nn.Sequential(nn.Linear(2, 2), act)
-            self.b = nn.Sequential(nn.Linear(2, 2), act)
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    precision, model = prepared("bf16-master", Shared(), ("a", "fp32"))
-    seen = []
-    model.a[1].register_forward_hook(lambda m, args, output: seen.append(output.dtype))
-    with precision.autocast():
-        model(torch.ones(1, 2))
-    assert seen == [F32, B16]
-
-
 def test_attention_is_one_piece():
     attention = nn.MultiheadAttention(4, 2)
     message = "separates out_proj from the model, a MultiheadAttention"
@@ -375,9 +355,6 @@ def test_an_exception_leaves_autocast_as_it_was(error):
     assert not torch.is_autocast_enabled("cpu")
 
 
-# --- masters and updates -------------------------------------------------------------------------
-
-
 # --- the wrapped forward -------------------------------------------------------------------------
 
 
@@ -400,22 +377,6 @@ def test_a_compiled_model_runs_the_same_without_a_graph_break(name, monkeypatch)
         precision.masters.clear()
     torch._dynamo.reset()
     assert not differences(*found)
-
-
-def test_a_second_precision_replaces_the_regions_of_the_first():
-    model = Net()
-    Precision(with_rules("bf16-mixed", ("head", "fp32")), model, optimizer_for("", model))
-    precision = Precision(
-        with_rules("bf16-mixed", ("stem", "fp32")), model, optimizer_for("", model)
-    )
-    assert "forward" not in model.head.__dict__
-    assert not model.head._forward_pre_hooks
-    assert isinstance(model.stem.forward, Region)
-    assert len(model.stem._forward_pre_hooks) == 1
-    with precision.autocast():
-        assert model(torch.ones(1, 4)).dtype == F32
-    remove_regions_(model)
-    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_a_forward_that_somebody_else_replaced_is_kept():

@@ -433,7 +433,8 @@ class MasterWeights:
         keeper = None if weight is None else self._keeper(weight)
         if weight is not None and keeper is not None:
             with self.installed():
-                return keeper.read_master(weight.target)
+                exact: Tensor = keeper.read_master(weight.target)
+                return exact
         if weight is None or not weight.copied:
             return parameter.detach().to(torch.float32, copy=True)
         # the master itself is not changed: the write may be temporary

@@ -92,7 +92,7 @@ class OwnOptimizer(Optimizer):
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(type(optimizer))
+    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(optimizer.__class__)
 
 
 @cache
@@ -214,9 +214,9 @@ class DevicePath:
 
 def device_path(optimizers: Sequence[Optimizer], installed: Installed) -> DevicePath | None:
     """The way to step on the device; None where the host decides about every step."""
-    (optimizer, *others) = optimizers
-    if others or not isinstance(optimizer, OwnOptimizer):
+    own: Any = optimizers[0]
+    if len(optimizers) > 1 or not isinstance(own, OwnOptimizer):
         return None
-    if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(is_sharded(p) for group in own.param_groups for p in group["params"]):
         return None
-    return DevicePath(optimizer, installed) if optimizer.can_decide() else None
+    return DevicePath(own, installed) if own.can_decide() else None

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.errors import DataError
-from halfstep.kernels.library import may_run, new
+from halfstep.kernels.library import new
 from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
 from halfstep.precision.casting.cast import WITH_AUTOCAST
+from halfstep.precision.casting.op_casts import may_run
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
