@@ -201,9 +201,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
                 what :meth:`decide` has decided about these gradients.
-
-        Raises:
-            PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
         loss, factor, decision = None, 1.0, None
         if isinstance(multiplier, DeviceDecision):
@@ -512,9 +509,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         Moments are converted to this optimizer's format, exactly unless the saved ones are finer;
         remainders are loaded if both optimizers keep the same kind.
-
-        Raises:
-            PrecisionError: If a moment is missing or of another shape; nothing is changed then.
         """
         fresh: dict[Tensor, dict[str, Any]] = {}
 

@@ -47,10 +47,6 @@ class AdamW(LowPrecisionOptimizer):
             weight_decay: Decoupled weight decay, multiplied by ``lr``.
             storage: ``update``, the rounding mode of bf16 weights; ``moments``, their format;
                 ``seed``, of stochastic rounding.
-
-        Raises:
-            PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, or
-                an unsupported option or parameter dtype.
         """
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, **storage)
@@ -74,10 +70,6 @@ class SGD(LowPrecisionOptimizer):
         """Make the optimizer; it stores the moment even if ``momentum`` is 0.
 
         The first six arguments are those of ``torch.optim.SGD``.
-
-        Raises:
-            PrecisionError: For a number outside its range, nesterov without momentum, or for the
-                reasons of :class:`AdamW`.
         """
         if nesterov and (momentum <= 0 or dampening != 0):
             raise PrecisionError(
@@ -107,10 +99,6 @@ class Lion(LowPrecisionOptimizer):
         weight_decay: float = 0.0,
         **storage: Unpack[Storage],
     ) -> None:
-        """Make the optimizer; the options are those of :class:`AdamW`.
-
-        Raises:
-            PrecisionError: For a number outside its range, or the reasons of :class:`AdamW`.
-        """
+        """Make the optimizer; the options are those of :class:`AdamW`."""
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, options, **storage)

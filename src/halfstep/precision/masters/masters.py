@@ -95,10 +95,6 @@ class MasterWeights:
             placed: The policy and the model, whose Parameter objects stay the same objects; only
                 their storage changes.
             optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
-
-        Raises:
-            PrecisionError: If an optimizer was made for other formats than the policy's; nothing
-                is changed then.
         """
         policy, model = placed.policy, placed.model
         self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, OwnOptimizer)]
@@ -137,9 +133,6 @@ class MasterWeights:
         """Adopt parameters that have become trainable or were added to an optimizer.
 
         Those that are already 16-bit start from their 16-bit values; others are cast.
-
-        Raises:
-            PrecisionError: If an optimizer was given a tensor that is not the model's.
         """
         self._install(False)  # in case loading a state has raised half-way
         # model.to moves a parameter in place, or puts a new one in its place, as on meta

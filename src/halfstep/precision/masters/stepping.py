@@ -203,11 +203,7 @@ class DevicePath:
         return StepResult.later(read)
 
     def settle(self) -> None:
-        """Wait for the last step, if the host does not know its outcome.
-
-        Raises:
-            NonFiniteError: That of the last step.
-        """
+        """Wait for the last step, if the host does not know its outcome."""
         if self._pending is not None:
             self._pending()
 

@@ -345,11 +345,7 @@ class Progress:
         }
 
     def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
-        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit.
-
-        Raises:
-            PrecisionError: If the loss scale is damaged; nothing is changed then.
-        """
+        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit."""
         accepted = True
         try:
             self.loss_scale.load_state_dict(dict(state["loss_scale"]))
