@@ -93,18 +93,6 @@ def test_an_operand_compiled_for_the_cpu_has_the_bits_of_the_definition():
                     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_autocast_alone_cannot_round_layers():
-    with pytest.raises(PrecisionError, match="autocast needs the model"):
-        halfstep.autocast(POLICY, "cpu")
-    with pytest.raises(PrecisionError, match=r"0\.up is not in the format of policy nvfp4"):
-        halfstep.autocast(POLICY, "cpu", nn.Sequential(Block()))
-    model, _ = made("mxfp8,simulate=yes")
-    with pytest.raises(PrecisionError, match=r"0\.up is not in the format of policy nvfp4"):
-        halfstep.autocast(POLICY, "cpu", model)
-    with halfstep.autocast("mxfp8,simulate=yes", "cpu", model):
-        model(batch())
-
-
 STORED = "bf16-split,recipe=mxfp8,simulate=yes"
 
 
