@@ -89,10 +89,15 @@ class DeviceDecision:
 class OwnOptimizer(Optimizer):
     """An optimizer of ``halfstep.optim``, whose base class says what it can do besides torch's."""
 
+    def can_decide(self) -> bool:
+        """Whether the device can decide about its steps."""
+        return False
+
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(optimizer.__class__)
+    kind: Any = type(optimizer)
+    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(kind)
 
 
 @cache
