@@ -19,7 +19,7 @@ from halfstep.optim.moments import BLOCK
 from halfstep.optim.state import CODES, REMAINDER, TOPS
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update, master, random_key
-from halfstep.precision.masters.stepping import DeviceDecision, KeepsMasters
+from halfstep.precision.masters.stepping import DeviceDecision, OwnOptimizer
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.shown import aligned
 
@@ -110,7 +110,7 @@ class Chooser:
 
 def is_own(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
-    return isinstance(optimizer, KeepsMasters)
+    return isinstance(optimizer, OwnOptimizer)
 
 
 def before_step(

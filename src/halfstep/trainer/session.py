@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
-from halfstep.precision.masters.stepping import KeepsMasters
+from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
@@ -93,7 +93,7 @@ class Session:
     @property
     def applied(self) -> int:
         """Steps that updated the weights."""
-        return self.step - self.precision.skipped_total
+        return self.step - self.precision.progress.skipped_total
 
     def micro_batches(self) -> tuple[list[Batch], list[int]]:
         """Return this rank's micro-batches of the next step, and a dropout seed for each.
@@ -258,7 +258,7 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[st
 
 
 def convert_optimizer_tensors(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
+    optimizer: Any, names: Mapping[nn.Parameter, str], tensors: dict[str, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
     """Convert the state that :func:`optimizer_tensors` saved to this optimizer's formats.
 
@@ -275,7 +275,8 @@ def convert_optimizer_tensors(
         parameter = parameters[name]
         # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
         saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    if isinstance(optimizer, KeepsMasters):
+    ours = isinstance(optimizer, OwnOptimizer)
+    if ours:
         return {
             parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
         }
@@ -350,8 +351,9 @@ def _precision(
 ) -> tuple[EMA | None, Precision]:
     """Make the optimizer, the moving average and the precision of a model that is in its place."""
     run = task.config.run
-    optimizer: Optimizer = task.optimizer(policy)
-    if world.size > 1 and isinstance(optimizer, KeepsMasters):
+    optimizer: Any = task.optimizer(policy)
+    ours = isinstance(optimizer, OwnOptimizer)
+    if world.size > 1 and ours:
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
     ema = part("precision.ema:EMA")(task.model, run.ema_decay) if run.ema_decay else None
