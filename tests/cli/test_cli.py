@@ -94,9 +94,6 @@ def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     exported = halfstep("export", "--run", path, "--to", "hf", "--output", target)
     assert exported.returncode == 0, exported.stderr
     assert {"config.json", "model.safetensors"} <= {p.name for p in target.iterdir()}
-    same = halfstep("generate", "--model", target, "--prompt", "the quick",
-                    "--max-new-tokens", 20, "--precision", "bf16-mixed")  # fmt: skip
-    assert same.stdout == first.stdout, same.stderr
     cold = halfstep("generate", "--run", path, "--temperature", "-1")
     assert cold.returncode == 2
     assert "temperature" in cold.stderr

@@ -19,8 +19,6 @@ from tests.trainer.lm_folders import EOS, alpaca, chats, opened, save_base, writ
 
 from halfstep.cli import train
 from halfstep.cli.main import main
-from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.models.pretrained import quiet
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
@@ -72,12 +70,6 @@ def test_a_run_says_what_it_trains_and_leaves(place, halfstep, tmp_path):
         "config.toml", "env.json", "metrics.jsonl", "tokenizer", "model",
         "prompt.json", "checkpoints", "run.lock",
     }  # fmt: skip
-
-
-def test_all_weights_take_smaller_steps_by_default():
-    names = [LMConfig.shipped(given) for given in ({"model.lora_r": "0"}, {})]
-    rates = [load_config(name).optimizer.learning_rate for name in names]
-    assert (names, rates) == (["lm-full", "lm-lora"], [2e-5, 2e-4])
 
 
 def test_evaluate_prints_loss_perplexity_and_precision(tuned, place, halfstep):
@@ -190,20 +182,6 @@ def test_export_merges_and_says_what_rounding_took(tuned, place, halfstep, tmp_p
     assert_refused(halfstep(*export, tmp_path / "float16"), "exists and is not an empty folder")
 
 
-def test_all_weights_are_exported_too(place, halfstep, tmp_path):
-    path = tmp_path / "r"
-    command = words(place, path, "gpt2", lora_r=0, precision="bf16-split", max_steps=2)
-    assert halfstep(*command, "--quiet")[1].splitlines()[-1] == f"model in {path / 'model'}"
-    export = ["export", "--run", path, "--to", "hf", "--output"]
-    assert "parameters in fp32\n" in halfstep(*export, tmp_path / "out")[1]
-    a, b = (load_file(p / "model.safetensors") for p in (path / "model", tmp_path / "out"))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert halfstep(*export, tmp_path / "half", "--dtype", "bf16")[0] == 0
-    half = load_file(tmp_path / "half" / "model.safetensors")
-    assert all(torch.equal(half[name], a[name].bfloat16()) for name in a)
-
-
 def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):
     for name in ("config.toml", "prompt.json"):
         (tmp_path / name).write_bytes((tuned / name).read_bytes())
@@ -224,9 +202,6 @@ def test_refusals_are_one_line(tuned, place, halfstep, tmp_path):
             folder = tuned / "model" if changes["model"] else ""
             command[command.index("--model") + 1] = str(folder)
         assert_refused(halfstep(*command, "--quiet"), complaint)
-    for option in ("--raw", "--base"):
-        done = halfstep("generate", "--model", tmp_path, option)
-        assert_refused(done, "are for runs of finetune lm")
     assert not (tmp_path / "r").exists()
 
 

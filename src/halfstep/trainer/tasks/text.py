@@ -30,13 +30,14 @@ from halfstep.trainer.data.batches import (
     validation_batches,
 )
 from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.generation import generate
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
-from halfstep.trainer.tasks.task import Measured, Progress, Task, Trained, share_of
+from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened
 
 
 class TextTask(Task):
@@ -70,9 +71,11 @@ class TextTask(Task):
             "--grad-accum",
         )
         self.model = GPT(shape, seed=run.seed)
-        self.config = dataclasses.replace(config, model=shape)
+        warmup = min(config.schedule.warmup_steps, run.max_steps)
+        self.notes = shortened(config.schedule.warmup_steps, warmup)
+        schedule = dataclasses.replace(config.schedule, warmup_steps=warmup)
+        self.config = dataclasses.replace(config, model=shape, schedule=schedule)
         self.smallest_batch = run.batch_size
-        self.notes: list[str] = []
         which = "training"
         try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
@@ -152,17 +155,13 @@ class TextTask(Task):
 
 
 class TrainedText(Trained):
-    """A model from a run of ``train``, or from a Hugging Face GPT-2 folder with its tokenizer."""
+    """A model from a run of ``train``."""
 
     model: GPT
     tokenizer: Tokenizer
 
     def load(self) -> None:
-        """Load the newest checkpoint of a run in fp32, or a GPT-2 folder."""
-        if self.config is None:
-            self.model = part("trainer.models.gpt2_folder:load_gpt2")(self.path)
-            self.tokenizer = load_tokenizer(self.path)
-            return
+        """Load the newest checkpoint of a run in fp32."""
         found = list_checkpoints(self.path / CHECKPOINTS)
         if not found:
             raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written yet")
@@ -191,8 +190,6 @@ class TrainedText(Trained):
         """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
         self.open(use)
         config = self.config
-        if config is None and not use.data:
-            raise ConfigError("evaluate --model needs --data, the text to measure on")
         if use.data:
             tokens = prepare_one(use.data, self.tokenizer, progress)
         else:
@@ -200,7 +197,7 @@ class TrainedText(Trained):
             tokens = prepare(data, progress=progress).validation
         batches = validation_batches(
             tokens,
-            block_size=config.block_size if config else self.model.config.block_size,
+            block_size=config.block_size,
             batch_size=use.batch_size,
             max_batches=use.max_batches or None,
         )
