@@ -61,7 +61,7 @@ def test_only_what_is_given_is_known():
         (["generate", "--run", "r", "--promt", "x"], "unknown option --promt, did you mean"),
         (["generate", "--run", "r", "--seed", "x"], "--seed: 'x'; allowed: an integer"),
         (["predict", "--input", "-", "--run", "r", "--model", "m"], "give one of --run and --mod"),
-        (["generate"], "give one of --run and --model"),
+        (["generate"], "--run is missing"),
         (["export", "--run", "r", "--output", "o"], "--to is missing"),
         (["export", "--run", "r", "--output", "o", "--to", "gguf"], "--to: 'gguf'; allowed: hf"),
         (["train", "--seed"], "expected one argument; see halfstep train --help"),
