@@ -29,6 +29,9 @@ OTHERS = {
     "os._exit": "Python",
     "?._cdata": "a tensor's address, in torch's own tests of identity",
     "?._model_mapping": "transformers",
+    "auto._model_mapping": "transformers",
+    "optimizer._optimizer_step_pre_hooks": "an optimizer made for a probe would load Dynamo",
+    "optimizer._optimizer_step_post_hooks": "an optimizer made for a probe would load Dynamo",
     "?._option_string_actions": "argparse",
     "parser._option_string_actions": "argparse",
     "self._actions": "argparse",
@@ -50,6 +53,8 @@ OBJECTS = {
     "_backward_hooks": "Module._backward_hooks",
     "_backward_pre_hooks": "Module._backward_pre_hooks",
     "_version": "Tensor._version",
+    "_optimizer_step_pre_hooks": "Optimizer._optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks": "Optimizer._optimizer_step_post_hooks",
     "_values": "Tensor._values",
     "_sequence_nr": "Node._sequence_nr",
 }

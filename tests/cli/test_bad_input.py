@@ -81,13 +81,13 @@ def test_a_mistake_is_one_line(refused, words, message):
         (["--model.block_size", "1000000000000"], "needs at least"),
         (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
         (["--learning-rate", "9" * 5000], "optimizer.learning_rate"),
-        (["--output-dir", LONG], "a name is too long for this file system"),
+        (["--output-dir", LONG], "File name too long"),
         (["--config", LONG], "unknown configuration"),
         (["--config", LONG + ".toml"], "cannot be read"),
         (["--precision", LONG + ".toml"], "policy file"),
         (["--precision", "bf16" * 1000], "unknown precision policy"),
         (["--data", LONG], LONG[:100]),
-        (["--tokenizer", LONG], "tokenizer"),
+        (["--tokenizer", LONG], LONG[:100]),
     ],
 )  # fmt: skip
 def test_a_run_that_cannot_be(refused, corpus, options, words):

@@ -122,7 +122,7 @@ def test_explain_and_env(halfstep):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("data.txt", b"", ["data.txt", "empty"]),
+        ("data.txt", b"", ["data.txt", "no text"]),
         ("data.txt", b"abc\xff\xfe", ["data.txt", "UTF-8"]),
         ("data.txt", b"short", ["data", "block_size"]),
         ("d/picture.png", b"\x89PNG", ["/d"]),

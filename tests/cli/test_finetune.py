@@ -248,4 +248,4 @@ def test_bad_words_are_one_line(files, bert, tmp_path, halfstep, monkeypatch):
     assert_refused(done, "--train")
     done = classify(halfstep, "--resume", "--device", "cpu")
     assert_refused(done, "--resume needs --output-dir")
-    assert_refused(halfstep("finetune"), "finetune what? One of: classify, lm")
+    assert_refused(halfstep("finetune"), "did you mean 'finetune lm'?")

@@ -192,7 +192,7 @@ def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):
 def test_refusals_are_one_line(tuned, place, halfstep, tmp_path):
     for changes, complaint in (
         ({"model": ""}, "model.source is empty; name a model to tune by --model"),
-        ({"max_length": 12}, "no document of 40 is left"),
+        ({"max_length": 12}, "no document of 40 has a token"),
         ({"lora_targets": "nose"}, "no linear layer has the target"),
         ({"train": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"model": "ADAPTER"}, "holds an adapter, not a model"),

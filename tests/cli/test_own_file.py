@@ -69,4 +69,4 @@ def test_an_id_outside_the_table_is_one_line(own, tmp_path, halfstep):
     words = words_of(own, tmp_path / "r", "--labels", *NAMES[:2])
     code, out, err = halfstep("finetune", "classify", *words)
     assert (code, out) == (2, "")
-    assert "train.json: item 3: unknown label '2': data.labels lacks it" in err
+    assert "train.json: item 3: unknown label '2' (allowed: " in err

@@ -37,13 +37,13 @@ def one(corpus, tmp_path_factory):
 DIES_SAVING = """
 import os, signal
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
-    from halfstep.trainer.checkpoint import saver
-    real = saver.save_part
-    def save_part(folder, step, *more):
+    from halfstep.trainer import checkpoint
+    real = checkpoint.save_snapshot
+    def save_snapshot(folder, step, *more):
         if step == 12:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(folder, step, *more)
-    saver.save_part = save_part
+    checkpoint.save_snapshot = save_snapshot
 """
 
 

@@ -247,9 +247,9 @@ def test_other_texts_are_counted_as_by_hand(runs, tmp_path, halfstep):
     assert len(table) == len((run / "report.txt").read_text().rstrip("\n").split("\n"))
     # texts that cannot be counted, a class that the model does not know
     write_csv(file, [*texts[:9], (" ", "joy")])
-    assert_refused(halfstep(*words), "test.csv:11: the text is empty; remove it")
+    assert_refused(halfstep(*words), "test.csv:11: the text must be a string, got an empty one")
     write_csv(file, [*texts[:9], ("glad sun", "boredom")])
-    assert_refused(halfstep(*words), "unknown label 'boredom'", "the classifier has no such class")
+    assert_refused(halfstep(*words), "unknown label 'boredom' (allowed: 'joy', 'sad', '怒')")
 
 
 def test_outputs_beyond_the_format_are_no_score(runs, tmp_path, predict, halfstep):

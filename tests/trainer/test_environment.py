@@ -83,9 +83,6 @@ def test_a_named_device_is_answered_from_the_table(kind, monkeypatch):
         (["--device", "mps"], "take fp32: mps (Apple M)"),  # where there is no Mac
         (["--device", "T4", "A100"], "T4      fp16-mixed  T4 (Turing)"),
         ([], "take "),
-        ([], "cpu       "),
-        ([], "optimizer_kernel  "),
-        ([], "precision     here"),
     ],
 )
 def test_what_the_command_prints(capsys, words, said):

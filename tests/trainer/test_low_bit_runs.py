@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from halfstep.cli.main import main
@@ -60,9 +58,7 @@ def test_commands_on_a_run_below_16_bits(corpus, tmp_path, capsys):
     ):
         assert main(command) == 0, (command, capsys.readouterr().err)
     capsys.readouterr()
-    saved = tmp_path / "trace.json"
-    assert main(["trace", path, "--save", str(saved)]) == 0
-    table = json.loads(saved.read_text())
-    assert table["differences"] == []
-    forms = {row["inputs"][0] for row in table["operations"] if row["op"] == "wgrad"}
-    assert forms == {"nvfp4 simulated"}
+    assert main(["trace", path]) == 0
+    weights = [line for line in capsys.readouterr().out.splitlines() if "wgrad" in line]
+    assert weights
+    assert all("nvfp4 simulated" in line for line in weights)
