@@ -472,7 +472,6 @@ def _record(
         sent_bytes_fp32=fp32 or None,
         tokens=session.tokens,
         tokens_per_second=tokens / seconds,
-        flops_per_second=session.task.flops(tokens) / seconds,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
 

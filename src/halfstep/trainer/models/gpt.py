@@ -172,19 +172,6 @@ class GPT(nn.Module):
         """Count the parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, block_size: int) -> int:
-        """Count the operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
-
-        N counts all parameters except position embeddings; the tied table counts because the head
-        multiplies by it. As is usual for model FLOPs utilisation, attention is counted in full, as
-        if it were not causal, and recomputation by activation checkpointing is not counted. T is
-        ``block_size``.
-
-        **Source:** Chowdhery et al. 2022, "PaLM", appendix B: 6 N + 12 L H Q T with H Q = n_embd.
-        """
-        n = self.num_parameters() - self.wpe.weight.numel()
-        return 6 * n + 12 * self.config.n_layer * self.config.n_embd * block_size
-
 
 # The parts of a GPT block in plain torch, correct in fp32, under autocast and in all-16-bit alike.
 #

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -91,10 +90,6 @@ class Task(Protocol):
 
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch over all ranks, without padding."""
-
-    def flops(self, tokens: float) -> float:
-        """Return the floating-point operations of training on this many tokens, where known."""
-        return math.nan
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Evaluate the model, which is in evaluation mode; every target once over all ranks."""

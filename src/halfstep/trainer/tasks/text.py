@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -119,14 +118,6 @@ class TextTask(Task):
         """Return the tokens of a step's batch, the same number in every step."""
         return self.config.run.batch_size * self.config.block_size
 
-    def flops(self, tokens: float) -> float:
-        """Return the floating-point operations of a step over this many tokens."""
-        return self._flops_per_token * tokens
-
-    @cached_property
-    def _flops_per_token(self) -> int:
-        return self.model.flops_per_token(self.config.block_size)
-
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
@@ -168,11 +159,7 @@ class TrainedText(Trained):
         weights = exported(load_checkpoint(found[-1], kinds=EXPORTED)).weights
         self.tokenizer = load_tokenizer(self.path / "tokenizer")
         self.model = GPT(_with_vocabulary(self.config, self.tokenizer))
-        expected = dict(self.model.named_parameters())
-        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in expected.items()}:
-            raise CheckpointError(f"{found[-1]}: its weights do not fit the run's configuration")
-        for name, parameter in expected.items():
-            parameter.data.copy_(weights[name])
+        self.model.load_state_dict(weights)
 
     def generate(self, use: Generating) -> str:
         """Return the prompt and its continuation; without a prompt, start a new document."""
