@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import pytest
@@ -12,9 +11,7 @@ from tests.cli.ranks import assert_refused
 from tests.trainer.classifiers import (
     checkpoint_of,
     metrics,
-    rows,
     write_bert,
-    write_csv,
     write_files,
 )
 
@@ -65,36 +62,6 @@ def test_a_run_from_text_to_predictions(files, tmp_path, halfstep):
     assert (config.run.epochs, config.run.max_steps, config.run.seed) == (2, 18, 7)
     assert config.optimizer.learning_rate == 3e-3
     assert config.name == "classify-scratch"
-
-
-def test_a_pretrained_model_has_its_own_defaults(files, bert, tmp_path, halfstep):
-    path = tmp_path / "r"
-    words = words_of(files, path, "--quiet", "--model", bert, steps=2)
-    assert classify(halfstep, *words)[0] == 0
-    config, shipped = load_config(str(path / "config.toml")), load_config("classify-pretrained")
-    assert config.optimizer == shipped.optimizer
-    assert config.name == "classify-pretrained"
-    # its own model goes on from there, head and all
-    words = words_of(files, tmp_path / "s", "--model", path / "model", steps=1)
-    code, _, err = classify(halfstep, *words)
-    assert code == 0
-    assert "the layer that gives the classes is new" not in err
-
-
-def test_notes_are_printed(tmp_path, halfstep):
-    pairs = rows(60, seed=1)
-    files = (
-        write_csv(tmp_path / "train.csv", [*pairs, ("glad", "Joy "), (pairs[5][0], "sad"),
-                                           (pairs[5][0], "joy")]),
-        write_csv(tmp_path / "dev.csv", [("glad sun", "joy"), (pairs[5][0], "joy")]),
-    )  # fmt: skip
-    words = words_of(files, tmp_path / "r", "--max-length", 9, steps=1)
-    code, _, err = classify(halfstep, *words)
-    assert code == 0, err
-    notes = [line.removeprefix("note: ") for line in err.splitlines() if "note: " in line]
-    together = "\n".join(notes)
-    assert re.search(r"\d+ of 63 training texts are longer than 9 tokens and were cut", together)
-    assert "1 of 2 dev texts also stand in train" in together
 
 
 # --- resume ---

@@ -19,6 +19,7 @@ from tests.trainer.lm_folders import EOS, alpaca, chats, opened, save_base, writ
 
 from halfstep.cli import train
 from halfstep.cli.main import main
+from halfstep.trainer.data.instructions import ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained import quiet
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
@@ -108,9 +109,6 @@ def test_generate_answers_and_goes_on(tuned, halfstep):
     assert halfstep(*asked, "--temperature", "0", "--seed", "7")[1] == out
     drawn = [halfstep(*asked, "--seed", seed, "--temperature", "2")[1] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    raw = halfstep(*asked, "--raw", "--temperature", "0")[1]
-    assert raw.startswith("turn round: red blue")
-    assert halfstep(*run, "--raw")[0] == 0  # begins a document
     for bad, complaint in (
         (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be finite and 0 or more"),
@@ -120,20 +118,22 @@ def test_generate_answers_and_goes_on(tuned, halfstep):
 
 
 def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
-    run = ["generate", "--run", tuned, "--device", "cpu", "--precision", "fp32", "--raw",
+    run = ["generate", "--run", tuned, "--device", "cpu", "--precision", "fp32",
            "--prompt", "turn round: red blue", "--max-new-tokens", "24"]  # fmt: skip
     code, base, err = halfstep(*run, "--base", "--temperature", "0")
     assert (code, err) == (0, "")
     with quiet(), torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama").float().eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(place / "llama")
-        ids = tokenizer("turn round: red blue", return_tensors="pt").input_ids
+        words = ALPACA_WITHOUT_INPUT.format(prompt="turn round: red blue")
+        asked = ids = tokenizer(words, return_tensors="pt").input_ids
         assert ids[0, 0] == tokenizer.bos_token_id
         for _ in range(24):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(dim=-1)], dim=1)
             if ids[0, -1] == tokenizer.eos_token_id:
                 break
-    assert base.strip() == tokenizer.decode(ids[0], skip_special_tokens=True).strip()
+    answer = tokenizer.decode(ids[0, asked.shape[1] :], skip_special_tokens=True)
+    assert base.strip() == answer.strip()
     lm = opened(tuned, "fp32")
     with torch.no_grad():
         after, want = lm.model.model(ids).logits, model(ids).logits

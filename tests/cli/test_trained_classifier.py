@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import re
 import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -128,18 +125,6 @@ def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, kind):
     assert objects(predict(*run, stdin="气 火\r\n".encode())[1])[0]["text"] == "气 火"
 
 
-def test_texts_are_cut_as_in_training_and_counted(runs, tmp_path, predict):
-    pairs = rows(41, seed=2)
-    code, out, err = predict("--run", runs["bert"], "--input", write_csv(tmp_path / "d.csv", pairs))
-    assert code == 0
-    assert re.fullmatch(r"note: \d+ texts were cut at 12 tokens\n", err)
-    right = sum(
-        each["label"] == label for each, (_, label) in zip(objects(out), pairs, strict=True)
-    )
-    # the last evaluation is the best or is not; the model is of the best
-    assert right / 41 == json.loads((runs["bert"] / "report.json").read_text())["accuracy"]
-
-
 def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps({"text": t}) for t in TEXTS]
@@ -151,28 +136,6 @@ def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
     out.write_text("an earlier one")
     assert predict(*words)[0] == 2
     assert out.read_text() == "an earlier one"
-
-
-def test_an_output_that_is_no_file_is_written_to_as_it_is(runs, tmp_path, predict):
-    """A link, the name of standard output, and a pipe as of a shell's ``--output >(gzip > x)``."""
-    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
-    link.symlink_to(target)
-    words = ["--run", str(runs["scratch"]), "--input", "-", "--output"]
-    assert predict(*words, link, stdin=b"glad\n")[0] == 0
-    assert link.is_symlink()
-    assert objects(target.read_text("utf-8"))[0]["text"] == "glad"
-    reading, writing = os.pipe()
-    for output in ("/dev/stdout", f"/dev/fd/{writing}"):
-        done = subprocess.run(
-            [sys.executable, "-m", "halfstep", "predict", *words, output], input=b"glad\n",
-            capture_output=True, pass_fds=[writing],
-        )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, b"")
-        if output == "/dev/stdout":
-            assert objects(done.stdout.decode())[0]["text"] == "glad"
-    os.close(writing)
-    with os.fdopen(reading, encoding="utf-8") as pipe:
-        assert objects(pipe.read())[0]["text"] == "glad"
 
 
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypatch):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.errors import HalfstepError, PrecisionError
 from halfstep.trainer.config.config import config_to_toml
-from halfstep.trainer.run import require_resumable
 from trainer.runs import assert_same_tensors, metrics, newest, run, small_config
 
 NVFP4 = "nvfp4,simulate=yes"
@@ -32,19 +30,6 @@ def test_a_run_below_16_bits_resumes_bit_for_bit(corpus, tmp_path, policy):
     assert_same_tensors(a.weights, b.weights)
     assert a.state["precision"] == b.state["precision"]
     assert whole[-1].record.step == 8
-
-
-def test_another_recipe_needs_to_be_asked_for(corpus):
-    before, after = small_config(corpus, NVFP4), small_config(corpus, "mxfp8,simulate=yes")
-    with pytest.raises(HalfstepError, match="precision"):
-        require_resumable(before, after)
-    require_resumable(before, after, other_precision=True)
-
-
-def test_without_simulate_the_trainer_refuses_before_it_makes_a_folder(corpus, tmp_path):
-    with pytest.raises(PrecisionError, match="a CPU has no nvfp4 products; add simulate"):
-        run(small_config(corpus, "nvfp4"), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
 
 
 def test_commands_on_a_run_below_16_bits(corpus, tmp_path, capsys):

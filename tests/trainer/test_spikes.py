@@ -8,9 +8,7 @@ from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, 
 
 from halfstep.diagnostics.metrics import EXCLUDE, Excluded
 from halfstep.errors import CheckpointError, SpikeError
-from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import require_resumable
 from halfstep.trainer.session import open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step is left out")
@@ -68,16 +66,6 @@ def test_stop_names_the_last_checkpoint_and_the_batch(corpus, tmp_path):
     assert metrics(tmp_path / "r")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
 
 
-def test_a_run_without_spikes_or_guard_writes_no_such_file(corpus, tmp_path):
-    follow(config(corpus, "skip:9"), tmp_path / "a", set())
-    follow(config(corpus, "off"), tmp_path / "b", {26})
-    assert not (tmp_path / "a" / EXCLUDE).exists()
-    assert not (tmp_path / "b" / EXCLUDE).exists()
-    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
-    assert a[:25] == b[:25]  # the guard changes nothing in a healthy step
-    assert b[25]["applied"]
-
-
 def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
     steps = {24, 25, 28}
     wanted = config(corpus, "skip:2", run__save_every=13)
@@ -96,12 +84,6 @@ def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
     one, two = (dict(s.precision.masters.items()) for s in (session, whole))
     assert_same_tensors(one, two)
     assert session.precision.state_dict()["spikes"] == whole.precision.state_dict()["spikes"]
-
-
-def test_the_answer_is_a_setting_that_a_resume_may_change(corpus):
-    one, other = config(corpus, "skip:3"), config(corpus, "skip:5")
-    assert config_to_table(other)["run"]["on_spike"] == "skip:5"
-    require_resumable(one, other)
 
 
 def test_lines_of_later_spikes_and_torn_ones_are_dropped_and_a_full_disk_is_told(corpus, tmp_path):

@@ -112,16 +112,6 @@ def test_no_token_lies_across_the_border(write):
     assert ids[:-1] != tokenizer.encode("Q:A")
 
 
-def test_the_seed_draws_what_is_held_out(write):
-    path = write("q.jsonl", SUMS)
-    held = [sorted(documents(read(path, seed=seed).dev_rows)) for seed in (0, 0, 1)]
-    assert held[0] == held[1] != held[2]
-    for seed in range(3):
-        data = read(path, seed=seed)
-        both = documents(data.train_rows) + documents(data.dev_rows)
-        assert len(both) == len(set(both)) == 40
-
-
 def test_the_hash_is_of_the_rows(write):
     path = write("q.jsonl", SUMS)
     first = read(path).sha256

@@ -141,13 +141,6 @@ def test_columns_can_be_named_and_each_input_has_its_own(write, tmp_path):
     assert "no such file" in refusal(pairs, tmp_path / "b.csv")
 
 
-def test_only_a_line_feed_ends_a_line(write):
-    text = "a\u2028b\u0085c\x0bd\x1ce"
-    assert pairs(write("a.csv", f"text,label\n{text},x\n")) == [(text, "x")]
-    line = json.dumps({"text": text, "label": "x"}, ensure_ascii=False)
-    assert pairs(write("a.jsonl", line + "\n")) == [(text, "x")]
-
-
 # Texts to predict.
 
 

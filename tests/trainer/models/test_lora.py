@@ -171,19 +171,6 @@ def test_a_merge_is_the_sum_rounded_once(kind, policy, tmp_path):
         torch.testing.assert_close(theirs(batch()[0]).logits.float(), wanted, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_updates_that_vanish_in_a_merge_are_counted(tmp_path, stored):
-    folder = save_lm(tmp_path / "m", "Llama", stored)
-    for dtype, lost in ((torch.bfloat16, True), (torch.float32, False)):
-        lora = add_lora(open_causal_lm(folder), r=1, alpha=1.0, targets=["up_proj"])
-        for parameter in lora.parameters():
-            if parameter.requires_grad:
-                parameter.data.fill_(1e-3)
-        _, max_error, vanished = lora.merge_(dtype)
-        # updates of 1e-6 beside weights of 0.2; a base that is rounded too is no update's fault
-        assert (vanished > 0.9, max_error > 0) == (lost, lost)
-
-
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")

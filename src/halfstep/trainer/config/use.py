@@ -59,9 +59,6 @@ class Generating(Use):
     max_new_tokens: int = option(200, "Write at most this many tokens.")
     temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
     seed: int = option(0, "Random seed of the sampling.")
-    raw: bool = option(
-        False, "For a run of finetune lm: go on from the prompt as it is, without its template."
-    )
     base: bool = option(
         False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
     )

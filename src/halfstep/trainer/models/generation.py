@@ -25,24 +25,21 @@ def generate(
     """Return a prompt continued by up to ``max_new_tokens`` tokens; the same seed, the same text.
 
     Only the last ``block_size`` tokens are seen. ``temperature`` 0 takes the most probable token
-    every time. Generation ends after ``stop_token``. The model's training mode is restored.
+    every time. Generation ends after ``stop_token``. The model is left in evaluation mode.
     """
     # Drawn on the CPU, so that they are the same on every device.
     uniforms = torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed))
     device = next(model.parameters()).device
-    tokens, was_training = list(tokens), model.training
+    tokens = list(tokens)
     model.eval()
-    try:
-        for uniform in uniforms.tolist():
-            window = torch.tensor([tokens[-model.config.block_size :]], device=device)
-            logits_V = require_finite_logits(model.last_logits(window))[0]
-            tokens.append(
-                sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
-            )
-            if tokens[-1] == stop_token:
-                break
-    finally:
-        model.train(was_training)
+    for uniform in uniforms.tolist():
+        window = torch.tensor([tokens[-model.config.block_size :]], device=device)
+        logits_V = require_finite_logits(model.last_logits(window))[0]
+        tokens.append(
+            sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
+        )
+        if tokens[-1] == stop_token:
+            break
     return tokens
 
 

@@ -257,30 +257,25 @@ class TrainedLM(Trained):
         else:
             super().cast_()
 
-    def answer(self, prompt: str, *, raw: bool = False, **drawing: Any) -> str:
+    def answer(self, prompt: str, **drawing: Any) -> str:
         """Return what the model writes to a prompt, without an end-of-text token.
 
         Args:
-            prompt: A user's question, or with ``raw`` the text to continue.
-            raw: Write no template around the prompt.
+            prompt: A user's question, or a text to continue.
             drawing: Options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
 
         Returns:
             The answer; where there is no template, the prompt and what follows it.
         """
         tokenizer = self.tokenizer
-        if raw:
-            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
-            ids += tokenizer.encode_plain([prompt])[0]
-        else:
-            ids = prompt_ids(prompt, tokenizer, self.template)
+        ids = prompt_ids(prompt, tokenizer, self.template)
         end = tokenizer.end_of_text()
         ids = ids or [end]  # in pretraining, every document follows this token
         ends = [[end], tokenizer.end_of_turn()]
         with self.around():
             written = generate_ids(self.model, ids, ends=ends, **drawing)
         decode = tokenizer.decode
-        if raw or self.template == "plain":
+        if self.template == "plain":
             return decode([*ids, *written])
         # decoded with the prompt, as a tokenizer may drop the space before the first word
         return decode([*ids, *written])[len(decode(ids)) :].strip()
@@ -288,8 +283,8 @@ class TrainedLM(Trained):
     def generate(self, use: Generating) -> str:
         """Return the answer to a prompt, or its continuation where there is no template."""
         self.open(use)
-        if not (use.prompt or use.raw or self.template == "plain"):
-            raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
+        if not (use.prompt or self.template == "plain"):
+            raise ConfigError("--prompt is empty; give what the model is to answer")
         around: AbstractContextManager[None] = nullcontext()
         if use.base:
             if not isinstance(self.model, LoraLM):
@@ -298,7 +293,7 @@ class TrainedLM(Trained):
                 )
             around = self.model.model.disable_adapter()
         with around:
-            return self.answer(use.prompt, raw=use.raw, **use.drawing)
+            return self.answer(use.prompt, **use.drawing)
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""

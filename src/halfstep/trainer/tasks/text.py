@@ -163,8 +163,8 @@ class TrainedText(Trained):
 
     def generate(self, use: Generating) -> str:
         """Return the prompt and its continuation; without a prompt, start a new document."""
-        if use.raw or use.base:
-            raise ConfigError("--raw and --base are for runs of finetune lm; leave them out")
+        if use.base:
+            raise ConfigError("--base is for LoRA runs of finetune lm; leave it out")
         self.open(use)
         tokenizer = self.tokenizer
         end = tokenizer.end_of_text
