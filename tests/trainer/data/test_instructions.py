@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import IGNORED
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import lm_batch
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, Merging, shown
 
 SUMS = [{"instruction": f"{n}+{n}?", "output": str(2 * n)} for n in range(40)]
@@ -30,7 +30,7 @@ def answers(rows):
     found = []
     for number in range(len(rows)):
         targets = lm_batch(rows, [number], 0)[1][0]
-        found.append(shown(targets[targets != IGNORED].tolist()))
+        found.append(shown(targets[targets != IGNORE_INDEX].tolist()))
     return found
 
 
@@ -42,7 +42,7 @@ def marked(write, record, tokenizer, **changed):
     """The text of a record as a document, learned tokens in brackets one by one."""
     path = write("one.jsonl", [record])
     rows = read(path, [path], tokenizer, **changed).train_rows
-    learned = [False, *(rows.targets[:-1] != IGNORED).tolist()]
+    learned = [False, *(rows.targets[:-1] != IGNORE_INDEX).tolist()]
     words = [shown([i]) for i in rows.ids.tolist()]
     return "".join(f"[{w}]" if x else w for w, x in zip(words, learned, strict=True))
 

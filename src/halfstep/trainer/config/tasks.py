@@ -154,9 +154,6 @@ class ClassifierConfig(PretrainedConfig):
     max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = option(
         128, "Tokens of a text, special ones included; longer texts are cut, and counted."
     )
-    vocab_size: Count = option(
-        0, "Vocabulary of the tokenizer that scratch trains; 0: the default of that size."
-    )
     label_smoothing: Share = option(
         0.0, "Share of each target's probability that is spread evenly over all classes."
     )

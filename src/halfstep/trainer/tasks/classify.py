@@ -86,8 +86,7 @@ class ClassifyTask(FinetuneTask):
         """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
-        vocabulary = choice.vocab_size or size.vocabulary
-        self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
+        self.tokenizer = train_tokenizer(data.train.texts, size.vocabulary, choice.max_length)
         self.model = make_classifier(
             size,
             self.labels,

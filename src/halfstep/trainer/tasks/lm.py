@@ -18,7 +18,7 @@ from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
-from halfstep.trainer.data.batches import IGNORED, evaluation_shares
+from halfstep.trainer.data.batches import evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
 from halfstep.trainer.data.token_file import Progress
@@ -30,6 +30,7 @@ from halfstep.trainer.models.causal_lm import (
     open_adapted_lm,
     open_causal_lm,
 )
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
@@ -160,7 +161,7 @@ def validation_rows(
     for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
         ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
         if not counts:
-            targets_BT = torch.full_like(targets_BT, IGNORED)
+            targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
         yield ids_BT, targets_BT, positions_BT
 
 

@@ -23,7 +23,6 @@ from halfstep.trainer.checkpoint import (
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import (
-    IGNORED,
     batch,
     start_of_sequence,
     validation_batches,
@@ -32,6 +31,7 @@ from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
 from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.generation import generate
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.shapes import GPTConfig
@@ -142,7 +142,7 @@ class TextTask(Task):
                 here = slice(rows.start, rows.stop)
                 yield tokens_BT[here], targets_BT[here]
             else:  # forwards may be collective, so this rank runs a row that does not count
-                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
+                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORE_INDEX)
 
 
 class TrainedText(Trained):
