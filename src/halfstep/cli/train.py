@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from halfstep.cli.commands import Request
@@ -45,8 +44,6 @@ def run(request: Request) -> int:
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
-        elif "run.parallel" not in request.given:
-            config = _fitting(config, world.size)
         return _train(request, config, path, world, resuming=resuming)
 
 
@@ -76,17 +73,6 @@ def _train(
     return INTERRUPTED if outcome.interrupted else 0
 
 
-def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
-    """Keep the run's layout if it fits the number of ranks; otherwise use data over all ranks.
-
-    Any layout can resume any other's checkpoint; the first line of a run shows which is used.
-    """
-    parallel = config.run.parallel
-    if isinstance(parallel, str) or parallel.size == ranks:  # empty, or a layout that fits
-        return config
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
-
-
 def _requested(request: Request) -> BaseConfig:
     """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
@@ -94,8 +80,8 @@ def _requested(request: Request) -> BaseConfig:
         if named is None:
             raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
-    shipped = request.start.config or request.kind.shipped(request.given)
-    config = load_config(shipped, list(request.given.items()))
+    named = request.start.config or request.kind.shipped(request.given)
+    config = load_config(named, list(request.given.items()))
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "
