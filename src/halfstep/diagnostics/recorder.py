@@ -98,7 +98,7 @@ class Recorder:
     @property
     def _step(self) -> int:
         """Steps taken, skipped ones included."""
-        return self._precision.applied_total + self._precision.skipped_total
+        return self._precision.progress.steps
 
     def batch(self, **where: Any) -> None:
         """Number a micro-batch; call it before its forward.

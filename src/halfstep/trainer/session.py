@@ -92,7 +92,7 @@ class Session:
     @property
     def applied(self) -> int:
         """Steps that updated the weights."""
-        return self.step - self.precision.skipped_total
+        return self.step - self.precision.progress.skipped_total
 
     def micro_batches(self) -> tuple[list[Batch], list[int]]:
         """Return this rank's micro-batches of the next step, and a dropout seed for each.
