@@ -33,7 +33,7 @@ ALLOWED = {
     "report": {"errors", "files", "formats", "diagnostics", "precision.policy", "shown"},
     "trainer": {*LIBRARY, "report"},
     "trainer.models": {"errors", "files", "kernels", "option", "precision"},
-    "trainer.data": {"errors", "files", "option"},
+    "trainer.data": {"errors", "files", "option", "trainer.models"},
     "trainer.checkpoint": {"distributed", "errors", "files", "optim", "trainer.shards"},
     "trainer.shards": {"errors", "files", "optim", "precision"},
     "cli": {*LIBRARY, "integrations", "report", "trainer"},

@@ -24,7 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--lo
             "127.0.0.1", "--nproc-per-node", "2", "-m", "halfstep", "train"]  # fmt: skip
 PF_EXITING = 0x4  # Source: linux/sched.h
 SECONDS = 240  # a run that takes longer hangs
-TIMES = {"tokens_per_second", "flops_per_second", "peak_memory_bytes", "grad_norm"}
+TIMES = {"tokens_per_second", "peak_memory_bytes", "grad_norm"}
 
 
 def tiny(corpus, path, *, precision="fp32", steps=12, save=4):

@@ -65,7 +65,6 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--on-nonfinite", "skip"], "allowed: stop, skip:K"),
         (["generate", "--run", "/tmp"], "holds no run"),
         (["doctor", "--run.seed", "3"], "unknown option --run.seed; see halfstep doctor --help"),
-        (["evaluate", "--model", "HF"], "HF"),
     ],
 )
 def test_a_mistake_is_one_line(refused, words, message):

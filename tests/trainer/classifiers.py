@@ -83,7 +83,7 @@ def classify_config(files, *, shipped="classify-scratch", **overrides):
 
 def opened(folder, precision="fp32"):
     """The trained classifier of a model folder."""
-    use = Use(model=str(folder), device="cpu", precision=precision)
+    use = Use(run="", device="cpu", precision=precision)
     return TrainedClassifier(folder).open(use)
 
 

@@ -24,7 +24,7 @@ from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.text import TrainedText
 
 ON_CPU = [name for name in POLICIES if name not in ("tf32", "bf16-module")]  # GPUs, FSDP2 only
-TIMES = {"tokens_per_second", "flops_per_second", "peak_memory_bytes"}
+TIMES = {"tokens_per_second", "peak_memory_bytes"}
 
 
 def small_config(corpus, policy="bf16-mixed", **overrides):

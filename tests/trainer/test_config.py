@@ -74,30 +74,21 @@ def test_strings_of_the_command_line_become_the_fields_types():
     [
         *(("gpt-tiny", *case) for case in (
             ("run.max_stepz", "3", ["unknown key run.max_stepz", "did you mean 'max_steps'"]),
-            ("optimiser.eps", "3", ["unknown key optimiser", "did you mean 'optimizer'"]),
             ("run.max_steps", "many", ["run.max_steps", "'many'", "an integer"]),
             ("run.max_steps", 3.5, ["run.max_steps", "an integer"]),
-            ("run.max_steps", True, ["run.max_steps", "an integer"]),
             ("run.max_steps", "0", ["run.max_steps=0", ">= 1"]),
-            ("run.max_seconds", -1, ["run.max_seconds=-1.0; allowed: >= 0"]),
             ("run.seed", str(2**63), [f"run.seed={2**63}; allowed: 0 to 2^63 - 1"]),
             ("run.compile", "yes", ["run.compile", "true or false"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
-            ("optimizer.eps", "0", ["optimizer.eps=0.0; allowed: > 0"]),
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
             ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
             ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
-            ("schedule.min_ratio", 1.5, ["schedule.min_ratio=1.5; allowed: 0 to 1"]),
-            ("run", "3", ["run", "a section"]),
-            ("model.family", "gpt", ["unknown key model.family"]),
             ("name.x", "3", ["name is a value"]),
         )),
         ("classify-scratch", "run.epochs", 0, ["run.epochs=0.0; allowed: > 0"]),
         ("classify-scratch", "run.best_by", "f1", ["run.best_by: 'f1'; allowed: '', accuracy"]),
-        ("classify-scratch", "model.max_length", 2, ["model.max_length=2; allowed: integers"]),
         ("classify-scratch", "model.class_weights", "x", ["unknown key model.class_weights"]),
         ("lm-lora", "model.lora_r", -1, ["model.lora_r=-1; allowed: integers >= 0"]),
-        ("lm-lora", "model.dropout", 1, ["model.dropout=1.0; allowed: below 1"]),
     ],
 )  # fmt: skip
 def test_each_mistake_is_named(name, key, value, words):
@@ -160,5 +151,3 @@ def test_warm_up_is_a_share_of_the_steps_unless_given(ratio, given, steps, warmu
 
 def test_a_warm_up_ends_with_the_run():
     assert resolved(7, warmup_steps=50, epochs=3).schedule.warmup_steps == 21
-    config = load_config("gpt-tiny", [("run.max_steps", 5)])
-    assert config.schedule.warmup_steps == 5

@@ -17,7 +17,6 @@ from trainer.runs import (
     assert_same_tensors,
     metrics,
     newest,
-    overflowing,
     small_config,
     start,
 )
@@ -131,16 +130,6 @@ def test_a_run_that_goes_on_is_bit_for_bit_the_one_without_a_search(
     a, b = metrics(tmp_path / "searched"), metrics(tmp_path / "not")
     assert "literal not finite" in a[4].pop("first_cause")
     assert a == b
-
-
-@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
-def test_a_scale_that_searches_for_its_level_is_no_fault(corpus, tmp_path, policy):
-    session, folder = start(small_config(corpus, overflowing(policy)), tmp_path / "r")
-    ticks = list(train(session, Path(folder.name).parent))
-    folder.close()
-    assert sum(not t.record.applied for t in ticks) >= 3  # else nothing was searched
-    assert not causes(tmp_path / "r")
-    assert not any(t.verdicts for t in ticks)
 
 
 class Pole(torch.autograd.Function):

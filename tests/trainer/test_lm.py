@@ -31,7 +31,7 @@ from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
 from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
-from halfstep.trainer.tasks.lm import hold_weights_, validation_rows
+from halfstep.trainer.tasks.lm import hold_weights_
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 pytestmark = pytest.mark.covering
@@ -163,45 +163,11 @@ def test_a_run_is_a_plain_loop_of_transformers(kind, lora, accum, bases, data, t
     rows = session.task.data.train_rows
     lengths = [rows.lengths[session.task._batches.indices(step)].sum() for step in range(6)]
     assert ticks[-1].record.tokens == sum(lengths)
-    matrices = sum(
-        p.numel()
-        for n, p in plain.named_parameters()
-        if p.dim() == 2 and "wpe" not in n and (kind == "GPT2" or "embed" not in n)
-    )
-    # forward and the gradient of activations; and of weights, where there are any to train
-    assert session.task.flops(1.0) == (4 if lora else 6) * matrices
     state = checkpoint_of(tmp_path / "r").weights
     wanted = {f"model.{n}": p for n, p in plain.named_parameters() if p.requires_grad}
     assert state.keys() == wanted.keys()
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, wanted[name].detach(), rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_fp16_mixed_clips_what_the_scale_is_taken_from(bases, data, tmp_path):
-    """Accumulation and clipping of unscaled gradients: the norm is the fp32 loop's."""
-    config = config_of(
-        bases("GPT2", "fp16"), data, "fp16-mixed", data__packing=False, run__grad_accum=3,
-        optimizer__eps=0.1, optimizer__max_norm=0.2, optimizer__learning_rate=0.1,
-        schedule__min_ratio=1.0, run__max_steps=6,
-    )  # fmt: skip
-    session, folder = start(config, tmp_path / "r")
-    expected = plain_trajectory(plain_model(bases("GPT2", "fp16"), session), session, 6, 3)
-    ticks = finish(session, folder)
-    assert all(t.record.loss_scale >= 2**15 for t in ticks)
-    # fp16 operands: 2^-11 of each product; activations of an fp16 base are rounded as well.
-    assert [t.record.loss for t in ticks] == pytest.approx([x for x, _ in expected], rel=2e-3)
-    assert [t.record.grad_norm for t in ticks] == pytest.approx([n for _, n in expected], rel=2e-2)
-
-
-def test_all_weights_of_a_16_bit_model_train_in_fp32(bases, data, tmp_path):
-    config = config_of(bases("Llama", "fp16"), data, "bf16-mixed", model__lora_r=0)
-    session, _ = run(config, tmp_path / "r")
-    assert {p.dtype for p in session.task.model.parameters()} == {torch.float32}
-    written = load_file(tmp_path / "r" / "model" / "model.safetensors")
-    assert {t.dtype for t in written.values()} == {torch.float32}
-    assert json.loads((tmp_path / "r" / "model" / "config.json").read_text())["dtype"] == "float32"
-    weights = checkpoint_of(tmp_path / "r", session.best.step).weights
-    assert all(torch.equal(t, weights[f"model.{n}"]) for n, t in written.items())
 
 
 HELD = {  # (policy, stored): the frozen base's dtype
@@ -229,20 +195,6 @@ def test_where_a_frozen_base_is_held(policy, stored, bases):
         layer = model.core.get_submodule(name.rpartition(".")[0])
         now = getattr(layer, "base_layer", layer).weight
         assert torch.equal(now, tensor.to(now.dtype)), name  # in fp32 exactly, else as stored
-
-
-@pytest.mark.parametrize(
-    ("policy", "lora"),  # one of each mechanism
-    [("fp16-mixed", 0), ("bf16-master", 8), ("bf16-split", 0), ("bf16-sr", 8), ("fp16-pure", 8)],
-)
-def test_every_mechanism_learns(policy, lora, bases, data, tmp_path):
-    low = parse_policy(policy).param_dtype != torch.float32
-    base = bases("Llama", policy[:4] if lora and low else "fp32")
-    session, ticks = run(config_of(base, data, policy, model__lora_r=lora), tmp_path / "r")
-    assert ticks[-1].record.loss < ticks[0].record.loss
-    assert all(t.record.applied for t in ticks)
-    trained = session.precision.named_parameters()
-    assert len(trained) == (8 if lora else len(list(session.task.model.parameters())))
 
 
 def test_a_frozen_base_is_not_rounded(bases, data, tmp_path):
@@ -376,21 +328,6 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
         assert file.read_bytes() == (tmp_path / "cut" / "model" / file.name).read_bytes()
 
 
-def test_dropout_can_be_chosen_and_recomputation_changes_no_number(bases, data, tmp_path):
-    losses = {}
-    for name, base, changes in (
-        ("own", bases("GPT2", dropout=0.2), {}),
-        ("off", bases("GPT2", dropout=0.2), {"model__dropout": 0.0}),
-        ("none", bases("GPT2"), {}),
-        ("again", bases("GPT2"), {"model__gradient_checkpointing": True}),
-    ):
-        session, ticks = run(config_of(base, data, **changes), tmp_path / name)
-        losses[name] = [t.record.loss for t in ticks]
-    layers = [getattr(m, "gradient_checkpointing", False) for m in session.task.model.modules()]
-    assert any(layers)
-    assert losses["own"] != losses["off"] == losses["none"] == losses["again"]
-
-
 def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
     chat = {"data__train": [str(data / "chat.jsonl")], "data__dev": []}
     base = bases("Qwen2", chat=True)
@@ -429,9 +366,6 @@ def test_answers_come_through_the_template(bases, data, tmp_path):
     with silence():
         found = tuned.answer(question, max_new_tokens=30, temperature=0)
     assert found == tokenizer.decode(ids[len(prompt) :]).strip()
-    raw = tuned.answer(ALPACA.format(instruction=question), raw=True, max_new_tokens=30,
-                       temperature=0)  # fmt: skip
-    assert raw == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -452,50 +386,6 @@ def test_a_tuned_model_is_used_as_it_was_trained(stored, policy, held, bases, da
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad(), tuned.around():
         assert torch.equal(tuned.model.logits(ids), session.task.model.eval().logits(ids))
-
-
-def test_what_generation_is_given(bases, data, tmp_path, monkeypatch):
-    """The prompt's ids, the ends, and all options."""
-    given = []
-    monkeypatch.setattr(
-        "halfstep.trainer.tasks.lm.generate_ids",
-        lambda model, ids, **options: given.append((ids, options)) or [],
-    )
-    base = bases("Llama", bos=True, chat=True)
-    run(config_of(base, data, run__max_steps=1), tmp_path / "r")
-    tuned = opened(tmp_path / "r")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tuned.answer("x y", seed=3, max_new_tokens=7)
-    tuned.answer("", raw=True)
-    tuned.tokenizer.bos_id = None
-    tuned.answer("", raw=True)
-    ends = [[lm_folders.EOS], [lm_folders.END]]
-    prompt = tokenizer.encode(ALPACA.format(instruction="x y"))
-    assert prompt[0] == lm_folders.BOS
-    assert given[0] == (prompt, {"ends": ends, "seed": 3, "max_new_tokens": 7})
-    assert [ids for ids, _ in given[1:]] == [[lm_folders.BOS], [lm_folders.EOS]]
-
-
-def test_every_validation_row_counts_once_over_the_ranks(bases, data, tmp_path):
-    session, folder = start(config_of(bases(), data, data__packing=False), tmp_path / "r")
-    folder.close()
-    rows = session.task.data.dev_rows
-    assert len(rows) == 11
-    for ranks in (1, 2, 4):
-        shares = [list(validation_rows(rows, 2, 0, 0, rank, ranks)) for rank in range(ranks)]
-        assert len({len(share) for share in shares}) == 1  # sharded ranks run as often
-        counts = [int((t_BT != -100).sum()) for share in shares for _, t_BT, _ in share]
-        assert sum(counts) == rows.learned_tokens
-        assert len(counts) == ranks * math.ceil(6 / ranks)
-    assert len(list(validation_rows(rows, 2, 0, 3))) == 3
-
-
-def test_architectures_that_let_documents_see_each_other_are_padded(data, tmp_path):
-    base = save_base(tmp_path / "bloom", "Bloom")
-    with pytest.raises(ConfigError, match=r"BloomForCausalLM lets documents .* pad instead"):
-        start(config_of(base, data), tmp_path / "r")
-    _, ticks = run(config_of(base, data, data__packing=False), tmp_path / "padded")
-    assert ticks[-1].record.loss < ticks[0].record.loss
 
 
 def test_a_changed_base_is_noticed(data, tmp_path):
@@ -519,6 +409,7 @@ def test_what_cannot_be_tuned_is_refused_before_a_folder_exists(bases, data, tmp
         ("./nowhere", {}, "nowhere"),
         (no_end, {}, "has no end-of-text token"),
         (small, {}, "tokenizer and weights are of different models"),
+        (save_base(tmp_path / "bloom", "Bloom"), {}, "BloomForCausalLM lets documents .* pad"),
     ):
         with pytest.raises(ConfigError, match=words):
             start(config_of(base, data, **changes), tmp_path / "r")

@@ -47,16 +47,3 @@ def test_an_optimizer_trains_without_a_kernel_of_its_own(corpus, tmp_path, monke
     parser_of.cache_clear()
     model = opened_run(tmp_path / "r").model
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def test_a_rule_without_a_kernel_is_its_definition():
-    weight = torch.linspace(-1, 1, 300).requires_grad_()
-    before, momentum = weight.detach().clone(), torch.zeros(300)
-    signum = Signum([weight], lr=0.125)
-    for step in range(3):
-        gradient = torch.sin(torch.arange(300.0) + step)
-        weight.grad = gradient.clone()
-        signum.step()
-        momentum = momentum * 0.9 + gradient * (1 - 0.9)
-        before = before - torch.sign(momentum) * 0.125
-    assert torch.equal(weight.detach(), before)

@@ -66,16 +66,6 @@ def test_stop_names_the_last_checkpoint_and_the_batch(corpus, tmp_path):
     assert metrics(tmp_path / "r")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
 
 
-def test_a_run_without_spikes_or_guard_writes_no_such_file(corpus, tmp_path):
-    follow(config(corpus, "skip:9"), tmp_path / "a", set())
-    follow(config(corpus, "off"), tmp_path / "b", {26})
-    assert not (tmp_path / "a" / EXCLUDE).exists()
-    assert not (tmp_path / "b" / EXCLUDE).exists()
-    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
-    assert a[:25] == b[:25]  # the guard changes nothing in a healthy step
-    assert b[25]["applied"]
-
-
 def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
     steps = {24, 25, 28}
     wanted = config(corpus, "skip:2", run__save_every=13)

@@ -108,7 +108,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
-    wanted = load_config(named or own, list(given.items()), strict=bool(named))
+    wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

@@ -28,11 +28,11 @@ TRAINED: Mapping[str, str] = {
 """Name of a task to the place of the class of the models that its runs leave."""
 
 
-def open_trained(use: Use | Exporting, folder_task: str = "") -> Trained:
-    """Find the trained model of a run, or of a folder of ``folder_task``; nothing is loaded yet."""
+def open_trained(use: Use | Exporting) -> Trained:
+    """Find the trained model of a run, or of a classifier's folder; nothing is loaded yet."""
     config = run_config(Path(use.run)) if use.run else None
-    path = Path(use.run) if isinstance(use, Exporting) else Path(use.run or use.model)
-    found: Trained = part(TRAINED[config.TASK if config else folder_task])(path, config)
+    path = Path(use.model if isinstance(use, Predicting) and use.model else use.run)
+    found: Trained = part(TRAINED[(config or ClassifyConfig).TASK])(path, config)
     return found
 
 
@@ -44,7 +44,7 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
         case Generating():
             prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
             arguments = replace(arguments, prompt=prompt)
-            print(open_trained(arguments, TrainConfig.TASK).generate(arguments))
+            print(open_trained(arguments).generate(arguments))
         case Evaluating():
             _evaluate(arguments)
         case Exporting():
@@ -56,7 +56,7 @@ def _evaluate(arguments: Evaluating) -> None:
     """Print how good a model is: loss and perplexity, or a classifier's report."""
     if arguments.batch_size < 1 or arguments.max_batches < 0:
         raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
-    trained = open_trained(arguments, TrainConfig.TASK)
+    trained = open_trained(arguments)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
     for note in trained.notes:
@@ -72,7 +72,7 @@ def _predict(arguments: Predicting) -> None:
         sys.stdout.reconfigure(encoding="utf-8")
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)
     texts = read_texts(source, arguments.text_column)
-    trained = open_trained(arguments, ClassifyConfig.TASK)
+    trained = open_trained(arguments)
     found = trained.predict(arguments, texts)
     if arguments.output in ("-", "/dev/stdout"):
         _write(found, sys.stdout)

@@ -63,9 +63,6 @@ class Record:
     """Tokens trained on so far, without padding, skipped steps included."""
     tokens_per_second: float | None = None
     """Tokens over the seconds of this step: data, forward, backward and update."""
-    flops_per_second: float | None = None
-    """Model arithmetic of this step over its seconds: (6 N + 12 L C T) per token for a GPT; 6
-    (LoRA: 4) per matrix weight and token for a fine-tuned model."""
     peak_memory_bytes: int | None = None
     """CUDA: peak memory held by tensors. CPU: peak resident size of the process so far."""
 

@@ -447,7 +447,6 @@ def _record(
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
         tokens=session.tokens,
         tokens_per_second=tokens / seconds,
-        flops_per_second=session.task.flops(tokens) / seconds,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
 

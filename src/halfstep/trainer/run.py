@@ -53,6 +53,17 @@ ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
 
+_LEFT: dict[str, object] = {
+    "optimizer.adjust_lr": "match_rms_adamw",
+    "schedule.decay_ratio": 0.2,
+    "schedule.on_skip": "hold",
+    "run.agree_every": 100,
+    "run.background_save": True,
+    "data.format": "auto",
+    "data.drop_long": "truncate",
+}
+"""Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
+
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
 
@@ -127,15 +138,26 @@ def reopen_run(path: Path) -> IO[str]:
     return _lock(path)
 
 
-def run_config(path: Path) -> BaseConfig:
+def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
     """Read the configuration that a run was started, or last resumed, with.
+
+    A key of another version of halfstep is left out; ``notes`` takes a sentence on each that had
+    another value than its default there.
 
     Raises:
         ConfigError: If the folder holds no run.
     """
     if not is_run(path):
         raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
-    return load_config(str(path / "config.toml"), strict=False)
+    unknown: dict[str, object] = {}
+    config = load_config(str(path / "config.toml"), unknown=unknown)
+    if notes is not None:
+        notes += (
+            f"this version does not know {key} = {value!r}: it is left out"
+            for key, value in unknown.items()
+            if value and value != _LEFT.get(key, "none")
+        )
+    return config
 
 
 def finish_run(session: Session, path: Path) -> str:
@@ -325,7 +347,10 @@ def _introduce(session: Session, say: Say) -> None:
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
     """Restore a new session from its run's newest checkpoint, and tell the user."""
-    before, now = run_config(path).precision, session.config.precision
+    notes: list[str] = []
+    before, now = run_config(path, notes).precision, session.config.precision
+    for note in notes:
+        say(f"note: {note}")
     origin = resume(session, path / CHECKPOINTS)
     session.world.main_only(lambda: write_config(path, session.config))
     say(f"resumed from {origin or 'the start: no checkpoint had been written'}")

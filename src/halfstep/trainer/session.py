@@ -32,10 +32,11 @@ from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.environment import choose_device, count_peak_from_here, policy_on
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
-from halfstep.trainer.tasks.task import Progress, Task, dropout_seed, facts, micro_batches
+from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
 
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA

@@ -21,8 +21,8 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.data.batches import IGNORED
 from halfstep.trainer.data.token_file import TokenFile
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""
@@ -31,7 +31,7 @@ LossSum = Callable[[Any], tuple[Tensor, Tensor]]
 
 def count_targets(batch: Batch) -> int:
     """Count the target tokens of (tokens, targets, ...) that enter the loss; on the host."""
-    return int((batch[1] != IGNORED).sum())
+    return int((batch[1] != IGNORE_INDEX).sum())
 
 
 def train_step(

@@ -242,7 +242,7 @@ class Trainer:
         config = with_run_folder(self._config, path)
         if resume:
             saved = run_config(path)
-            config = keeping_policy(config, saved)
+            config = keeping_policy(config.filled(saved), saved)
             require_resumable(saved, config, other_precision=True)
         else:
             world.main_only(lambda: require_fresh(path))

@@ -7,7 +7,6 @@ SPECIAL = {"<|im_start|>": 3, "<|im_end|>": 4, "</s>": EOS}
 class Letters:
     """An id for every character; written-out control tokens become control ids, as in practice."""
 
-    eos_id = EOS
     bos_id = None
     special_tokens = ()
 
@@ -19,11 +18,11 @@ class Letters:
             text = text[len(word) :]
         return ids
 
-    def encode_batch(self, texts):
+    def encode_plain(self, texts):
         return [self.encode(text) for text in texts]
 
-    def render_chat(self, messages, add_generation_prompt):
-        return None
+    def end_of_text(self):
+        return EOS
 
 
 class Merging(Letters):
@@ -44,13 +43,9 @@ class ChatLetters(Letters):
     bos_id = BOS
     special_tokens = tuple(SPECIAL)
 
-    def render_chat(self, messages, add_generation_prompt):
-        return chatml(messages, add_generation_prompt)
-
-
-def chatml(messages, add_generation_prompt):
-    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    return text + "<|im_start|>assistant\n" * add_generation_prompt
+    def chat(self, messages, add_generation_prompt):
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return text + "<|im_start|>assistant\n" * add_generation_prompt
 
 
 def shown(ids):

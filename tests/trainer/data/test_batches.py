@@ -171,14 +171,6 @@ def test_the_batches_of_today_are_the_batches_for_ever():
     assert found == [[6, 2, 4], [1, 0], [3, 5], [1, 0], [6, 2, 4], [3, 5]]
 
 
-def test_purposes_and_neighbouring_seeds_do_not_meet():
-    assert permutation("a", 0, 0, 50).tolist() != permutation("b", 0, 0, 50).tolist()
-    assert permutation("a", 1, 11, 50).tolist() != permutation("a", 11, 1, 50).tolist()
-    orders = np.stack([permutation("a", s, n, 64) for s in range(64) for n in range(16)])
-    # Each of 64 places holds each number 16 times of 1,024: sigma 4, six of them.
-    assert max(np.bincount(place, minlength=64).max() for place in orders.T) < 40
-
-
 @given(LENGTHS, SIZES)
 def test_evaluation_takes_every_example_once_sorted_by_length(lengths, size):
     found = evaluation_batches(lengths, size)

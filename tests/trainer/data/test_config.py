@@ -1,8 +1,7 @@
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig, bpe_size
+from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
 
 
 @pytest.mark.parametrize(
@@ -26,17 +25,3 @@ def test_a_value_that_cannot_be_meant_is_refused_by_name(config, field, value, w
     with pytest.raises(ConfigError) as error:
         config(**{field: value})
     assert f"data.{field} {why}" in str(error.value)
-
-
-def test_numbers_are_read_out_of_words():
-    sizes = {"bpe:257": 257, "bpe:8192": 8192, "bytes": None, "/a/bpe:300": None}
-    assert {word: bpe_size(DataConfig(tokenizer=word).tokenizer) for word in sizes} == sizes
-
-
-@pytest.mark.parametrize(
-    ("task", "field", "value"),
-    [("classify", "train", 5), ("classify", "dev_fraction", True), ("lm", "max_length", 8.5)],
-)
-def test_a_value_of_another_type_is_refused_where_it_is_read(task, field, value):
-    with pytest.raises(ConfigError, match=f"key data.{field}: "):
-        config_from_table({"task": task, "data": {field: value}})

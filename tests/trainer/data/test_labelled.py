@@ -105,25 +105,19 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", "\n\n", "no texts in"),
         ("a.csv", "text,label,label\na,b,c\n", ":1: two columns are called 'label'"),
         ("a.csv", "text,label\na,b\n\nc\n", ":4: 1 fields where the first line has 2"),
         ("a.csv", 'text,label\na,b\n"open,c\nd,e\n', ":3: the fields of the row that begins here"),
         ("a.csv", b"text,label\nx,y\n\xe9t\xe9,y\n", ":3: not UTF-8: byte 0xe9 at byte offset 0"),
         ("a.csv", "x,y\nz,w\n", ":2: no column could hold the text (columns here: 'x', 'y')"),
-        ("a.csv", "text,Tweet,label\nx,y,z\n", "several columns could hold the text"),
         ("a.csv", "text,label\nx,a\n ,b\n\t,a\n,a\n", ":3: the text must be a string, got an emp"),
         ("a.csv", "text,label\nx,a\ny, \n", ":3: the label must be a string or an integer, got"),
         ("a.jsonl", '{"text": "x", "label": "a"}\n[1]\n', ":2: a JSON list, not an object"),
-        ("a.jsonl", '{"text": "x", "label": ' + "9" * 5000 + "}\n", ":1: not usable JSON"),
         ("a.jsonl", '{"text": "x", "label": "a"}\n{"text": "y"}\n', ":2: no field 'label', which"),
-        ("a.jsonl", '{"text": 3, "label": "a"}\n', ":1: the text must be a string, got int"),
         ("a.jsonl", '\n{"text": "x", "label": 1.0}\n', ":2: the label must be a string or an int"),
         ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: not usable JSON"),
         ("a.json", '"x"', "must hold a JSON list"),
         ("a.json", '[["x", "a"], "y"]', ': item 2: write [["text", "label"], ...] or'),
-        ("a.json", '[["x", "a", 1]]', ': item 1: write [["text", "label"]'),
-        ("a.json", '[["x", "a"],\n["y", ]]', ":2: not JSON"),
         ("a.json", '{"text": "x"}\n{"text": "y"}', "one object a line in a .jsonl file"),
         ("a.json", "[" * 100_000, "not usable JSON"),
         ("a.txt", "x", "read from .csv, .tsv, .jsonl, .json, .parquet files and datasets:NAME"),
@@ -145,13 +139,6 @@ def test_columns_can_be_named_and_each_input_has_its_own(write, tmp_path):
     path = write("a.csv", "text,label\nx,a\n")
     assert "no column 'body' (columns here: 'text'" in refusal(pairs, path, text_column="body")
     assert "no such file" in refusal(pairs, tmp_path / "b.csv")
-
-
-def test_only_a_line_feed_ends_a_line(write):
-    text = "a\u2028b\u0085c\x0bd\x1ce"
-    assert pairs(write("a.csv", f"text,label\n{text},x\n")) == [(text, "x")]
-    line = json.dumps({"text": text, "label": "x"}, ensure_ascii=False)
-    assert pairs(write("a.jsonl", line + "\n")) == [(text, "x")]
 
 
 # Texts to predict.

@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from halfstep.trainer.data.batches import IGNORED
 from halfstep.trainer.data.packing import Encoded, best_fit_decreasing, fit, lm_batch, pack
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 PAD = 999
 
@@ -36,8 +36,8 @@ def unpack(batch):
 def expected(part):
     """(ids, targets) of a document by definition: the next id where that one is learned."""
     ids = [i for i, _ in part]
-    targets = [i if learned else IGNORED for i, learned in part[1:]]
-    return ids, [*targets, IGNORED]
+    targets = [i if learned else IGNORE_INDEX for i, learned in part[1:]]
+    return ids, [*targets, IGNORE_INDEX]
 
 
 token = st.tuples(st.integers(0, 900), st.booleans())
@@ -59,13 +59,13 @@ def test_packing_neither_loses_nor_makes_anything(parts, max_length, packing, da
         batch = lm_batch(rows, indices, PAD)
         assert all(part.dtype == torch.int64 and part.is_contiguous() for part in batch)
         assert all(part.shape == (len(indices), rows.lengths[indices].max()) for part in batch)
-        learned += int((batch[1] != IGNORED).sum())
+        learned += int((batch[1] != IGNORE_INDEX).sum())
         real += int((batch[0] != PAD).sum())
         found += [piece for piece in unpack(batch) if piece[0][0] != PAD]
         for ids, targets in unpack(batch):
             if ids[0] == PAD:
                 assert set(ids) == {PAD}
-                assert set(targets) == {IGNORED}
+                assert set(targets) == {IGNORE_INDEX}
     assert sorted(found) == sorted(map(expected, parts))  # every document once, whole and alone
     assert learned == rows.learned_tokens
     assert real == len(rows.ids)
@@ -97,7 +97,7 @@ def test_the_last_token_of_a_document_has_no_target_and_padding_is_a_document():
     parts = [[(5, False), (6, True), (7, True)], [(8, False), (9, True)], [(4, False), (3, True)]]
     rows = pack(documents(parts), 5, packing=True)
     ids, targets, positions = lm_batch(rows, [0, 1], PAD)
-    _ = IGNORED
+    _ = IGNORE_INDEX
     assert ids.tolist() == [[5, 6, 7, 8, 9], [4, 3, PAD, PAD, PAD]]
     assert targets.tolist() == [[6, 7, _, 9, _], [3, _, _, _, _]]
     assert positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]

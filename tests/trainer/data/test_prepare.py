@@ -50,7 +50,7 @@ def test_one_file_is_split_and_no_byte_is_lost(run, write):
 
 
 def test_validation_files_leave_train_whole(run, write):
-    last = write("a b\n\u732b/\u00e9.jsonl", [{"text": "x"}, {"text": "y"}])
+    last = write("a b\n\u732b/\u00e9.txt", "x\ny")
     prepared = run(write("a.txt", "one"), write("b.txt", "two"), validation=[last])
     assert text_of(prepared, "train") == "one\ntwo"
     assert text_of(prepared, "validation") == "x\ny"
@@ -90,9 +90,9 @@ def test_the_tokenizer_sees_only_train(run, write):
 
 
 def test_a_tokenizer_is_trained_on_every_so_many_pieces_of_much_text(run, write, monkeypatch):
-    path = write("a.jsonl", [{"text": f"{'ab' if n % 3 == 0 else 'cd'} " * 9} for n in range(99)])
-    monkeypatch.setattr(corpus, "SAMPLE_BYTES", path.stat().st_size // 3 + 1)
-    found = run(path, tokenizer="bpe:258", validation=[write("b.txt", "b")]).tokenizer
+    paths = [write(f"{n}.md", f"{'ab' if n % 3 == 0 else 'cd'} " * 9) for n in range(99)]
+    monkeypatch.setattr(corpus, "SAMPLE_BYTES", 27 * 33 + 1)
+    found = run(*paths, tokenizer="bpe:258", validation=[write("b.txt", "b")]).tokenizer
     assert (len(found.encode("ab")), len(found.encode("cd"))) == (1, 2)
 
 
@@ -133,9 +133,11 @@ def test_the_same_file_in_both_parts_is_refused(run, write, tmp_path):
 
 
 def test_files_without_any_text_are_refused(run, write):
-    path = write("a.jsonl", "\n\n")
-    with pytest.raises(DataError, match=r"a\.jsonl: there is no text here"):
+    path, records = write("a.txt", "\ufeff"), write("a.jsonl", "{}")
+    with pytest.raises(DataError, match=r"a\.txt: there is no text here"):
         run(write("b.txt", LINES), validation=[path])
+    with pytest.raises(DataError, match=r"a\.jsonl: holds records, which .* finetune lm"):
+        run(records)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:290"])

@@ -91,13 +91,6 @@ def test_the_folder_is_found_in_the_documented_order(monkeypatch, environment, e
     assert str(cache_root()) == expected
 
 
-def test_a_result_is_built_once(tmp_path):
-    root = tmp_path / "new" / "root"
-    for value in "xy":
-        assert fetch(root, "name", load=load, build=builder(value)) == "x"
-    assert os.listdir(root) == ["name"]
-
-
 @pytest.mark.parametrize("damage", ["missing", "altered"])
 def test_a_damaged_result_is_replaced(tmp_path, damage):
     fetch(tmp_path, "name", load=load, build=builder("x"))

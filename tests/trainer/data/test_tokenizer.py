@@ -153,9 +153,3 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     (folder / name).write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer .*t: cannot be used"):
         load_tokenizer(folder)
-
-
-def test_a_hub_name_is_not_downloaded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"tokenizer gpt2: cannot be used .*downloads none"):
-        load_tokenizer("gpt2")

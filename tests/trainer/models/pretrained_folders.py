@@ -22,11 +22,7 @@ IDS = dict(bos_token_id=1, eos_token_id=2)
 def config_of(kind, **changes):
     """The config of a tiny model of a kind such as "Bert" or "Llama"."""
     own = {
-        "DistilBert": dict(
-            vocab_size=64, dim=32, hidden_dim=48, n_layers=2, n_heads=2, max_position_embeddings=40
-        ),
         "Albert": {**SMALL, "embedding_size": 16},
-        "Electra": {**SMALL, "embedding_size": 16},
         "Roberta": {**SMALL, "pad_token_id": 1},
         "GPT2": dict(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=40, **IDS),
         "Bloom": dict(vocab_size=64, hidden_size=32, n_layer=2, n_head=2, **IDS),

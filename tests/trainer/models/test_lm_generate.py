@@ -9,7 +9,7 @@ import torch
 from tests.trainer.models.pretrained_folders import save_lm, silence
 
 from halfstep.errors import ConfigError, NonFiniteError
-from halfstep.trainer.models.causal_lm import add_lora, generate_ids, open_causal_lm
+from halfstep.trainer.models.causal_lm import generate_ids, open_causal_lm
 
 PROMPT = [5, 9, 33, 7]
 
@@ -40,37 +40,6 @@ def test_temperature_0_is_the_greedy_loop_and_draws_follow_the_seed_alone(lm):
     torch.manual_seed(2)
     assert generate_ids(lm, PROMPT, seed=3, **options) == one
     assert generate_ids(lm, PROMPT, seed=4, **options) != one
-
-
-def test_adapters_take_part(tmp_path):
-    lora = add_lora(
-        open_causal_lm(save_lm(tmp_path / "m", "Llama")), dropout=0.5, targets=["up_proj"]
-    )
-    plain = generate_ids(lora, PROMPT, max_new_tokens=12, temperature=0)
-    with torch.no_grad():
-        for parameter in lora.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator()))
-    found = generate_ids(lora, PROMPT, max_new_tokens=12, temperature=0)
-    assert found == by_hand(lora, PROMPT, 12) != plain
-
-
-def test_draws_have_the_models_probabilities(tmp_path):
-    """All ids, none left out: the default of transformers would be the 50 likeliest."""
-    llama = open_causal_lm(save_lm(tmp_path / "m", "Llama")).eval()
-    with torch.no_grad():
-        p_V = (llama.logits(torch.tensor([PROMPT]))[0, -1] / 8.0).softmax(-1).double()
-    draws = 250
-    counts_V = torch.zeros_like(p_V)
-    for seed in range(draws):
-        (drawn,) = generate_ids(llama, PROMPT, max_new_tokens=1, temperature=8.0, seed=seed)
-        counts_V[drawn] += 1
-    # Five standard deviations of each binomial, and one draw for the rare ones.
-    assert bool(((counts_V - draws * p_V).abs() <= 5 * (draws * p_V).sqrt() + 1).all())
-    tail_V = p_V.sort(descending=True).indices[50:]
-    mass = float(p_V[tail_V].sum()) * draws
-    assert mass > 30
-    assert abs(float(counts_V[tail_V].sum()) - mass) < 5 * mass**0.5
 
 
 def test_what_the_models_author_wished_is_not_used(tmp_path):

@@ -91,17 +91,6 @@ def test_targets(tmp_path):
         adapted("GPT2", "c_attn", "lm_head")
 
 
-def test_an_untied_head_can_be_adapted(tmp_path):
-    folder = save_lm(tmp_path / "m", "Llama")
-    lora, losses, _ = trained(folder, targets=["lm_head"])
-    assert losses[-1] < losses[0]
-    with torch.no_grad():
-        before = lora.eval().logits(batch()[0])
-        again = lora.merge_()[0].eval().logits(batch()[0])
-        # fp32: W x + s B A x against (W + s B A) x.
-        torch.testing.assert_close(again, before, rtol=1e-4, atol=1e-4)
-
-
 def test_new_adapters_change_nothing_and_follow_their_seed(tmp_path):
     folder = save_lm(tmp_path / "m", "Llama")
     before = torch.get_rng_state()
@@ -182,35 +171,6 @@ def test_a_merge_is_the_sum_rounded_once(kind, policy, tmp_path):
         torch.testing.assert_close(theirs(batch()[0]).logits.float(), wanted, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_updates_that_vanish_in_a_merge_are_counted(tmp_path, stored):
-    folder = save_lm(tmp_path / "m", "Llama", stored)
-    for dtype, lost in ((torch.bfloat16, True), (torch.float32, False)):
-        lora = add_lora(open_causal_lm(folder), r=1, alpha=1.0, targets=["up_proj"])
-        for parameter in lora.parameters():
-            if parameter.requires_grad:
-                parameter.data.fill_(1e-3)
-        _, max_error, vanished = lora.merge_(dtype)
-        # updates of 1e-6 beside weights of 0.2; a base that is rounded too is no update's fault
-        assert (vanished > 0.9, max_error > 0) == (lost, lost)
-
-
-def test_the_weights_given_are_the_weights_saved(tmp_path):
-    lora = add_lora(open_causal_lm(save_lm(tmp_path / "m")))
-    weights = {n: torch.full_like(p, 0.5) for n, p in lora.named_parameters() if p.requires_grad}
-    lora.save_(tmp_path / "a", weights)
-    saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    assert len(saved) == len(weights)
-    assert all(bool((t == 0.5).all()) for t in saved.values())
-    with pytest.raises(CheckpointError, match="not an empty folder"):
-        lora.save_(tmp_path / "a", weights)
-    name = next(iter(weights))
-    weights[name] = torch.full_like(weights[name], torch.nan)
-    with pytest.raises(CheckpointError, match="holds NaN"):
-        lora.save_(tmp_path / "b", weights)
-    assert not (tmp_path / "b").exists()
-
-
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     path = tmp_path_factory.mktemp("lora")
@@ -223,24 +183,14 @@ def adapter(tmp_path_factory):
     ("changes", "error", "message"),
     [
         ({"use_rslora": True}, ConfigError, "one alpha / r"),
-        ({"alpha_pattern": {"q_proj": 2}}, ConfigError, "one alpha / r"),
         ({"base_model_name_or_path": None}, ConfigError, "on a named base"),
         ({"r": None}, CheckpointError, "missing or damaged"),
-        ({"base_model_name_or_path": "./gone"}, ConfigError, "is not a folder here"),
         ({"r": 3}, CheckpointError, "does not fit plain LoRA"),
         ({"target_modules": ["up_proj"]}, CheckpointError, "does not fit plain LoRA"),
-        ({"target_modules": ["none"]}, ConfigError, "no linear layer has the target"),
     ],
 )
 def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
     folder = shutil.copytree(adapter, tmp_path / "a")
     edit_json(folder / "adapter_config.json", **changes)
     with pytest.raises(error, match=message):
-        open_adapted_lm(folder)
-
-
-def test_an_adapter_without_safetensors(adapter, tmp_path):
-    folder = shutil.copytree(adapter, tmp_path / "a")
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
         open_adapted_lm(folder)

@@ -22,7 +22,7 @@ from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import quiet
 
 NAMES = ("joy", "anger", "fear")
-KINDS = ["Bert", "Roberta", "DistilBert", "Electra", "Albert"]
+KINDS = ["Bert", "Roberta", "Albert"]
 
 
 @pytest.fixture
@@ -55,6 +55,7 @@ def test_any_encoder_trains_and_comes_back(tmp_path, kind):
     assert model.training
     assert model.head_is_new
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.max_length == (38 if kind == "Roberta" else 40)
     assert len(model.blocks()) == (1 if kind == "Albert" else 2)  # ALBERT has one layer, used twice
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -113,16 +114,6 @@ def test_the_loss_is_that_of_the_definition(folder):
     torch.testing.assert_close(plain.double(), wanted, rtol=1e-6, atol=0)
 
 
-def test_padding_changes_nothing(folder):
-    model = open_classifier(folder, NAMES).eval()
-    ids_BT, mask_BT, labels_B = batch()
-    longer = torch.nn.functional.pad(ids_BT, (0, 5)), torch.nn.functional.pad(mask_BT, (0, 5))
-    # Another length is another order of additions: fp32 rounding of logits of size 1.
-    torch.testing.assert_close(
-        model.logits((*longer, labels_B)), model.logits(batch()), rtol=1e-5, atol=1e-5
-    )
-
-
 def test_a_new_head_follows_its_seed_and_no_other(folder):
     torch.manual_seed(7)
     before = torch.get_rng_state()
@@ -148,10 +139,6 @@ def test_a_head_is_kept_only_for_its_own_labels(tmp_path):
         assert torch.equal(encoder, kept.model.bert.encoder.layer[0].output.dense.weight)
 
 
-def test_a_masked_lm_checkpoint_lacks_no_more_than_the_pooler(tmp_path):
-    assert open_classifier(save_classifier(tmp_path / "m", head="ForMaskedLM"), NAMES).head_is_new
-
-
 def test_stored_16_bits_are_widened_exactly(tmp_path):
     dtype = torch.bfloat16
     folder = save_classifier(tmp_path / "m")
@@ -165,14 +152,6 @@ def test_stored_16_bits_are_widened_exactly(tmp_path):
     model.save_(tmp_path / "out", {})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     assert reload(tmp_path / "out").dtype == torch.float32
-
-
-@pytest.mark.parametrize(("kind", "limit"), [("Bert", 40), ("Roberta", 38)])
-def test_the_longest_text_fits(tmp_path, kind, limit):
-    model = open_classifier(save_classifier(tmp_path / "m", kind), NAMES)
-    assert model.max_length == limit
-    ids_BT = torch.full((1, limit), 9)
-    assert bool(model.logits((ids_BT, ids_BT > 0, ids_BT[0])).isfinite().all())
 
 
 def test_architectures_that_are_no_classifier_or_no_causal_lm(tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tests.trainer.models.pretrained_folders import save_lm, silence
 from torch import nn
 from torch.nn import functional
@@ -18,7 +18,7 @@ from halfstep.trainer.models.pretrained import quiet
 
 pytestmark = pytest.mark.covering
 
-KINDS = ["GPT2", "Llama", "Qwen2", "Gemma2", "Cohere"]
+KINDS = ["GPT2", "Llama", "Gemma2"]
 PACKED = (5, 1, 7, 3)
 """Lengths of the documents in a packed row."""
 
@@ -79,7 +79,7 @@ def test_the_loss_is_that_of_the_definition(kind, tmp_path):
     with silence():
         lm = open_causal_lm(save_lm(tmp_path / "m", kind)).eval()
     # What follows the head (softcapping, a factor) decides whether the loss can be fused with it.
-    assert lm.plain_head == (kind not in ("Gemma2", "Cohere"))
+    assert lm.plain_head == (kind != "Gemma2")
     ids_BT, targets_BT, positions_BT = batch()
     rows = []
     hook = lm.model.get_output_embeddings().register_forward_hook(
@@ -145,13 +145,6 @@ def test_weights_come_and_go_as_stored(kind, dtype, tmp_path):
     assert not (tmp_path / "overflow").exists()
 
 
-def test_the_stored_dtype_is_that_of_the_file_not_of_the_config(tmp_path):
-    folder = save_lm(tmp_path / "m", "Llama", torch.bfloat16)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
-    assert {p.dtype for p in open_causal_lm(folder).parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_gradient_checkpointing_is_bitwise_the_same(kind, tmp_path):
     folder = save_lm(tmp_path / "m", kind)
@@ -192,12 +185,3 @@ def test_blocks_and_limits(tmp_path):
         assert lm.max_length == 40
         assert {m.p for m in lm.modules() if isinstance(m, nn.Dropout)} <= {0.2}
     assert open_causal_lm(save_lm(tmp_path / "b", "Bloom")).max_length is None
-
-
-def test_missing_weights_are_never_drawn(tmp_path):
-    folder = save_lm(tmp_path / "m", "Llama")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["lm_head.weight"]  # which a classifier may lack
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="lacks 1 weights of the model, such as lm_head"):
-        open_causal_lm(folder)

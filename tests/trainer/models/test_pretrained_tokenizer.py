@@ -64,7 +64,11 @@ def test_padding_falls_back_to_the_end_of_text(tmp_path):
     ]:  # fmt: skip
         folder = save_tokenizer(tmp_path / f"{pad}{eos_id}", pad=pad, eos=eos)
         tokenizer = open_tokenizer(folder, max_length=9)
-        assert (tokenizer.pad_id, tokenizer.eos_id) == (pad_id, eos_id)
+        assert tokenizer.pad_id == pad_id
+        if eos_id is not None:
+            assert tokenizer.end_of_text() == eos_id
+    with pytest.raises(ConfigError, match="has no end-of-text token"):
+        tokenizer.end_of_text()
 
 
 def test_the_fingerprint_follows_what_decides_ids(folder, tmp_path):
@@ -93,7 +97,8 @@ def test_the_vocabulary_must_fit_the_embedding(folder, tmp_path):
 def test_a_chat_template(tmp_path):
     folder = save_tokenizer(tmp_path / "t", chat_template=CHAT, model_max_length=30)
     assert open_tokenizer(folder).chat([{"role": "the", "content": "cat"}]) == "the cat "
-    assert open_tokenizer(save_tokenizer(tmp_path / "n"), max_length=30).chat([]) is None
+    with pytest.raises(DataError, match="the tokenizer has no chat template; take"):
+        open_tokenizer(save_tokenizer(tmp_path / "n"), max_length=30).chat([])
     for number, bad in enumerate(
         ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     ):

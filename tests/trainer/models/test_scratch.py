@@ -17,7 +17,6 @@ from halfstep.trainer.models.classifier import (
     SIZES,
     make_classifier,
     open_classifier,
-    scratch_parameters,
     scratch_size,
     train_tokenizer,
 )
@@ -110,12 +109,6 @@ def test_ties_of_characters_and_pairs_are_settled_alike_in_every_process():
 
 
 def test_sizes():
-    for name in ("tiny", "small"):
-        size = SIZES[name]
-        model = make(name, vocab_size=size.vocabulary, max_length=128)
-        count = sum(p.numel() for p in model.parameters())
-        # a bound from below that leaves out biases, norms, pooler and head
-        assert 0.95 * count < scratch_parameters(size, size.vocabulary, 128) <= count
     with pytest.raises(ConfigError, match="Allowed: scratch:tiny, scratch:small, scratch:base"):
         scratch_size("scratch:huge")
 

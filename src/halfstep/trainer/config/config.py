@@ -6,7 +6,6 @@ fields' types, and the spellings of policy, layout and ``on_nonfinite`` to their
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -59,7 +58,10 @@ def read_table(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_config(
-    spec: str, overrides: Sequence[tuple[str, Any]] = (), *, strict: bool = True
+    spec: str,
+    overrides: Sequence[tuple[str, Any]] = (),
+    *,
+    unknown: dict[str, Any] | None = None,
 ) -> BaseConfig:
     """Read a shipped configuration by name, or a TOML file by path, and apply overrides.
 
@@ -67,8 +69,8 @@ def load_config(
         spec: ``"gpt-tiny"`` or ``"path/to/file.toml"``.
         overrides: Pairs of dotted key and value, later ones win; strings are converted to the
             field's type.
-        strict: Whether an unknown key is refused. In the file that a run has written itself it is
-            one of another version of halfstep, which meant its default there or is gone: left out.
+        unknown: Takes the keys that are not known, which are refused if it is None. In the file
+            that a run has written itself they are those of another version of halfstep.
 
     Raises:
         ConfigError: Naming the file, the key, what was given and what is allowed.
@@ -77,32 +79,29 @@ def load_config(
     try:
         for key, value in overrides:
             insert(table, key, value)
-        return config_from_table(table, strict=strict)
+        return config_from_table(table, unknown=unknown)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def config_from_table(table: Mapping[str, Any], *, strict: bool = True) -> BaseConfig:
-    """Build a configuration from a nested mapping, as :func:`config_to_table` returns it.
-
-    A warm-up that is longer than the run ends with it.
-    """
+def config_from_table(
+    table: Mapping[str, Any], *, unknown: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Build a configuration from a nested mapping, as :func:`config_to_table` returns it."""
     values = dict(table)
     task = values.pop("task", TrainConfig.TASK)
     if not isinstance(task, str) or task not in TASKS:
         what = f"key task: {shown(task)}{did_you_mean(str(task), TASKS)}"
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
-    config: BaseConfig = build(TASKS[task], values, strict=strict)
+    config: BaseConfig = build(TASKS[task], values, unknown=unknown)
     run = config.run
     # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
     if run.simulate:
         precision = simulated(precision)
-    warmup = min(config.schedule.warmup_steps, run.max_steps or math.inf)
     return replace(
         config,
         precision=precision,
-        schedule=replace(config.schedule, warmup_steps=int(warmup)),
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),

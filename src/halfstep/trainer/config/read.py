@@ -56,8 +56,7 @@ def build(
     table: Any,
     path: str = "",
     named: Callable[[str], str] = "key {}".format,
-    *,
-    strict: bool = True,
+    unknown: dict[str, Any] | None = None,
 ) -> Any:
     """Build a dataclass, and the dataclasses in its fields, from a nested mapping.
 
@@ -66,7 +65,7 @@ def build(
         table: Field name to value or section; strings are converted to the field's type.
         path: Prefix of the table's keys in error messages: ``""``, or ``"section."``.
         named: Formats a dotted key for error messages.
-        strict: Whether an unknown key is refused; if not, it is left out.
+        unknown: Takes the keys that no field has; if None, such a key is refused.
 
     Raises:
         ConfigError: For an unknown or missing key, or a value of another type.
@@ -78,13 +77,14 @@ def build(
     names = [f.name for f in fields(cls)]
     values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in names and not strict:
+        if key not in names and unknown is not None:
+            unknown[path + key] = value
             continue
         if key not in names:
             hint, allowed = did_you_mean(key, names), ", ".join(names)
             raise ConfigError(f"unknown key {path}{key:.80}{hint}; allowed: {allowed}")
         if is_dataclass(hints[key]):
-            values[key] = build(hints[key], value, f"{path}{key}.", named, strict=strict)
+            values[key] = build(hints[key], value, f"{path}{key}.", named, unknown)
         else:
             values[key] = found = _convert(value, hints[key], named(path + key))
             ranges = getattr(hints[key], "__metadata__", ())

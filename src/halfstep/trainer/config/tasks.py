@@ -58,9 +58,14 @@ class TrainConfig(BaseConfig):
         return "gpt-small-cpu"
 
     def filled(self, saved: Self) -> Self:
-        """Take over the saved vocabulary size."""
+        """Take over the saved vocabulary size, and a warm-up as short as the run was."""
         size = self.model.vocab_size or saved.model.vocab_size
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, vocab_size=size))
+        warmup = min(self.schedule.warmup_steps, saved.run.max_steps)
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, vocab_size=size),
+            schedule=dataclasses.replace(self.schedule, warmup_steps=warmup),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +121,8 @@ class FinetuneConfig(BaseConfig):
 
     def filled(self, saved: Self) -> Self:
         """Take over the saved number of warm-up steps and the saved commit of the model."""
-        warmup = self.schedule.warmup_steps or saved.schedule.warmup_steps
+        asked = min(self.schedule.warmup_steps, saved.run.max_steps)
+        warmup = asked or saved.schedule.warmup_steps
         revision = self.model.revision or saved.model.revision
         return dataclasses.replace(
             self,
@@ -147,9 +153,6 @@ class ClassifierConfig(PretrainedConfig):
     )
     max_length: Annotated[int, Range("integers >= 3", lambda x: x >= 3)] = option(
         128, "Tokens of a text, special ones included; longer texts are cut, and counted."
-    )
-    vocab_size: Count = option(
-        0, "Vocabulary of the tokenizer that scratch trains; 0: the default of that size."
     )
     label_smoothing: Share = option(
         0.0, "Share of each target's probability that is spread evenly over all classes."

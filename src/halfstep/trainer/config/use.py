@@ -14,25 +14,26 @@ from halfstep.option import option
 class Use:
     """Which model to use, on which device and in which precision."""
 
-    run: str = option(
-        "", "A run folder; its newest checkpoint is used, or its best state if it was fine-tuned."
+    run: str = field(
+        metadata={
+            "help": (
+                "A run folder; its newest checkpoint is used, or its best state if it was "
+                "fine-tuned."
+            )
+        }
     )
-    model: str = option("", "In place of a run: the folder of a model with its tokenizer.")
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
     precision: str = option(
-        "", "Policy of the forward pass; default: the run's own, fp32 for --model."
+        "", "Policy of the forward pass; default: the run's own, or fp32 for a model's folder."
     )
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless exactly one model is given."""
-        if bool(self.run) == bool(self.model):
-            raise ConfigError("give one of --run and --model: which model is to be used")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicting(Use):
     """Classify texts; write one JSON object per text: text, label, probability."""
 
+    run: str = option("", "A run folder of finetune classify; its best state is used.")
+    model: str = option("", "In place of a run: the folder of a classifier with its tokenizer.")
     input: str = field(
         metadata={
             "help": (
@@ -44,6 +45,11 @@ class Predicting(Use):
     text_column: str = option("", "Name of the column that holds the text.")
     batch_size: int = option(64, "Texts in one forward pass.")
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError unless exactly one model is given."""
+        if bool(self.run) == bool(self.model):
+            raise ConfigError("give one of --run and --model: which model is to be used")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generating(Use):
@@ -53,9 +59,6 @@ class Generating(Use):
     max_new_tokens: int = option(200, "Write at most this many tokens.")
     temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
     seed: int = option(0, "Random seed of the sampling.")
-    raw: bool = option(
-        False, "For a run of finetune lm: go on from the prompt as it is, without its template."
-    )
     base: bool = option(
         False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
     )
@@ -66,7 +69,6 @@ class Generating(Use):
         return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
 
     def __post_init__(self) -> None:
-        Use.__post_init__(self)
         if self.max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
         if not 0 <= self.temperature < math.inf:

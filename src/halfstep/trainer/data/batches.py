@@ -18,13 +18,12 @@ from torch import Tensor
 from halfstep.errors import DataError
 from halfstep.trainer.data.config import LabelledTexts
 from halfstep.trainer.data.token_file import TokenFile
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 CHUNK_TEXTS = 1024
 """Texts a tokenizer gets at once: enough to keep its threads busy, little memory."""
-IGNORED = -100
-"""Target that the loss leaves out. **Source:** ``ignore_index`` of torch's ``cross_entropy``."""
 
 
 def permutation(purpose: str, seed: int, number: int, count: int) -> Indices:
@@ -117,7 +116,7 @@ def _windows(tokens: TokenFile, starts: Sequence[int], block_size: int) -> tuple
     for row, start in enumerate(starts):
         pairs = tokens.count - start - 1  # before the end of the file
         if pairs < block_size:
-            inputs[row, pairs:], targets[row, pairs:] = 0, IGNORED
+            inputs[row, pairs:], targets[row, pairs:] = 0, IGNORE_INDEX
     return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 

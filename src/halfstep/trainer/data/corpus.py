@@ -5,14 +5,13 @@
     list files -> hash contents -> split -> tokenizer (loaded, cached, or trained on train only)
     -> each part: cached token file, or encode into the cache
 
-A text file is one document, a line of a ``.jsonl`` file is one document (its ``text``). Nothing is
-ever loaded whole: text passes in pieces that fit in memory and join to exactly that text.
+A file is one document. Nothing is ever loaded whole: text passes in pieces that fit in memory and
+join to exactly that text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -34,8 +33,6 @@ from halfstep.trainer.data.records import (
     decode,
     find_sources,
     inspect_file,
-    parse_objects,
-    read_lines,
 )
 from halfstep.trainer.data.token_file import (
     Ids,
@@ -82,34 +79,16 @@ def read_pieces(sources: Iterable[Source], size: int = PIECE_BYTES) -> Iterator[
     Empty documents yield none.
     """
     for source in sources:
-        yield from (_lines if source.kind == "jsonl" else _text)(source, size)
-
-
-def _text(source: Source, size: int) -> Iterator[TextPiece]:
-    at, begins = source.start, True
-    with open(source.path, "rb") as file:
-        file.seek(at)
-        for raw in split_pieces(file, source.stop, size):
-            text = decode(raw, str(source.path), at)
-            text = text if at else text.removeprefix("\ufeff")  # the byte order mark
-            at += len(raw)
-            if text:
-                yield TextPiece(text, begins)
-                begins = False
-
-
-def _lines(source: Source, size: int) -> Iterator[TextPiece]:
-    lines = read_lines(source.path, source.start, source.stop)
-    for place, record in parse_objects(lines, source.path):
-        text = record.get("text")
-        if not isinstance(text, str):
-            raise DataError(
-                f'{place}: "text" must be a string, got {type(text).__name__} (fields here: '
-                f"{', '.join(record) or 'none'})"
-            )
-        raw = text.encode()
-        for number, piece in enumerate(split_pieces(io.BytesIO(raw), len(raw), size)):
-            yield TextPiece(piece.decode(), begins=number == 0)
+        at, begins = source.start, True
+        with open(source.path, "rb") as file:
+            file.seek(at)
+            for raw in split_pieces(file, source.stop, size):
+                text = decode(raw, str(source.path), at)
+                text = text if at else text.removeprefix("\ufeff")  # the byte order mark
+                at += len(raw)
+                if text:
+                    yield TextPiece(text, begins)
+                    begins = False
 
 
 def split_pieces(file: BinaryIO, stop: int, size: int) -> Iterator[bytes]:
@@ -153,9 +132,8 @@ def split_corpus(
 ) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
     """Cuts a corpus near its last ``fraction`` of bytes, in document order.
 
-    The file in which the place falls is cut too: a text file at the next newline (else the one
-    before, else between two characters), a ``.jsonl`` file at the start of the line, so that its
-    records stay whole. The two parts together hold every byte once, in order.
+    The file in which the place falls is cut too: at the next newline (else the one before, else
+    between two characters). The two parts together hold every byte once, in order.
     """
     total = sum(source.size for source in sources)
     place = total - held_out(total, fraction)
@@ -164,8 +142,7 @@ def split_corpus(
         place -= sources[index].size
         index += 1
     source = sources[index]
-    find_cut = _line_cut if source.kind == "jsonl" else _text_cut
-    cut = find_cut(source, place, may_be_start=index > 0)  # of the first file, train keeps a part
+    cut = _text_cut(source, place, may_be_start=index > 0)  # of the first file, train keeps a part
     # A cut at the border of a file leaves an empty span on one side of it.
     parts = (
         (*sources[:index], replace(source, stop=cut)),
@@ -194,17 +171,6 @@ def _text_cut(source: Source, place: int, *, may_be_start: bool) -> int:
         if cut > 0 and low + cut < source.size:
             return low + cut
     return 0 if may_be_start else source.size
-
-
-def _line_cut(source: Source, place: int, *, may_be_start: bool) -> int:
-    """Finds the start of the line that holds a place; of the file's first line, perhaps its end."""
-    cut = 0
-    with open(source.path, "rb") as file:
-        for line in file:
-            if cut + len(line) > place and (cut or may_be_start):
-                break
-            cut += len(line)
-    return cut
 
 
 def encode_pieces(
@@ -312,12 +278,22 @@ def prepare_one(
     paths: tuple[str, ...], tokenizer: Tokenizer, progress: Progress = no_progress
 ) -> TokenFile:
     """Finds or makes the token file of one whole corpus for a tokenizer that exists."""
-    return _token_file(find_sources(paths), tokenizer, progress)
+    return _token_file(_texts(paths), tokenizer, progress)
+
+
+def _texts(paths: tuple[str, ...]) -> tuple[Source, ...]:
+    sources = find_sources(paths)
+    for source in sources:
+        if source.path.suffix.lower() == ".jsonl":
+            raise DataError(
+                f"{source.path}: holds records, which halfstep finetune lm learns from; give text"
+            )
+    return sources
 
 
 def _parts(config: DataConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    train = find_sources(config.train) if config.train else standard_library()
-    validation = find_sources(config.validation)
+    train = _texts(config.train) if config.train else standard_library()
+    validation = _texts(config.validation)
     known = {source.path.resolve() for source in train}
     for source in validation:
         if source.path.resolve() in known:

@@ -16,7 +16,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.corpus import in_batches, read_pieces, split_corpus
 from halfstep.trainer.data.packing import Encoded, Rows, fit, pack
 from halfstep.trainer.data.records import HUB_PREFIX, READERS, Source, find_sources, open_records
+from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer
 
 Input: TypeAlias = Source | str
 """A text file or part of one, or an input of ``open_records``."""
@@ -73,22 +74,6 @@ class Part(NamedTuple):
 Document: TypeAlias = list[Part]
 
 
-class LMTokenizer(Protocol):
-    """The interface of a tokenizer that fine-tuning needs."""
-
-    eos_id: int  # ends an answer and a document
-    bos_id: int | None  # starts a document, unless a chat template wrote it
-    special_tokens: Sequence[str]  # strings that become control tokens, so not allowed in data
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turns each text into ids by itself, adding none and cutting nothing."""
-
-    def render_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool
-    ) -> str | None:
-        """Writes messages in the tokenizer's own template; None if it has none."""
-
-
 @dataclass(frozen=True, slots=True)
 class LMData:
     """Everything a language model is fine-tuned and evaluated on."""
@@ -101,7 +86,9 @@ class LMData:
     notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
-def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: int) -> LMData:
+def read_instructions(
+    config: InstructionsConfig, tokenizer: PretrainedTokenizer, seed: int
+) -> LMData:
     """Reads, writes out, tokenises and packs everything that a language model learns from.
 
     The same files, configuration, tokenizer and seed give the same rows, whatever the paths.
@@ -144,7 +131,7 @@ def read_instructions(config: InstructionsConfig, tokenizer: LMTokenizer, seed: 
     return LMData(train_rows, dev_rows, writer.format, writer.template, sha256, tuple(notes))
 
 
-def prompt_ids(prompt: str, tokenizer: LMTokenizer, template: str) -> list[int]:
+def prompt_ids(prompt: str, tokenizer: PretrainedTokenizer, template: str) -> list[int]:
     """Encodes the user's words into exactly the ids that precede an answer in training.
 
     After them the model writes its answer, up to ``eos_id`` (or the chat template's own end-of-turn
@@ -176,7 +163,7 @@ def _rows(
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: LMTokenizer, *, mask_prompt: bool
+    documents: Iterable[Document], tokenizer: PretrainedTokenizer, *, mask_prompt: bool
 ) -> list[Encoded]:
     """Encodes documents; with the mask only answers are learned."""
     parts = (
@@ -185,14 +172,15 @@ def encode_documents(
         for number, part in enumerate(document, 1)
     )
     found: list[Encoded] = []
+    end = tokenizer.end_of_text()
     ids, learned = array("i"), bytearray()
     for batch in in_batches(parts, lambda item: len(item[0].text)):
-        encoded = tokenizer.encode_batch([part.text for part, _ in batch])
+        encoded = tokenizer.encode_plain([part.text for part, _ in batch])
         for (part, last), tokens in zip(batch, encoded, strict=True):
             if part.begins and tokenizer.bos_id is not None:
                 tokens = [tokenizer.bos_id, *tokens]
             if part.ends:
-                tokens = [*tokens, tokenizer.eos_id]
+                tokens = [*tokens, end]
             ids.extend(tokens)
             learned.extend(bytes([part.learned or not mask_prompt]) * len(tokens))
             if last:
@@ -202,7 +190,7 @@ def encode_documents(
     return found
 
 
-def _refuse_control(texts: Iterable[str], tokenizer: LMTokenizer) -> None:
+def _refuse_control(texts: Iterable[str], tokenizer: PretrainedTokenizer) -> None:
     """Refuses what the tokenizer would turn into a control token, such as the end of a text."""
     found = [word for text in texts for word in tokenizer.special_tokens if word and word in text]
     if found:
@@ -228,7 +216,7 @@ def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
 class _Writer:
     """Writes the records of inputs out, all in the format of the first one."""
 
-    def __init__(self, template: str, tokenizer: LMTokenizer) -> None:
+    def __init__(self, template: str, tokenizer: PretrainedTokenizer) -> None:
         self.format = self.origin = ""  # until the first record is read
         self.template = template
         self._tokenizer = tokenizer
@@ -322,14 +310,14 @@ def _messages(value: Any) -> Messages:
 
 
 def pair_parts(
-    prompt: str, context: str, answer: str | None, template: str, tokenizer: LMTokenizer
+    prompt: str, context: str, answer: str | None, template: str, tokenizer: PretrainedTokenizer
 ) -> list[Part]:
     """Writes out a prompt and its answer; without an answer, the parts that precede one."""
     question = f"{prompt}\n\n{context}" if context else prompt
     if template == TOKENIZER:
         messages = [{"role": "user", "content": question}]
         if answer is None:
-            return [Part(_render(messages, True, tokenizer), False)]
+            return [Part(tokenizer.chat(messages, True), False)]
         return chat_parts([*messages, {"role": "assistant", "content": answer}], tokenizer)
     if template == ALPACA:
         words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
@@ -338,7 +326,7 @@ def pair_parts(
     return [asked] if answer is None else [asked, Part(answer, True, ends=True)]
 
 
-def chat_parts(messages: Messages, tokenizer: LMTokenizer) -> list[Part]:
+def chat_parts(messages: Messages, tokenizer: PretrainedTokenizer) -> list[Part]:
     """Finds the answers in what the tokenizer's chat template writes.
 
     For each answer: ``before`` is the text of the turns before it with the generation prompt,
@@ -351,8 +339,8 @@ def chat_parts(messages: Messages, tokenizer: LMTokenizer) -> list[Part]:
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(messages[:number], True, tokenizer)
-        after = _render(messages[: number + 1], False, tokenizer)
+        before = tokenizer.chat(messages[:number], True)
+        after = tokenizer.chat(messages[: number + 1], False)
         # Blanks after the end-of-turn token belong to what follows.
         answer, content = after.removeprefix(before).rstrip(), message["content"].strip()
         if not (before.startswith(done) and after.startswith(before) and content in answer):
@@ -369,13 +357,3 @@ def chat_parts(messages: Messages, tokenizer: LMTokenizer) -> list[Part]:
         parts += [Part(before.removeprefix(done), False), Part(answer, True)]
         done = before + answer
     return parts
-
-
-def _render(messages: Messages, prompt: bool, tokenizer: LMTokenizer) -> str:
-    text = tokenizer.render_chat(messages, prompt)
-    if text is None:
-        raise DataError(
-            "the tokenizer has no chat template; take the model's chat version, or write "
-            "instruction and output"
-        )
-    return text

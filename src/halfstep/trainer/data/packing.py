@@ -10,17 +10,15 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from halfstep.trainer.data.batches import IGNORED, Indices
-
-LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""(ids_BT, targets_BT, positions_BT), int64."""
+from halfstep.trainer.data.batches import Indices
+from halfstep.trainer.models.causal_lm import LMBatch
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 
 class Encoded(NamedTuple):
@@ -35,7 +33,7 @@ class Rows:
     """Rows of one or several documents, in flat arrays."""
 
     ids: npt.NDArray[np.int32]  # (tokens,)
-    targets: npt.NDArray[np.int32]  # (tokens,): the next token where it is learned, else IGNORED
+    targets: npt.NDArray[np.int32]  # (tokens,): the next token where it is learned, else -100
     starts: Indices  # (rows + 1,): where each row begins, and the end of the last
     documents: Indices  # (documents + 1,): where each document begins, and the end of the last
 
@@ -50,7 +48,7 @@ class Rows:
     @property
     def learned_tokens(self) -> int:
         """Targets that count, in all rows."""
-        return int(np.count_nonzero(self.targets != IGNORED))
+        return int(np.count_nonzero(self.targets != IGNORE_INDEX))
 
     @property
     def efficiency(self) -> float:
@@ -96,7 +94,7 @@ def pack(documents: Sequence[Encoded], max_length: int, *, packing: bool) -> Row
     starts = _offsets([lengths[number] for number in order])
     # The first token of a document is never learned, so nothing is a target across a border.
     follows = np.flatnonzero(np.concatenate([documents[number].learned for number in order]))
-    targets = np.full(len(ids), IGNORED, dtype=np.int32)
+    targets = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     targets[follows - 1] = ids[follows]
     return Rows(ids, targets, starts[_offsets(list(map(len, shared)))], starts)
 
@@ -139,14 +137,14 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 def lm_batch(rows: Rows, indices: Sequence[int] | Indices, pad_id: int) -> LMBatch:
     """Builds the batch of some rows, padded on the right to the longest of them.
 
-    Targets of padding are ``IGNORED``, so any ``pad_id`` will do. Padding is one more document: its
-    positions too restart at 0.
+    Padding has no targets, so any ``pad_id`` will do. It is one more document: its positions too
+    restart at 0.
     """
     numbers = np.asarray(indices, dtype=np.int64)
     lengths = rows.lengths[numbers]
     shape = (len(numbers), int(lengths.max(initial=0)))
     ids_BT = np.full(shape, pad_id, dtype=np.int64)
-    targets_BT = np.full(shape, IGNORED, dtype=np.int64)
+    targets_BT = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     positions_BT = np.empty(shape, dtype=np.int64)
     for b, (start, length) in enumerate(zip(rows.starts[numbers], lengths, strict=True)):
         stop = start + length

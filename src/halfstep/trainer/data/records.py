@@ -25,7 +25,7 @@ FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file as it was when it was listed, or a part of it: of ``.jsonl`` always whole lines."""
+    """A file as it was when it was listed, or a part of it."""
 
     path: Path
     start: int
@@ -36,11 +36,6 @@ class Source:
     def size(self) -> int:
         """Bytes in this part."""
         return self.stop - self.start
-
-    @property
-    def kind(self) -> str:
-        """How documents are separated: ``text`` is one, of ``jsonl`` every line is one."""
-        return "jsonl" if self.path.suffix.lower() == ".jsonl" else "text"
 
 
 def find_sources(paths: tuple[str, ...]) -> tuple[Source, ...]:
@@ -78,10 +73,10 @@ def inspect_file(path: Path) -> Source:
 
 @lru_cache(maxsize=2)
 def content_sha256(sources: tuple[Source, ...]) -> str:
-    """Hashes kind, size and content of the parts in order, but not their paths."""
+    """Hashes size and content of the parts in order, but not their paths."""
     digest = hashlib.sha256()
     for source in sources:
-        digest.update(f"{source.kind}:{source.size}:".encode())
+        digest.update(f"text:{source.size}:".encode())
         with open(source.path, "rb") as file:
             file.seek(source.start)
             while chunk := file.read(min(1 << 20, source.stop - file.tell())):
@@ -142,20 +137,12 @@ def open_records(given: str, role: str) -> Rows:
     return READERS[suffix](inspect_file(path).path)
 
 
-def read_lines(path: Path, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yields (number within the whole file, line with its end) of the bytes ``start`` to ``stop``.
-
-    A line begins at ``start`` and ends at ``stop``; None is the end of the file.
-    """
-    at = 0
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields (number from 1, line with its end)."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if at >= start:
-                content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                yield number, decode(content, f"{path}:{number}")
-            at += len(line)
-            if at == stop:
-                return
+            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            yield number, decode(content, f"{path}:{number}")
 
 
 def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -158,20 +158,13 @@ class PretrainedLM(Pretrained):
         # zeros; the small tolerance is for experts, which may sum in another order. A document
         # alone has another shape, and so other rounding errors.
         size = float(alone.abs().max())
-        eps = max(torch.finfo(weight.dtype).eps, _autocast_eps(weight.device.type))
+        eps = torch.finfo(weight.dtype).eps
         leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
         if leak > 4 * torch.finfo(torch.float32).eps * size or change > 16 * eps * size:
             raise ConfigError(
                 f"{self.model_class.__name__} lets documents that are packed into one row see "
                 "each other; pad instead of packing"
             )
-
-
-def _autocast_eps(device_type: str) -> float:
-    """Return the spacing at 1 of autocast's dtype; 0 if autocast is off."""
-    if not torch.is_autocast_enabled(device_type):
-        return 0.0
-    return torch.finfo(torch.get_autocast_dtype(device_type)).eps
 
 
 def _head_is_plain(model: Any) -> bool:

@@ -166,12 +166,6 @@ def scratch_size(source: str) -> Size:
     return SIZES[name]
 
 
-def scratch_parameters(size: Size, vocab_size: int, max_length: int) -> int:
-    """Return a lower bound of the number of parameters of such a model, without making it."""
-    layers = size.layers * 12 * size.width**2
-    return layers + (vocab_size + max_length) * size.width
-
-
 def make_classifier(
     size: Size,
     names: Sequence[str],

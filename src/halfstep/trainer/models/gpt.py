@@ -172,19 +172,6 @@ class GPT(nn.Module):
         """Count the parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, block_size: int) -> int:
-        """Count the operations of forward and backward per token: 6 N + 12 n_layer n_embd T.
-
-        N counts all parameters except position embeddings; the tied table counts because the head
-        multiplies by it. As is usual for model FLOPs utilisation, attention is counted in full, as
-        if it were not causal, and recomputation by activation checkpointing is not counted. T is
-        ``block_size``.
-
-        **Source:** Chowdhery et al. 2022, "PaLM", appendix B: 6 N + 12 L H Q T with H Q = n_embd.
-        """
-        n = self.num_parameters() - self.wpe.weight.numel()
-        return 6 * n + 12 * self.config.n_layer * self.config.n_embd * block_size
-
 
 # The parts of a GPT block in plain torch, correct in fp32, under autocast and in all-16-bit alike.
 #
@@ -540,24 +527,21 @@ def generate(
     """Return a prompt continued by up to ``max_new_tokens`` tokens; the same seed, the same text.
 
     Only the last ``block_size`` tokens are seen. ``temperature`` 0 takes the most probable token
-    every time. Generation ends after ``stop_token``. The model's training mode is restored.
+    every time. Generation ends after ``stop_token``. The model is left in evaluation mode.
     """
     # Drawn on the CPU, so that they are the same on every device.
     uniforms = torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed))
     device = next(model.parameters()).device
-    tokens, was_training = list(tokens), model.training
+    tokens = list(tokens)
     model.eval()
-    try:
-        for uniform in uniforms.tolist():
-            window = torch.tensor([tokens[-model.config.block_size :]], device=device)
-            logits_V = require_finite_logits(model.last_logits(window))[0]
-            tokens.append(
-                sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
-            )
-            if tokens[-1] == stop_token:
-                break
-    finally:
-        model.train(was_training)
+    for uniform in uniforms.tolist():
+        window = torch.tensor([tokens[-model.config.block_size :]], device=device)
+        logits_V = require_finite_logits(model.last_logits(window))[0]
+        tokens.append(
+            sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
+        )
+        if tokens[-1] == stop_token:
+            break
     return tokens
 
 

@@ -326,14 +326,17 @@ def require_finite(tensor: Tensor, folder: Path, name: str) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
 
     Raises:
-        CheckpointError: If ``folder`` exists and is not empty, or cannot be written.
+        CheckpointError: If ``folder`` exists, is not empty and not to be replaced; or if it cannot
+            be written, and an earlier one stays.
     """
-    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+    taken = os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
+    if taken and not replace:
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose another name")
+    old = folder.with_name(f".old-{folder.name}")
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -342,8 +345,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         for file in temporary.glob("*.safetensors"):  # which safetensors makes for the owner only
             file.chmod(temporary.stat().st_mode & 0o666)
         sync_folder(temporary)
+        if taken:
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
         temporary.rename(folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:

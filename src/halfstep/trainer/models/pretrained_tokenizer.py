@@ -67,7 +67,6 @@ class PretrainedTokenizer:
     Attributes:
         max_length: Maximal ids of a text in :meth:`encode_batch`, special ones included.
         pad_id: The tokenizer's padding id; else its end-of-text id, as for GPT-2; else 0.
-        eos_id: The end-of-text id, if there is one.
         bos_id: The id that the tokenizer itself writes before a text, if it does.
         special_tokens: Strings that become control tokens, wherever they occur in a text.
         vocab_size: One more than the largest id.
@@ -79,8 +78,7 @@ class PretrainedTokenizer:
         self._tokenizer = tokenizer
         self.max_length = max_length
         self.truncated = 0
-        self.eos_id: int | None = tokenizer.eos_token_id
-        pads = (tokenizer.pad_token_id, self.eos_id, 0)
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.pad_id: int = next(i for i in pads if i is not None)
         self.vocab_size: int = 1 + max(tokenizer.get_vocab().values(), default=-1)
         backend = tokenizer.backend_tokenizer
@@ -121,15 +119,35 @@ class PretrainedTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
+    def end_of_text(self) -> int:
+        """Return the id that ends an answer and a document."""
+        found: int | None = self._tokenizer.eos_token_id
+        if found is None:
+            raise ConfigError(
+                "the tokenizer has no end-of-text token (eos_token in tokenizer_config.json), so a "
+                "tuned model could not learn to stop; set one"
+            )
+        return found
+
+    def end_of_turn(self) -> list[int]:
+        """Return the ids with which the chat template ends an answer; none without a template."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return []
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        return self.encode_plain([self.chat(turns).rpartition("!")[2].rstrip()])[0]
+
     def chat(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
-    ) -> str | None:
-        """Write messages in the chat template, special tokens spelled out; None without one.
+    ) -> str:
+        """Write messages in the chat template, special tokens spelled out.
 
         ``add_generation_prompt`` ends with what precedes an answer.
         """
         if not getattr(self._tokenizer, "chat_template", None):
-            return None
+            raise DataError(
+                "the tokenizer has no chat template; take the model's chat version, or write "
+                "instruction and output"
+            )
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

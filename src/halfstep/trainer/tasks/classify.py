@@ -19,17 +19,16 @@ from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Predicting
+from halfstep.trainer.config.use import Evaluating, Predicting
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled
-from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.models.classifier import (
     SCRATCH,
     PretrainedClassifier,
     make_classifier,
     open_classifier,
-    scratch_parameters,
     scratch_size,
     train_tokenizer,
 )
@@ -37,7 +36,6 @@ from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer, op
 from halfstep.trainer.step import Batch, Evaluation, Judge
 from halfstep.trainer.tasks.epochs import (
     FinetuneTask,
-    matrix_parameters,
     model_folder,
     pinned,
     tokenizer_of,
@@ -48,7 +46,7 @@ from halfstep.trainer.tasks.scores import (
     report_table,
     report_values,
 )
-from halfstep.trainer.tasks.task import Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Measured, Trained
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
 
@@ -83,15 +81,12 @@ class ClassifyTask(FinetuneTask):
         }
         world.require_same(self.identity)
         self.deal(config, self._train.lengths)
-        self._matrices = matrix_parameters(self.model)
 
     def _make(self, config: ClassifyConfig, data: LabelledData) -> None:
         """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
-        vocabulary = choice.vocab_size or size.vocabulary
-        require_host_room(scratch_parameters(size, 0, choice.max_length), 0, "--max-length")
-        self.tokenizer = train_tokenizer(data.train.texts, vocabulary, choice.max_length)
+        self.tokenizer = train_tokenizer(data.train.texts, size.vocabulary, choice.max_length)
         self.model = make_classifier(
             size,
             self.labels,
@@ -148,10 +143,6 @@ class ClassifyTask(FinetuneTask):
     def targets(self, batch: Batch) -> float:
         """Return the number of examples."""
         return len(batch[2])
-
-    def flops(self, tokens: float) -> float:
-        """Count two operations per matrix weight and token in the forward, four in the backward."""
-        return 6.0 * self._matrices * tokens
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss (unsmoothed) and confusion on every validation example once."""
@@ -256,10 +247,6 @@ class TrainedClassifier(Trained):
             head + report_table(found.confusion, self.labels),
             values | report_values(found.confusion, self.labels),
         )
-
-    def export(self, use: Exporting) -> str:
-        """Refuse to: the run left the model in its folder."""
-        raise ConfigError(f"a classifier is a Hugging Face folder already: {self.path / 'model'}")
 
     def _texts(self, use: Evaluating) -> LabelledTexts:
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""

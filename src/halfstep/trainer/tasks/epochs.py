@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +13,7 @@ import numpy.typing as npt
 from torch import nn
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError
-from halfstep.files import sync
+from halfstep.errors import ConfigError
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import (
     ClassifyConfig,
@@ -24,13 +22,13 @@ from halfstep.trainer.config.tasks import (
     PretrainedConfig,
 )
 from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.models.pretrained import Pretrained, pin
+from halfstep.trainer.models.pretrained import Pretrained, new_folder, pin
 from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
     require_vocabulary,
 )
-from halfstep.trainer.tasks.task import Task
+from halfstep.trainer.tasks.task import Task, shortened
 
 
 class EpochTask(Task):
@@ -45,6 +43,7 @@ class EpochTask(Task):
         self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
         self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
         self.config = config.resolved(self._batches.steps_per_epoch)
+        self.notes += shortened(config.schedule.warmup_steps, self.config.schedule.warmup_steps)
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
         """Return the indices of a step's examples."""
@@ -78,12 +77,9 @@ class FinetuneTask(EpochTask):
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write the best state to ``model/``, for ``transformers`` and the commands to load."""
-
-        def write(empty: Path) -> None:
+        with new_folder(folder / "model", replace=True) as empty:
             self.model.save_(empty, exported().weights)
             self.tokenizer.save(empty)
-
-        replace_folder(folder / "model", write)
         return f"{self.leaves} in {folder / 'model'}"
 
 
@@ -115,9 +111,6 @@ def tokenizer_of(
     return tokenizer
 
 
-# The model folder that a run leaves for others to load.
-
-
 def model_folder(run: Path) -> Path:
     """Return the folder in which a run of ``finetune`` left its best state.
 
@@ -133,21 +126,6 @@ def model_folder(run: Path) -> Path:
     return folder
 
 
-def matrix_parameters(model: nn.Module) -> int:
-    """Count the matrix weights that each token is multiplied with, for estimates of FLOPs.
-
-    Embeddings do not count, as they are looked up, unless they also serve as the output layer.
-    """
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    used = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()]
-    multiplied = {id(p) for p in used}
-    return sum(
-        p.numel()
-        for p in model.parameters()
-        if p.dim() == 2 and (id(p) not in looked_up or id(p) in multiplied)
-    )
-
-
 def frozen_fingerprint(model: nn.Module) -> str:
     """Hash the frozen parameters: SHA-256 over their names, shapes, dtypes and sampled values."""
     digest = hashlib.sha256()
@@ -158,32 +136,3 @@ def frozen_fingerprint(model: nn.Module) -> str:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
             digest.update(sample.tobytes())
     return digest.hexdigest()
-
-
-def replace_folder(final: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder completely, then put it in the place of an earlier one.
-
-    Args:
-        final: The folder to replace.
-        write: Makes and fills a folder that does not exist yet.
-
-    Raises:
-        CheckpointError: If it cannot be written; the earlier folder stays.
-    """
-    temporary = final.with_name(f".unfinished-{final.name}")
-    old = final.with_name(f".old-{final.name}")
-    try:
-        if old.exists() and not final.exists():  # an earlier process died between the two renames
-            old.rename(final)
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
-        write(temporary)
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
-        if final.exists():
-            final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final} cannot be written: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,10 @@ from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
-from halfstep.trainer.data.batches import IGNORED, evaluation_shares
+from halfstep.trainer.data.batches import evaluation_shares
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.models.causal_lm import (
     LoraLM,
     PretrainedLM,
@@ -29,6 +30,7 @@ from halfstep.trainer.models.causal_lm import (
     open_adapted_lm,
     open_causal_lm,
 )
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
@@ -37,12 +39,11 @@ from halfstep.trainer.step import Batch, Evaluation, Judge, count_targets, mean_
 from halfstep.trainer.tasks.epochs import (
     FinetuneTask,
     frozen_fingerprint,
-    matrix_parameters,
     model_folder,
     pinned,
     tokenizer_of,
 )
-from halfstep.trainer.tasks.task import Measured, Progress, Trained
+from halfstep.trainer.tasks.task import Measured, Trained
 
 PROMPT_FILE = "prompt.json"
 """File of a run folder with the prompt template and a hash of the base that adapters belong to."""
@@ -81,8 +82,7 @@ class LMTask(FinetuneTask):
             config = dataclasses.replace(config, data=data)
             self.notes.append(f"rows have the model's {limit} positions")
         self.tokenizer = tokenizer_of(self.model, choice, data.max_length)
-        wrapped = InstructionTokenizer(self.tokenizer, choice.source)
-        self.data = read_instructions(data, wrapped, config.run.seed)
+        self.data = read_instructions(data, self.tokenizer, config.run.seed)
         if data.packing:
             self.model.check_packing()
         self._adapt(config)
@@ -95,7 +95,6 @@ class LMTask(FinetuneTask):
         held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
         self.notes += [*self.data.notes, *([held] if held else [])]
         self.deal(config, self.data.train_rows.lengths)
-        self._matrices = matrix_parameters(self.model)
 
     def _adapt(self, config: LMConfig) -> None:
         """Add adapters, which alone are trained then, if the configuration has any."""
@@ -131,11 +130,6 @@ class LMTask(FinetuneTask):
         """Return the number of target tokens that enter the loss."""
         return count_targets(batch)
 
-    def flops(self, tokens: float) -> float:
-        """Count two operations per matrix weight and token in the forward and for each gradient."""
-        frozen = self.config.model.lora_r > 0  # no weight gradients for a frozen base
-        return (4.0 if frozen else 6.0) * self._matrices * tokens
-
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss and perplexity on every validation row once."""
         run = self.config.run
@@ -167,7 +161,7 @@ def validation_rows(
     for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
         ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
         if not counts:
-            targets_BT = torch.full_like(targets_BT, IGNORED)
+            targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
         yield ids_BT, targets_BT, positions_BT
 
 
@@ -224,50 +218,6 @@ def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
     )
 
 
-# A pretrained tokenizer behind the interface that the data of a language model needs.
-
-
-class InstructionTokenizer:
-    """Adapts to :class:`~halfstep.trainer.data.instructions.LMTokenizer`."""
-
-    def __init__(self, tokenizer: PretrainedTokenizer, source: str) -> None:
-        """Wrap a tokenizer.
-
-        Raises:
-            ConfigError: If it has no end-of-text token.
-        """
-        if tokenizer.eos_id is None:
-            raise ConfigError(
-                f"model.source={source}: its tokenizer has no end-of-text token (eos_token in "
-                "tokenizer_config.json), so a tuned model could not learn to stop; set one"
-            )
-        self.wrapped = tokenizer
-        self.eos_id: int = tokenizer.eos_id
-        self.bos_id = tokenizer.bos_id
-        self.special_tokens: Sequence[str] = tokenizer.special_tokens
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
-        return self.wrapped.encode_plain([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, without special tokens."""
-        return self.wrapped.encode_plain(texts)
-
-    def render_chat(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool
-    ) -> str | None:
-        """Write a chat in the tokenizer's own template; None if it has none."""
-        return self.wrapped.chat(messages, add_generation_prompt)
-
-    def end_of_turn(self) -> list[int]:
-        """Return the ids with which the chat template ends an answer; empty without a template."""
-        text = self.render_chat(
-            [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], False
-        )
-        return [] if text is None else self.encode(text.rpartition("!")[2].rstrip())
-
-
 # Using the model of a finished run.
 
 
@@ -275,7 +225,7 @@ class TrainedLM(Trained):
     """A model or adapter from a run of ``finetune lm``."""
 
     model: PretrainedLM
-    tokenizer: InstructionTokenizer
+    tokenizer: PretrainedTokenizer
     template: str
     """The prompt template of training; see :mod:`halfstep.trainer.data.config`."""
 
@@ -296,10 +246,9 @@ class TrainedLM(Trained):
                 )
         else:
             self.model = open_causal_lm(folder)
-        tokenizer = open_tokenizer(
+        self.tokenizer = open_tokenizer(
             folder, max_length=config.data.max_length, model_limit=self.model.max_length
         )
-        self.tokenizer = InstructionTokenizer(tokenizer, str(folder))
 
     def cast_(self) -> None:
         """Give the weights their dtypes in training, and compute as there."""
@@ -309,29 +258,25 @@ class TrainedLM(Trained):
         else:
             super().cast_()
 
-    def answer(self, prompt: str, *, raw: bool = False, **drawing: Any) -> str:
+    def answer(self, prompt: str, **drawing: Any) -> str:
         """Return what the model writes to a prompt, without an end-of-text token.
 
         Args:
-            prompt: A user's question, or with ``raw`` the text to continue.
-            raw: Write no template around the prompt.
+            prompt: A user's question, or a text to continue.
             drawing: Options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
 
         Returns:
             The answer; where there is no template, the prompt and what follows it.
         """
         tokenizer = self.tokenizer
-        if raw:
-            ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
-            ids += tokenizer.encode(prompt)
-        else:
-            ids = prompt_ids(prompt, tokenizer, self.template)
-        ids = ids or [tokenizer.eos_id]  # in pretraining, every document follows this token
-        ends = [[tokenizer.eos_id], tokenizer.end_of_turn()]
+        ids = prompt_ids(prompt, tokenizer, self.template)
+        end = tokenizer.end_of_text()
+        ids = ids or [end]  # in pretraining, every document follows this token
+        ends = [[end], tokenizer.end_of_turn()]
         with self.around():
             written = generate_ids(self.model, ids, ends=ends, **drawing)
-        decode = tokenizer.wrapped.decode
-        if raw or self.template == "plain":
+        decode = tokenizer.decode
+        if self.template == "plain":
             return decode([*ids, *written])
         # decoded with the prompt, as a tokenizer may drop the space before the first word
         return decode([*ids, *written])[len(decode(ids)) :].strip()
@@ -339,8 +284,8 @@ class TrainedLM(Trained):
     def generate(self, use: Generating) -> str:
         """Return the answer to a prompt, or its continuation where there is no template."""
         self.open(use)
-        if not (use.prompt or use.raw or self.template == "plain"):
-            raise ConfigError("--prompt is empty; give what the model is to answer, or --raw")
+        if not (use.prompt or self.template == "plain"):
+            raise ConfigError("--prompt is empty; give what the model is to answer")
         around: AbstractContextManager[None] = nullcontext()
         if use.base:
             if not isinstance(self.model, LoraLM):
@@ -349,7 +294,7 @@ class TrainedLM(Trained):
                 )
             around = self.model.model.disable_adapter()
         with around:
-            return self.answer(use.prompt, raw=use.raw, **use.drawing)
+            return self.answer(use.prompt, **use.drawing)
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""
@@ -358,10 +303,7 @@ class TrainedLM(Trained):
         if use.data:
             data = dataclasses.replace(data, train=use.data, dev=use.data)
         rows = read_instructions(data, self.tokenizer, self.config.run.seed).dev_rows
-        if data.packing:
-            self.model.check_packing()
-        pad_id = self.tokenizer.wrapped.pad_id
-        batches = validation_rows(rows, use.batch_size, pad_id, use.max_batches)
+        batches = validation_rows(rows, use.batch_size, self.tokenizer.pad_id, use.max_batches)
         judge = Judge(self.model.loss_sum, self.around, self.device)
         found = measured_loss(batches, judge, str(self.policy))
         values = {
@@ -384,6 +326,6 @@ class TrainedLM(Trained):
                 f"{error:.3g}, and {vanished:.1%} of the updates vanished in it"
             )
         model.save_(target, {}, dtype)
-        self.tokenizer.wrapped.save(target)
+        self.tokenizer.save(target)
         count = sum(p.numel() for p in model.parameters())
         return f"{target}: {count:,} parameters in {dtype_name(dtype)}{lost}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +27,9 @@ from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
+from halfstep.trainer.models.pretrained import new_folder
 from halfstep.trainer.step import Batch, Evaluation, Judge, tensors_of, to_device
-from halfstep.trainer.tasks.epochs import EpochTask, replace_folder
+from halfstep.trainer.tasks.epochs import EpochTask
 from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
@@ -186,10 +186,6 @@ class ModuleTask(EpochTask):
         """Count the batch's targets by the user's function or, without one, its rows."""
         return rows_of(batch) if self._parts.targets is None else self._parts.targets(batch)
 
-    def flops(self, tokens: float) -> float:
-        """Return NaN: a module may use a matrix any number of times per item."""
-        return math.nan
-
     @torch.no_grad()
     def evaluate(self, judge: Judge) -> Evaluation:
         """Average the measures over the validation data, every item once over all ranks."""
@@ -239,11 +235,8 @@ class ModuleTask(EpochTask):
         frozen = {n: p for n, p in own.items() if not is_sharded(p)}
         state = {n: t.to("cpu").contiguous() for n, t in {**frozen, **weights, **buffers}.items()}
 
-        def write(empty: Path) -> None:
-            empty.mkdir()
+        with new_folder(folder / "model", replace=True) as empty:
             safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
-
-        replace_folder(folder / "model", write)
         left = len(own) - len(frozen)
         note = f" (without {left} frozen weights, which lie in parts on the ranks)" * (left > 0)
         return f"weights in {folder / 'model' / 'model.safetensors'}{note}"

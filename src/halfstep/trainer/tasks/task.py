@@ -25,11 +25,9 @@ from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.step import Batch, Evaluation, Judge, learning_rate, make_optimizer
-
-Progress = Callable[[str, int, int], None]
-"""Called while data is prepared, with what is being done, the amount done and the total."""
 
 
 class Task(Protocol):
@@ -92,9 +90,6 @@ class Task(Protocol):
 
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch over all ranks, without padding."""
-
-    def flops(self, tokens: float) -> float:
-        """Return the floating-point operations of training on this many tokens."""
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Evaluate the model, which is in evaluation mode; every target once over all ranks."""
@@ -213,6 +208,11 @@ def facts(config: BaseConfig) -> dict[str, str]:
         for name, part in table.items()
         for key, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
+
+
+def shortened(asked: int, used: int) -> list[str]:
+    """Return a note if the warm-up is shorter than was asked for."""
+    return [f"the warm-up is {used} steps instead of {asked}: as long as the run"] * (used < asked)
 
 
 def share_of(size: int, rank: int, ranks: int) -> range:

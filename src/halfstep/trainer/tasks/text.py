@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,18 +23,19 @@ from halfstep.trainer.checkpoint import (
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import (
-    IGNORED,
     batch,
     start_of_sequence,
     validation_batches,
 )
 from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
+from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.models.shapes import GPTConfig
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
-from halfstep.trainer.tasks.task import Measured, Progress, Task, Trained, share_of
+from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened
 
 
 class TextTask(Task):
@@ -69,9 +69,11 @@ class TextTask(Task):
             "--grad-accum",
         )
         self.model = GPT(shape, seed=run.seed)
-        self.config = dataclasses.replace(config, model=shape)
+        warmup = min(config.schedule.warmup_steps, run.max_steps)
+        self.notes = shortened(config.schedule.warmup_steps, warmup)
+        schedule = dataclasses.replace(config.schedule, warmup_steps=warmup)
+        self.config = dataclasses.replace(config, model=shape, schedule=schedule)
         self.smallest_batch = run.batch_size
-        self.notes: list[str] = []
         which = "training"
         try:  # refuse data shorter than a block here, not at the first step
             self.batch(0, range(1))
@@ -115,14 +117,6 @@ class TextTask(Task):
         """Return the tokens of a step's batch, the same number in every step."""
         return self.config.run.batch_size * self.config.block_size
 
-    def flops(self, tokens: float) -> float:
-        """Return the floating-point operations of a step over this many tokens."""
-        return self._flops_per_token * tokens
-
-    @cached_property
-    def _flops_per_token(self) -> int:
-        return self.model.flops_per_token(self.config.block_size)
-
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
@@ -147,37 +141,29 @@ class TextTask(Task):
                 here = slice(rows.start, rows.stop)
                 yield tokens_BT[here], targets_BT[here]
             else:  # forwards may be collective, so this rank runs a row that does not count
-                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORED)
+                yield tokens_BT[:1], torch.full_like(targets_BT[:1], IGNORE_INDEX)
 
 
 class TrainedText(Trained):
-    """A model from a run of ``train``, or from a Hugging Face GPT-2 folder with its tokenizer."""
+    """A model from a run of ``train``."""
 
     model: GPT
     tokenizer: Tokenizer
 
     def load(self) -> None:
-        """Load the newest checkpoint of a run in fp32, or a GPT-2 folder."""
-        if self.config is None:
-            self.model = part("trainer.models.gpt2_folder:load_gpt2")(self.path)
-            self.tokenizer = load_tokenizer(self.path)
-            return
+        """Load the newest checkpoint of a run in fp32."""
         found = list_checkpoints(self.path / CHECKPOINTS)
         if not found:
             raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written yet")
         weights = exported(load_checkpoint(found[-1], kinds=EXPORTED)).weights
         self.tokenizer = load_tokenizer(self.path / "tokenizer")
         self.model = GPT(_with_vocabulary(self.config, self.tokenizer))
-        expected = dict(self.model.named_parameters())
-        if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in expected.items()}:
-            raise CheckpointError(f"{found[-1]}: its weights do not fit the run's configuration")
-        for name, parameter in expected.items():
-            parameter.data.copy_(weights[name])
+        self.model.load_state_dict(weights)
 
     def generate(self, use: Generating) -> str:
         """Return the prompt and its continuation; without a prompt, start a new document."""
-        if use.raw or use.base:
-            raise ConfigError("--raw and --base are for runs of finetune lm; leave them out")
+        if use.base:
+            raise ConfigError("--base is for LoRA runs of finetune lm; leave it out")
         self.open(use)
         tokenizer = self.tokenizer
         end = tokenizer.end_of_text
@@ -190,8 +176,6 @@ class TrainedText(Trained):
         """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
         self.open(use)
         config = self.config
-        if config is None and not use.data:
-            raise ConfigError("evaluate --model needs --data, the text to measure on")
         if use.data:
             tokens = prepare_one(use.data, self.tokenizer, progress)
         else:
@@ -199,7 +183,7 @@ class TrainedText(Trained):
             tokens = prepare(data, progress=progress).validation
         batches = validation_batches(
             tokens,
-            block_size=config.block_size if config else self.model.config.block_size,
+            block_size=config.block_size,
             batch_size=use.batch_size,
             max_batches=use.max_batches or None,
         )
