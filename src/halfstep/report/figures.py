@@ -58,6 +58,7 @@ def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
 def styled(axes: Any, label: str) -> None:
     """Give drawn axes the look of every figure, and a label to the horizontal one."""
     axes.set_xlabel(label, color=INK)
+    axes.locator_params(axis="x", integer=True)
     axes.set_facecolor("none")
     axes.grid(color=GRID, linewidth=0.6)
     axes.tick_params(colors=INK, which="both")
@@ -161,6 +162,9 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         where = axes.get_xaxis_transform()
         shown, _ = thinned(steps, [0.0] * len(steps))
         axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
+        # matplotlib leaves marks of such a transform out of its limits
+        axes.update_datalim([(step, 0.0) for step in shown], updatey=False)
+        axes.autoscale_view(scaley=False)
 
 
 def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:
