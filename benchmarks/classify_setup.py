@@ -104,7 +104,7 @@ class Work:
         )  # fmt: skip
         curve = ScheduleConfig(warmup_steps=job["warmup"], min_ratio=0.0)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate(1.0, curve, step, step, job["steps"])
+            self.optimizer, lambda step: learning_rate(1.0, curve, step, job["steps"])
         )
 
     def _encoded(self, texts: LabelledTexts) -> list[dict]:

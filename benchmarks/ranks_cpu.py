@@ -167,7 +167,7 @@ def ours(batch: tuple, layout: str, policy: str) -> Variant:
     def step() -> None:
         train_step(
             model.loss_sum, precision, strategy, [batch],
-            learning_rate=LEARNING_RATE, max_norm=1.0,
+            learning_rate=lambda peak: peak, max_norm=1.0,
         )  # fmt: skip
 
     sent = strategy.sent_bytes()
