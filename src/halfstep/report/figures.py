@@ -42,6 +42,7 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
         axes = figure.subplots()
         if draw(axes, runs, language):
             styled(axes, gettext("Step", language))
+            axes.locator_params(axis="x", integer=True)
             found.append((gettext(title, language), as_svg(figure, salt=title)))
     return found
 
@@ -58,7 +59,6 @@ def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
 def styled(axes: Any, label: str) -> None:
     """Give drawn axes the look of every figure, and a label to the horizontal one."""
     axes.set_xlabel(label, color=INK)
-    axes.locator_params(axis="x", integer=True)
     axes.set_facecolor("none")
     axes.grid(color=GRID, linewidth=0.6)
     axes.tick_params(colors=INK, which="both")
