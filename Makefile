@@ -20,7 +20,7 @@ STRANGERS_VENV ?= .venv-strangers
 
 UNIT = tests/architecture tests/diagnostics tests/forward_kernels tests/golden tests/optim tests/precision \
        tests/properties tests/reference tests/trainer/checkpoint tests/trainer/data tests/test_errors.py tests/test_format_bits.py tests/test_formats.py \
-       tests/test_readme.py tests/test_torch_compat.py
+       tests/test_readme.py
 
 # The tests' tensors are small: threads that wait for each other cost more than they give.
 test test-unit test-all test-slow test-strangers test-without-bf16 test-distributed: export OMP_NUM_THREADS ?= 1

@@ -40,7 +40,7 @@ def numbers(form):
     """The numbers of a format from AT to a sixteenth more."""
     found = [float(form.round_to(torch.tensor(AT, dtype=torch.float64)))]
     while math.isfinite(found[-1]) and found[-1] <= AT * 1.0625:
-        found.append(form.neighbours(found[-1])[1])
+        found.append(found[-1] + form.ulp(found[-1]))
     return [x for x in found if AT <= x <= AT * 1.0625]
 
 

@@ -1,12 +1,7 @@
-"""Bit fields and neighbours of every number, against torch's own bit patterns.
-
-The oracle for fields is a view of the bits as an integer, cut by shifts; for neighbours the sorted
-list of all numbers that torch decodes from all patterns. Neither knows FloatFormat.
-"""
+"""Bit fields of every number, against a view of torch's own bits as an integer, cut by shifts."""
 
 import itertools
 import math
-from bisect import bisect_left
 
 import numpy as np
 import pytest
@@ -94,52 +89,3 @@ def test_a_value_that_the_format_does_not_hold_has_no_bits():
     for form, value in NOT_HELD:
         with pytest.raises(ValueError, match=f"{form.name} does not hold"):
             form.bits_of(value)
-
-
-def test_the_neighbours_of_every_number_are_the_next_that_torch_knows():
-    def check(name):
-        form = FORMATS[name]
-        _, values = every_pattern(name)
-        numbers = sorted({value for value in values if not math.isnan(value)})
-        beyond = NAN if name == "e4m3fn" else INF
-        for value in numbers:
-            index = bisect_left(numbers, value)
-            below = numbers[index - 1] if index else -beyond
-            above = numbers[index + 1] if index + 1 < len(numbers) else beyond
-            # == does not tell -0 from 0; the signs of zeros have a test of their own
-            for got, expected in zip(form.neighbours(value), (below, above), strict=True):
-                assert got == expected or (math.isnan(got) and math.isnan(expected))
-
-    every(WIDTHS, check)
-
-
-def test_fp32_neighbours_equal_numpy_nextafter():
-    generator = np.random.default_rng(2)
-    patterns = generator.integers(0, 2**32, 5_000, dtype=np.uint64).astype(np.uint32)
-    edges = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000], dtype=np.uint32)
-    singles = np.concatenate([patterns, edges, edges | 0x80000000]).view(np.float32)
-    singles = singles[~np.isnan(singles)]
-    with np.errstate(over="ignore", under="ignore"):
-        below = np.nextafter(singles, np.float32(-INF)).tolist()
-        above = np.nextafter(singles, np.float32(INF)).tolist()
-    for value, low, high in zip(singles.tolist(), below, above, strict=True):
-        assert FP32.neighbours(value) == (low, high)
-
-
-def test_neighbours_around_zero_and_beyond_the_range():
-    def check(form):
-        tiny = form.min_subnormal
-        for zero in (0.0, -0.0):
-            assert form.neighbours(zero) == (-tiny, tiny)
-        assert same(form.neighbours(tiny)[0], 0.0)
-        assert same(form.neighbours(-tiny)[1], -0.0)  # IEEE 754-2019 5.3.1: nextUp(-tiny) is -0
-        beyond = NAN if form.finite_only else INF
-        for value in (form.max, INF):
-            low, high = form.neighbours(value)
-            assert same(high, beyond)
-            assert low == (form.max if value > form.max else form.max - form.ulp(form.max))
-            assert same(form.neighbours(-value)[0], -beyond)
-            assert form.neighbours(-value)[1] == -low
-        assert all(math.isnan(x) for x in form.neighbours(NAN))
-
-    every(FORMATS.values(), check)

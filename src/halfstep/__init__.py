@@ -4,7 +4,6 @@
 ``import halfstep`` and ``halfstep --help`` do not wait for torch.
 """
 
-import importlib
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ _TRAINER = ("Trainer", "TrainResult")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, and check that the installed torch has what it needs."""
+    """Import a public name."""
     try:
         return _load(name)
     except ModuleNotFoundError as error:
@@ -28,12 +27,3 @@ def __getattr__(name: str) -> Any:
         if error.name in sys.stdlib_module_names:  # fcntl, resource
             hint = f"halfstep.{name} needs {error.name}, which Python has on Linux and macOS only"
         raise ModuleNotFoundError(hint, name=error.name) from error
-    finally:  # also after an ImportError: an unsuitable torch is the better explanation of it
-        if name in __all__:
-            _require_torch(name)
-
-
-def _require_torch(name: str) -> None:
-    # The error classes can be imported, to be caught, without torch: so they are not checked.
-    if "torch" in sys.modules and not name.endswith("Error"):
-        importlib.import_module("halfstep.torch_compat").require_torch(name)

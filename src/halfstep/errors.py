@@ -8,6 +8,7 @@ prints it on one line and leaves with the class's ``exit_code``; a library user 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 
@@ -63,7 +64,8 @@ class NonFiniteError(HalfstepError, ArithmeticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
-        return _nonfinite, (*self.args, self.cause, self.parameters)
+        kept = partial(type(self), cause=self.cause, parameters=self.parameters)
+        return kept, self.args
 
 
 class SpikeError(HalfstepError, ArithmeticError):
@@ -81,7 +83,7 @@ class SpikeError(HalfstepError, ArithmeticError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword argument, as :class:`NonFiniteError` does."""
-        return _spike, (*self.args, self.cause)
+        return partial(type(self), cause=self.cause), self.args
 
 
 class PeerError(HalfstepError, RuntimeError):
@@ -91,14 +93,6 @@ class PeerError(HalfstepError, RuntimeError):
     """
 
     exit_code = 1
-
-
-def _nonfinite(message: str, cause: str, parameters: tuple[str, ...]) -> NonFiniteError:
-    return NonFiniteError(message, cause=cause, parameters=parameters)
-
-
-def _spike(message: str, cause: str) -> SpikeError:
-    return SpikeError(message, cause=cause)
 
 
 # What torch.distributed raises when another process is gone: class names, and phrases from the

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "halfstep"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Chapter -> chapters it may import besides itself and its parents; the longest entry counts.
-BASE = {"errors", "files", "formats", "option", "shown", "torch_compat"}
+BASE = {"errors", "files", "formats", "option", "shown"}
 LIBRARY = {*BASE, "kernels", "precision", "optim", "diagnostics", "distributed"}
 ALLOWED = {
     "errors": set(),
@@ -18,7 +18,6 @@ ALLOWED = {
     "formats": {"errors", "shown"},
     "option": set(),
     "shown": set(),
-    "torch_compat": {"errors"},
     "kernels": {"errors", "formats"},
     "precision": {"errors", "formats", "kernels", "shown"},
     "precision.policy": {

@@ -24,7 +24,9 @@ def test_each_policy_has_a_run_and_a_row_and_a_refused_one_says_why(halfstep, co
         assert len(lines) == 8
 
 
-def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_path, monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """The configurations of runs that are not trained but made up."""
     asked = []
 
     def made_up(config, folder):
@@ -37,7 +39,10 @@ def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_pat
         return command.subprocess.CompletedProcess([], 0, "", "")
 
     monkeypatch.setattr(command, "train_apart", made_up)
-    monkeypatch.setattr(command, "prepare", lambda *_: 0)
+    return asked
+
+
+def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_path, asked):
     words = ["--config", "lm-lora", "--precision", "fp32", "bf16-mixed", "--out", tmp_path / "b"]
     done = halfstep("bench", *words, "--", "--model", "./folder", "--max-length", "99")
     assert done.returncode == 0, done.stderr
@@ -45,11 +50,14 @@ def test_a_table_is_printed_and_the_task_is_the_configurations(halfstep, tmp_pat
     assert (asked[0].TASK, asked[0].data.max_length, asked[0].run.max_steps) == ("lm", 99, 30)
 
 
-def test_nothing_that_could_be_measured_is_an_error_with_the_reasons(halfstep, corpus, tmp_path):
-    done = halfstep("bench", "--config", "gpt-tiny", "--precision", "tf32", "--out", tmp_path / "b",
-                    "--", *SMALL, "--data", corpus)  # fmt: skip
-    assert done.returncode == 2
-    assert "no policy could be measured: precision tf32" in done.stderr
+def test_a_demo_ends_with_a_verdict_and_a_page(halfstep, tmp_path, asked):
+    done = halfstep("demo", "--config", "gpt-tiny", "--out", tmp_path / "d",
+                    "--", "--device", "cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [str(config.precision) for config in asked][::2] == ["fp32", "fp16-mixed"]
+    assert {config.run.max_steps for config in asked} == {80}
+    assert done.stdout.endswith(f"Written: {tmp_path / 'd' / 'report.html'}\n")
+    assert "fp16-mixed" in (tmp_path / "d" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -48,28 +48,6 @@ def references(corpus, tmp_path_factory):
     return reference
 
 
-# Name -> ranks, more words, what the one line says; what one process refuses too: test_cli.py.
-REFUSED = {
-    "number of ranks": (2, ["--parallel", "shard=3"], "parallel=shard=3 needs 3 ranks"),
-    "heads": (2, ["--parallel", "tensor=2", "--model.n_head", "1"], "cannot be shared"),
-    "policy": (2, ["--precision", "bf16-module"], "cannot be honoured under parallel=data=2"),
-    "small batch, micro": (2, ["--grad-accum", "4"], "run.batch_size=4 is too small for 2 ranks"),
-    "no data": (2, ["--data", "/no/such"], "/no/such"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_run_is_refused_in_one_line(corpus, tmp_path, name):
-    count, more, message = REFUSED[name]
-    path = tmp_path / "r"
-    start = time.monotonic()
-    code, out, err = ranks(["--nproc", count, *tiny(corpus, path), *more])
-    assert (code, out) == (2, "")
-    assert message in err
-    assert not path.exists()
-    assert time.monotonic() - start < 60
-
-
 @pytest.mark.parametrize("receivers", ["launcher", "all", "one rank", "all, ranks first"])
 def test_sigterm_saves_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, references, receivers):
     path = tmp_path / "r"
@@ -168,25 +146,6 @@ def test_a_restart_does_not_go_on_with_what_another_run_left(corpus, tmp_path, r
     assert out == ""
     assert f"run.output_dir={path} holds a run already" in err
     assert steps_of(path) == 12
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_resume_goes_on(corpus, tmp_path, references, rank):
-    path = tmp_path / "r"
-    words = tiny(corpus, path, steps=LONG, save=10)
-    run = Run(["--nproc", 2, *words, "--keep", 2, "--quiet"])
-    run.await_step(path, 35)
-    start = time.monotonic()
-    os.kill(run.ranks()[rank], signal.SIGKILL)
-    code, out, err = run.end()
-    assert time.monotonic() - start < TORCHS_PATIENCE + 15
-    assert (code, out) == (1, "")
-    assert "exitcode: " in err
-    code, _, err = ranks(["--nproc", 2, "--resume", "--output-dir", path, "--quiet"])
-    assert code == 0, err
-    reference = references("--grad-accum", "2", steps=LONG, save=10)
-    assert numbers(path) == numbers(reference)
-    assert_same_state(path, reference)
 
 
 def test_ranks_of_a_killed_launcher_save_and_end(corpus, tmp_path):

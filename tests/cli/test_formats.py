@@ -1,23 +1,11 @@
 """``halfstep formats``: what it prints of numbers, errors and bits."""
 
-import itertools
-import math
-
 import pytest
-import torch
 
 from halfstep.cli.main import main
-from halfstep.cli.small import code_of, read_value, rounded
-from halfstep.formats import FORMATS, NVFP4
+from halfstep.formats import NVFP4
 
 NAMES = ["fp32", "tf32", "bf16", "fp16", "e4m3fn", "e5m2", "e2m1"]
-VALUES = [
-    "0.1", "1e-8", "-1e-8", "-2.5", "1", "65504", "65519.99", "65520", "-65520", "464", "464.01",
-    "6e-8", "2049", "257", "1e-45", "1e39", "3.4028235e38", "0x1.8p-3", "-0x1p-24", "0x1p-25",
-    "0.0001", "61440", "-0.001953125", "1e-300", "-1e300",
-    # A rounding through fp32 would make a tie of this and end below, in fp16 as in bf16.
-    "0x1.00200000001p0", "0x1.01000000001p0",
-]  # fmt: skip
 
 
 def formats(capsys, *arguments) -> str:
@@ -50,37 +38,6 @@ def test_a_block_of_numbers(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--block", "nvfp4"], "formats 0.1 -3 --block nvfp4"),
-        (["1", "--block", "nvfp8"], "there is no block format 'nvfp8'; allowed: fp8, "),
-        (["1", "2"], "give one VALUE, or with --block several"),
-        (["1", "x", "--block", "fp8"], "VALUE 'x' is not a number"),
-    ],
-)
-def test_what_makes_no_block_is_refused(words, says, capsys):
-    assert main(["formats", *words]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_the_bits_are_those_that_torch_stores():
-    dtypes = {
-        "fp32": (torch.float32, torch.int32),
-        "bf16": (torch.bfloat16, torch.int16),
-        "fp16": (torch.float16, torch.int16),
-        "e4m3fn": (torch.float8_e4m3fn, torch.uint8),
-        "e5m2": (torch.float8_e5m2, torch.uint8),
-    }
-    for text, (name, form) in itertools.product(VALUES, FORMATS.items()):
-        number = rounded(form, read_value(text))[0]
-        pattern = int(code_of(form, number).replace("|", ""), 2)
-        if name in dtypes and not math.isnan(number):
-            dtype, integer = dtypes[name]
-            stored = torch.tensor(number, dtype=torch.float64).to(dtype)
-            assert stored.view(integer).item() % 2 ** (8 * dtype.itemsize) == pattern
-
-
-@pytest.mark.parametrize(
     ("text", "name", "verdict"),
     [
         ("1", "e5m2", "exact"), ("0", "fp16", "exact"), ("-0", "fp16", "exact"),
@@ -102,16 +59,9 @@ def test_verdicts(text, name, verdict, capsys):
 def test_what_a_person_reads(capsys):
     out = formats(capsys, "0.1")
     assert "0.1000000000000000055511151231257827021181583404541015625" in out
-    assert "rounds that once" in out
-    assert "fp64" in out
     rows = [line.split() for line in out.splitlines()]
     bits = "0|01011|1001100110"
     assert ["fp16", "0.0999755859375", "2.44e-05", "0.000244", bits, "rounded"] in rows
-
-
-@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "-0", "-1e-8", "-0x1.8p-3", "-5", "-.5"])
-def test_special_and_negative_values_need_no_quoting(text, capsys):
-    assert formats(capsys, text).startswith(f"{text} is read as fp64: ")
 
 
 @pytest.mark.parametrize("text", ["abc", "", "1,5", "0x", "0xz", "1.8p-3", "-x", "1e", "--1"])
@@ -122,11 +72,3 @@ def test_what_is_no_number_is_refused_in_one_line(text, capsys):
     assert error.startswith("halfstep: error: ")
     if text not in ("--1", "-x"):  # which are options
         assert f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8)" in error
-
-
-@pytest.mark.parametrize(("text", "value"), [("0e9", 0.0), ("-0.000", -0.0), ("0x0p-5", 0.0),
-                                             ("5e-324", 5e-324), ("Infinity", math.inf),
-                                             ("0X1P-1074", 5e-324)])  # fmt: skip
-def test_what_fp64_holds_is_read(text, value):
-    got = read_value(text)
-    assert (got, math.copysign(1, got)) == (value, math.copysign(1, value))

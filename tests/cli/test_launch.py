@@ -7,8 +7,6 @@ kills of real runs: test_train_ranks.py and test_faults.py.
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -62,19 +60,6 @@ def test_what_cannot_be_launched_is_refused_in_one_line(words, message, capsys, 
     assert text.startswith("halfstep: error: ")
     assert len(text.splitlines()) == 1
     assert dict(os.environ) == before
-
-
-def test_a_rank_launches_no_ranks(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    assert main(["train", "--nproc", "2"]) == 2
-    assert "RANK is set" in capsys.readouterr().err
-
-
-def test_each_rank_complains_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert program._complain("this  one\nfails", 1) == 1
-    assert capsys.readouterr().err == "halfstep: error: rank 1: this one fails\n"
 
 
 @pytest.mark.parametrize(
@@ -141,19 +126,3 @@ def test_a_rank_that_fails_decides_the_exit_code(tmp_path, job):
     ended, out, err = Launched(tmp_path, ["--nproc", "2"], job=job).end()
     assert (ended, out) == (code, "")
     assert line in err
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_machines_meet_by_c10d(tmp_path):  # statically: test_faults.py
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = ["--nproc", "1", "--", "--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d",
-             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "--local-addr",
-             "127.0.0.1"]  # fmt: skip
-    runs = [Launched(tmp_path, words, steps=60) for _ in range(2)]
-    runs[0].await_step(5)
-    os.kill(runs[0].pid(1), signal.SIGKILL)
-    ends = [run.end() for run in runs]
-    assert [code for code, _, _ in ends] == [0, 0], ends
-    assert "DONE steps=60" in "".join(out for _, out, _ in ends)

@@ -7,13 +7,6 @@ import pytest
 from halfstep.cli.main import main
 
 
-def test_a_trace_of_a_configuration(settings, capsys):
-    assert main(["trace", *settings]) == 0
-    out = capsys.readouterr().out
-    assert "layers.0.attn" in out
-    assert out.splitlines()[-1] == "all operations ran as bf16-mixed says"
-
-
 def test_policies_beside_each_other(settings, capsys):
     policies = ["fp32", "bf16-split,moments=8bit"]
     assert main(["memory", *settings, "--precision", *policies]) == 0

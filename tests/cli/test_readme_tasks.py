@@ -101,14 +101,6 @@ def test_every_task_is_on_the_page():
     assert set(TASKS) == set(OUTCOMES)
 
 
-def test_none_needs_more_than_three_commands():
-    for name, task in TASKS.items():
-        if task.language == "sh":
-            before = TASKS[task.after].lines if task.after else []
-            assert len(before) + len(task.lines) <= 3, name
-            assert not any("&&" in line for line in task.lines if "activate" not in line), name
-
-
 def test_the_chinese_page_has_the_same_commands():
     def bare(page):
         return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from halfstep import explain_model
-from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.estimate import described_model
 from halfstep.trainer.run import run_config
 
@@ -35,13 +34,6 @@ def test_a_run_goes_on_in_a_simulated_precision_and_back(corpus, halfstep, tmp_p
         config = run_config(path)
         assert config.run.simulate is simulated
         assert getattr(config.precision, "simulate", False) is simulated
-
-
-def test_simulate_in_a_file_reads_back():
-    table = config_to_table(load_config("gpt-tiny", [("precision", "nvfp4"),
-                                                     ("run.simulate", "true")]))  # fmt: skip
-    assert table["precision"] == "nvfp4,simulate=yes"
-    assert config_to_table(config_from_table(table)) == table
 
 
 def test_explain_shows_the_formats_of_a_configurations_layers(halfstep):

@@ -151,30 +151,6 @@ def test_every_byte_of_a_small_chain():
             assert memory.total == sum(memory.part(part) for part in PARTS)
 
 
-def test_of_several_micro_batches_one_counts():
-    one, two = (step("gpt2", "fp32", gpt2(), batch_of("gpt2"), passes) for passes in (1, 2))
-    assert two.saved == one.saved
-
-
-def test_the_meter_changes_nothing():
-    batch = batch_of("llama")
-    weights = []
-    for measured in (False, True):
-        torch.manual_seed(0)
-        model = llama()
-        if measured:
-            step("llama", "bf16-mixed", model, batch)
-        else:
-            precision = halfstep.Precision(
-                "bf16-mixed", model, torch.optim.AdamW(model.parameters())
-            )
-            with precision.autocast():
-                loss = model(**batch).loss
-            precision.step(loss)
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
 def test_ranks_share_state_and_not_activations():
     batch, model = batch_of("gpt2"), gpt2()
     one, four = (halfstep.estimate(model, "fp32", batch, ranks=ranks) for ranks in (1, 4))
@@ -182,16 +158,6 @@ def test_ranks_share_state_and_not_activations():
         assert four.part(part) == pytest.approx(one.part(part) / 4, abs=len([*model.parameters()]))
     assert four.saved == one.saved
     assert "on each of 4 ranks" in str(four)
-
-
-def test_frozen_parameters_have_no_gradients_and_no_moments():
-    model = Chain()
-    model.a.requires_grad_(False)
-    found = halfstep.estimate(model, "bf16-mixed", None)
-    assert found.part("weights") == 4 * 192
-    assert found.part("gradients") == 4 * 64
-    assert found.part("moments") == 8 * 64
-    assert found.saved == 0
 
 
 def test_the_largest_batch_that_fits():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
-from halfstep import NonFiniteError, Precision, PrecisionError, first_cause
+from halfstep import Precision, PrecisionError, first_cause
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -50,38 +48,3 @@ def test_what_cannot_be_searched_is_refused():
         first_cause(model, model(torch.ones(1, 2)).sum())
     with pytest.raises(PrecisionError, match=r"first_cause\(precision\)"):
         first_cause("model", lambda: None)
-
-
-def test_a_cause_as_json_and_in_one_line():
-    model = torch.nn.Linear(2, 1)
-    x = torch.ones(4, 2)
-    x[1, 1] = float("nan")
-    cause = first_cause(model, lambda: model(x).mean())
-    table = json.loads(json.dumps(cause.to_json()))
-    assert table["cause_class"] == "data not finite"
-    assert table["dtype"] == "fp32"
-    assert table["inputs"][1]["nan"] == 1
-    assert table["remedy"] == cause.remedy
-    assert cause.summary.startswith("data not finite: aten.addmm.default in fp32, forward of the m")
-    assert "\n" not in cause.summary
-
-
-def test_the_error_of_an_own_loop_gives_the_line_to_type():
-    model = torch.nn.Linear(2, 1)
-    precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
-    batch = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
-
-    def your_loss(rows):
-        return model(rows).mean()
-
-    with precision.autocast():
-        loss = your_loss(batch)
-    with pytest.raises(NonFiniteError) as error:
-        precision.step(loss)
-    line = "halfstep.first_cause(precision, lambda: your_loss(batch))"
-    assert line in str(error.value)
-    cause = first_cause(precision, lambda: your_loss(batch))
-    assert cause.cause_class == "data not finite"
-    with precision.autocast():  # and the loop goes on
-        loss = your_loss(batch[:1])
-    assert precision.step(loss).applied

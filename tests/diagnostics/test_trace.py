@@ -140,15 +140,6 @@ def test_without_a_precision_a_policy_is_needed_to_compare():
         trace(model, "bf16-mixed")
 
 
-def test_lazy_modules():
-    model = nn.Sequential(nn.LazyLinear(4))
-    with trace(model):  # which must not fail
-        pass
-    with trace(model) as ran:
-        model(torch.ones(2, 3)).sum().backward()
-    assert rows(ran, "addmm")[0].module == "0"
-
-
 def low_bit_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))

@@ -109,7 +109,7 @@ def other_numbers(rank, what):
         if what == "the loss scale":
             precision.loss_scale.update(found_nonfinite=True)
         elif what == "the applied steps":
-            precision.applied_total += 1
+            precision.progress.applied_total += 1
     step = 7 + (rank == 1 and what == "the step count")
     return told(precision, model, Layout(data=2), step=step, when="before the first step")
 

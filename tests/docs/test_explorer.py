@@ -51,10 +51,14 @@ def halves(x):
     return struct.unpack(">II", struct.pack(">d", x))
 
 
+def number(pair):
+    return struct.unpack(">d", struct.pack(">II", *pair))[0]
+
+
 def same(pairs, expected):
     """Bit for bit, zeros with their sign; any NaN is NaN."""
     for pair, x in zip(pairs, expected, strict=True):
-        found = struct.unpack(">d", struct.pack(">II", *pair))[0]
+        found = number(pair)
         assert halves(found) == halves(x) or (math.isnan(found) and math.isnan(x)), (found, x)
 
 
@@ -109,8 +113,14 @@ def test_bits_gaps_and_neighbours_are_alike(js, name):
     numbers = [x for x in form.round_to(torch.tensor(values, dtype=torch.float64)).tolist()
                if not math.isnan(x)] + [math.nan] * form.has_nan  # fmt: skip
     found = mapped(js, f"Formats.neighbours(Formats.byName.{name}, x).map(halves)", numbers)
-    for side in (0, 1):
-        same([pair[side] for pair in found], [form.neighbours(x)[side] for x in numbers])
+    for x, pair in zip(numbers, found, strict=True):
+        low, high = (number(side) for side in pair)
+        if all(map(math.isfinite, (low, x, high))):
+            between = torch.tensor([(low + x) / 2, (x + high) / 2], dtype=torch.float64)
+            rounded = form.round_to(between).tolist()  # no other number lies there
+            assert low < x < high
+            assert rounded[0] in (low, x)
+            assert rounded[1] in (x, high)
     found = mapped(js, f"Formats.bitsOf(Formats.byName.{name}, x)", numbers)
     assert [tuple(fields) for fields in found] == [form.bits_of(x) for x in numbers]
     finite = [x for x in numbers if math.isfinite(x)]

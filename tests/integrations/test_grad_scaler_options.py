@@ -1,22 +1,16 @@
 """halfstep.GradScaler's options: bounds and skip limit."""
 
 import copy
-import doctest
 import random
-import re
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import halfstep.integrations.grad_scaler
 from every import every
 from halfstep import GradScaler, NonFiniteError, PrecisionError
 from integrations.test_grad_scaler import INF, NAN, made, step
 from reference.loss_scale import exponents
 
-DOCS = Path(__file__).parents[2] / "docs" / "grad-scaler.md"
 OPTIONS = [
     {"strict": True},
     {"min_scale": 2.0**-20},
@@ -155,50 +149,3 @@ def test_a_state_that_cannot_be_continued_is_refused_whole(change):
     with pytest.raises(PrecisionError, match="allowed"):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.float64, {"foreach": True}),
-        (torch.float64, {"fused": True}),  # torch's fused kernels take no complex parameters
-        (torch.complex64, {"foreach": False}),
-        (torch.complex128, {"foreach": True}),
-    ],
-)
-@pytest.mark.parametrize("bad", [None, INF, NAN])
-def test_double_and_complex_parameters_are_scaled_too(dtype, options, bad):
-    """torch's overflow check takes no complex gradients; they are pairs of real ones."""
-
-    def run(scaled):
-        torch.manual_seed(1)
-        weights = [nn.Parameter(torch.randn(3, dtype=dtype)), nn.Parameter(torch.ones(2))]
-        optimizer = torch.optim.AdamW(weights, lr=0.1, **options)
-        scaler = GradScaler("cpu", init_scale=8.0, names={"double": weights[0]}, enabled=scaled)
-        for number in range(3):
-            broken = bad is not None and number == 1
-            loss = (weights[0] * weights[0].conj()).real.sum() + weights[1].square().sum()
-            scaler.scale(loss).backward()
-            if broken:
-                grad = weights[0].grad
-                (torch.view_as_real(grad) if dtype.is_complex else grad).view(-1)[1] = bad
-            if scaled or not broken:
-                scaler.step(optimizer)
-                scaler.update()
-            if scaled:
-                assert scaler.last_step.applied is not broken
-                assert scaler.last_step.nonfinite_parameters == (("double",) if broken else ())
-            optimizer.zero_grad()
-        return weights
-
-    for ours, theirs in zip(run(True), run(False), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_doctests_and_the_how_to():
-    result = doctest.testmod(halfstep.integrations.grad_scaler)
-    assert (result.failed, result.attempted > 0) == (0, True)
-    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, str(DOCS), "exec"), {})

@@ -103,13 +103,6 @@ def test_a_gan_trains_under_every_policy(policy):
     assert same(weights(model), by_hand(policy))
 
 
-@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
-def test_only_the_optimizer_whose_gradients_overflow_skips(policy):
-    model, run = fit(HalfstepPrecision(policy), Gan(bad=(2,)))
-    assert [i for i, applied in enumerate(model.applied) if not applied] == [4]
-    assert run.precision_plugin.last_step.next_loss_scale == 2.0**15
-
-
 class TwoOfOneLoss(pl.LightningModule):
     """One backward, two steps; in one step the first one's gradients overflow."""
 
@@ -130,20 +123,6 @@ class TwoOfOneLoss(pl.LightningModule):
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_two_optimizers_of_one_loss_step_one_after_the_other(policy):
-    model, run = fit(HalfstepPrecision(policy), TwoOfOneLoss())
-    assert run.global_step == 12
-    net = network()
-    parts = net[0].parameters(), list(net[1:].parameters())
-    own = Precision(policy, net, [AdamW(part, lr=0.01) for part in parts])
-    for inputs, targets in loader():
-        with own.autocast():
-            loss = mse(net(inputs), targets)
-        own.step(loss)
-    assert same(weights(model.net), weights(net))
 
 
 def test_gradients_that_wait_follow_the_scale():

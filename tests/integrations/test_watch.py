@@ -16,8 +16,6 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 from halfstep import load_numerics, watch  # noqa: E402
@@ -81,17 +79,6 @@ def by_accelerate(path, precision, scaler=None):
     return model
 
 
-def by_trainer(path, precision, folder):
-    options = TrainingArguments(
-        str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=4,
-        bf16=precision == "bf16", use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(bert(), options, train_dataset=Rows())
-    with watched_or_not(trainer.model, path):
-        trainer.train()
-    return trainer.model
-
-
 def by_lightning(path, **precision):
     module = Module()
     trainer = pl.Trainer(**QUIET, accumulate_grad_batches=2, **precision)
@@ -119,10 +106,6 @@ def check(loop, path, prefix=""):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(tmp_path, precision):
     check(lambda path: by_accelerate(path, precision), tmp_path / "n.jsonl")
-
-
-def test_the_transformers_trainer(tmp_path):
-    check(lambda path: by_trainer(path, "bf16", tmp_path), tmp_path / "n.jsonl")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -77,51 +77,6 @@ def lion(w, g, state, t, *, lr, betas, weight_decay) -> Result:
     }
 
 
-def bf16(x: np.ndarray) -> np.ndarray:
-    """fp64 rounded to the nearest bf16, ties to even: the upper 8 bits of each mantissa."""
-    fraction, exponent = np.frexp(x)
-    return np.ldexp(np.round(fraction * 256) / 256, exponent)
-
-
-def newton_schulz_step(x: np.ndarray, coefficients) -> tuple[np.ndarray, np.ndarray]:
-    """One quintic step of a bf16 matrix in fp64, and the most that bf16 products may be off.
-
-    **Source:** Jordan, "Muon", 2024: X <- a X + (b A + c A A) X with A = X X^T.
-
-    The bound is a running one (Higham, "Accuracy and Stability", section 3.3): a product is rounded
-    to bf16 once, 2^-8, and the sum with it perhaps once more; each product of length k adds at most
-    k 2^-24 of the product of absolute values in fp32.
-    """
-    a, b, c = coefficients
-    unit, size = 2.0**-8, np.abs
-
-    def product(p, p_error, q, q_error):
-        error = size(p) @ q_error + p_error @ size(q) + p_error @ q_error
-        return p @ q, error + p.shape[1] * UNIT * (size(p) @ size(q))
-
-    gram, gram_error = product(x, 0 * x, x.T, 0 * x.T)
-    gram_error = gram_error + unit * size(gram)
-    square, square_error = product(gram, gram_error, gram, gram_error)
-    inner = b * gram + c * square
-    inner_error = abs(b) * gram_error + abs(c) * square_error
-    inner_error = (1 + unit) * inner_error + unit * (size(inner) + size(c * square))
-    moved, moved_error = product(inner, inner_error, x, 0 * x)
-    total = a * x + moved
-    return total, (1 + unit) * moved_error + unit * (size(total) + size(moved))
-
-
-def momentum(g, held, *, momentum, nesterov) -> Result:
-    """torch.optim.Muon's average, and what it orthogonalizes: b <- mu b + (1 - mu) g."""
-    buffer = momentum * held + (1 - momentum) * g
-    buffer_size = momentum * np.abs(held) + (1 - momentum) * np.abs(g)
-    moved = (1 - momentum) * g + momentum * buffer if nesterov else buffer
-    moved_size = (1 - momentum) * np.abs(g) + momentum * buffer_size if nesterov else buffer_size
-    return {
-        "momentum_buffer": (buffer, _bound(buffer_size)),
-        "update": (moved, _bound(moved_size)),
-    }
-
-
 def fallen_back(optimizer) -> tuple[str, ...]:
     """The parameters whose 8-bit moments have become bf16, by name or by shape."""
     every = [p for group in optimizer.param_groups for p in group["params"]]

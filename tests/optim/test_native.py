@@ -1,11 +1,7 @@
 """The compiled kernel gives the bits of the torch operations; and what happens without one."""
 
 import copy
-import ctypes
 import stat
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +13,7 @@ from halfstep import Precision
 from halfstep.errors import PrecisionError
 from halfstep.optim import optimizers
 from halfstep.optim.kernels import kernel_for
-from halfstep.optim.kernels.cpu import NativeKernel, native_kernel
+from halfstep.optim.kernels.cpu import native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
@@ -296,35 +292,6 @@ def test_a_broken_compiler(fresh_build, monkeypatch, text, told):
     step_once()
     folder = fresh_build / "cache" / "halfstep" / "kernels"
     assert not folder.exists() or not list(folder.iterdir()), "left-overs of a build"
-
-
-@pytest.mark.slow
-def test_two_processes_that_build_at_once_both_succeed(kernel, fresh_build, monkeypatch):
-    """The compiler writes half a file and waits; this process builds meanwhile as well."""
-    slow = script(
-        fresh_build / "slow-cxx",
-        'for word in "$@"; do [ "$before" = -o ] && out="$word"; before="$word"; done\n'
-        '[ -n "$out" ] && echo half > "$out" && sleep 1\n'
-        'exec g++ "$@"',
-    )
-    code = (
-        "from halfstep.optim.kernels.cpu import native_kernel, NativeKernel; import sys; "
-        "k = native_kernel(); print(k); sys.exit(not isinstance(k, NativeKernel))"
-    )
-    monkeypatch.setenv("CXX", str(slow))
-    folder = fresh_build / "cache" / "halfstep" / "kernels"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not list(folder.rglob("*.so")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert isinstance(native_kernel(), NativeKernel)
-    output, _ = other.communicate(timeout=120)
-    assert other.returncode == 0, output
-    (library,) = folder.iterdir()
-    assert library.suffix == ".so"
-    NativeKernel(ctypes.CDLL(str(library)))
 
 
 PARTS = ["weight", "remainder", "gradient", "moments", "tops"]

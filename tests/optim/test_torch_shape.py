@@ -40,24 +40,6 @@ def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(cls):
     assert ours.param_groups[0]["lr"] is rate
 
 
-# --- names, closures, gradients -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_named_parameters_are_taken_and_saved(cls):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
-    named, plain = cls(model.named_parameters()), cls(model.parameters())
-    assert named.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    model(torch.ones(2, 3)).sum().backward()
-    named.step()
-    state = through_a_file(named.state_dict())
-    assert state["param_groups"][0]["param_names"][0] == "0.weight"
-    plain.load_state_dict(state)
-    assert plain.state[model[0].weight]["step"] == 1
-    named.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
 # --- states -------------------------------------------------------------------------------------
 
 

@@ -168,7 +168,7 @@ def test_backward_and_step_never_wait_for_the_device(policy, no_synchronisation)
         optimizer.param_groups[0]["lr"] = 0.02  # a schedule
         results.append(train(model, precision, data[4]))
     assert all(result.applied for result in results)
-    assert precision.applied_total == 5
+    assert precision.progress.applied_total == 5
     steps = [float(s["step"]) for s in optimizer.state_dict()["state"].values()]
     assert steps == [5.0, 5.0, 5.0]
 
@@ -188,7 +188,7 @@ def test_an_overflow_is_skipped_without_waiting_and_told_later(no_synchronisatio
     assert (result.loss_scale, result.next_loss_scale) == (1024.0, 512.0)
     assert following.applied
     assert following.loss_scale == 512.0
-    assert precision.skipped_total == 1
+    assert precision.progress.skipped_total == 1
     assert not all(same(a, b) for a, b in zip(before, everything(model, optimizer), strict=True))
 
 

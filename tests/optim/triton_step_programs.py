@@ -137,8 +137,8 @@ def against_the_host(kind_name):
                 alike(ours, theirs)
         for a, b in zip(results[::2], results[1::2], strict=True):
             told_alike(a, b)
-        assert results[-1].skipped_total == ours.precision.skipped_total
-        assert ("dynamic" in policy) is (ours.precision.skipped_total > 0)
+        assert results[-1].skipped_total == ours.precision.progress.skipped_total
+        assert ("dynamic" in policy) is (ours.precision.progress.skipped_total > 0)
         assert ours.precision.state_dict().keys() == theirs.precision.state_dict().keys()
         alike(ours, theirs)
 
@@ -183,7 +183,7 @@ def learned_later():
         "result": lambda run, result: result.applied,
         "again": lambda run, result: (refused(lambda: result.loss, NonFiniteError), result.loss),
         "next step": lambda run, result: run.step(2),
-        "count": lambda run, result: run.precision.skipped_total,
+        "count": lambda run, result: run.precision.progress.skipped_total,
         "scale": lambda run, result: run.precision.loss_scale,
         "optimizer": lambda run, result: run.optimizer.state_dict(),
         "load": lambda run, result: run.optimizer.load_state_dict({}),
@@ -203,9 +203,9 @@ def learned_later():
             continue
         assert all(same(a, b) for a, (_, b) in zip(before, run.everything(), strict=True))
         assert all(p.grad is None for p in run.model.parameters())
-        assert run.precision.skipped_total == 1  # it was told once
+        assert run.precision.progress.skipped_total == 1  # it was told once
         assert run.step(3).applied
-        assert run.precision.applied_total == 2
+        assert run.precision.progress.applied_total == 2
     run = Run("bf16-split")
     run.model.shift.data.fill_(math.nan)
     result = run.step(0)

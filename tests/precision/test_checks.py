@@ -68,18 +68,6 @@ def test_no_parameter_got_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", CPU_POLICIES)
-def test_all_parameters_frozen(name):
-    model = mlp()
-    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-    for p in model.parameters():
-        p.requires_grad_(False)
-    precision = Precision(scaled(name), model, optimizer)
-    loss = loss_of(model, precision)
-    with pytest.raises(PrecisionError, match=r"does not require a gradient.*frozen or detached"):
-        precision.backward(loss)
-
-
-@pytest.mark.parametrize("name", CPU_POLICIES)
 def test_an_optimizer_of_other_tensors(name):
     model, other = mlp(), mlp()
     message = r"holds 4 tensors that are not parameters of the model \(first: number 0\)"

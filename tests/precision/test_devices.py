@@ -118,20 +118,6 @@ def test_each_example_names_its_row_and_other_names_are_refused():
             kind_named(name)
 
 
-def test_amd_and_unknown_gpus(monkeypatch):
-    pretend_gpu(monkeypatch, "AMD Instinct MI300X", (9, 4))
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert choose(CUDA).policy == "bf16-mixed"
-    pretend_gpu(monkeypatch, "AMD Radeon RX 6800", (10, 3))
-    assert choose(CUDA).policy == "fp32"
-
-
-def test_without_the_device_auto_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = halfstep.support("auto", "cuda")
-    assert (found.status, found.nearest) == ("refused", "fp32 on --device cpu")
-
-
 def test_auto_waits_for_its_device():
     assert parse_later("auto") == Auto("auto")
     assert parse_later(" AUTO ") == Auto("AUTO")

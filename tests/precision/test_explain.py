@@ -1,12 +1,10 @@
 """What explain says is what a real run holds."""
 
 import pytest
-import torch
 
-from halfstep import POLICIES, Precision, explain, parse_policy
+from halfstep import POLICIES, Precision, parse_policy
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.explain import bytes_per_parameter, explain_policy
-from precision.test_policy import TABLE
+from halfstep.precision.explain import bytes_per_parameter
 from reference.training import CPU_POLICIES, OPTIMIZERS, batches, loss_of, mlp
 
 # The design, section 2, last column, split by hand: weights, masters, remainder, gradients (of one
@@ -79,44 +77,3 @@ def test_bytes_are_those_of_the_tensors_of_a_real_run(name):
     count = sum(p.numel() for p in weights)
     stated = bytes_per_parameter(POLICIES[name])
     assert measured == {part: per * count for part, per in stated.items()}
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_the_rows_name_every_part_with_its_format(name):
-    policy = POLICIES[name]
-    rows = {part: (form, text) for part, form, text in explain_policy(policy)}
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    assert rows["params"][0] == names[policy.param_dtype]
-    assert rows["compute"][0] == ("tf32" if name == "tf32" else names[policy.compute_dtype])
-    assert rows["output"][0] == "fp32"
-    assert rows["grad"][0] == names[policy.grad_dtype]
-    assert rows["reduce"][0] == names[policy.reduce_dtype]
-    assert rows["master"][0] == names[policy.master_dtype]
-    assert rows["moments"][0] == TABLE[name][-2]
-    assert rows["scale"][0] == policy.loss_scale.kind
-    assert rows["bytes"][0] == str(sum(BYTES[name]))
-    for part, size in zip(COMPONENTS, BYTES[name], strict=True):
-        assert (f"{size} {part}" in rows["bytes"][1]) == (size > 0)
-    assert ("cast copies" in rows["bytes"][1]) == name.endswith("-mixed")
-    assert ("small updates are lost" in rows["params"][1]) == name.endswith("-pure")
-    assert ("rounded from the masters" in rows["params"][1]) == name.endswith("-master")
-    assert ("upper 16 bits of the master" in rows["params"][1]) == ("split" in name)
-    assert ("what is lost is carried along" in rows["params"][1]) == name.endswith("-kahan")
-    assert ("rounded stochastically" in rows["params"][1]) == name.endswith("-sr")
-    assert ("the optimizer's own copy" in rows["params"][1]) == (
-        policy.param_dtype == torch.float32
-    )
-    assert ("those of a single one stay in 16 bits" in rows["grad"][1]) == (name in OWN)
-
-
-def test_the_loss_scale_s_numbers_are_shown():
-    text = explain(
-        "compute=fp16,init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=77,"
-        "min_scale=2,max_scale=4096,hysteresis=3,max_consecutive_skips=9"
-    )
-    row = next(line for line in text.splitlines() if line.startswith("scale"))
-    for piece in ("1024", "x4", "77 good steps", "x0.25", "2 and 4096", "hysteresis 3", "9 skips"):
-        assert piece in row
-    static = explain("compute=fp16,scale=static,init_scale=512")
-    assert "512 throughout" in static
-    assert "the loss is not scaled" in explain("fp32")

@@ -78,15 +78,6 @@ def test_norm_of_finite_gradients_whose_squares_overflow():
     )
 
 
-def test_exact_norm_of_gradients_whose_squares_underflow():
-    for magnitude in (1e-25, 1e-40):
-        gradients = [torch.full((10,), magnitude)]
-        # fp64 of exact elements, 10 terms
-        assert float(exact_global_norm(gradients)) == pytest.approx(
-            fp64_norm(gradients), rel=10 * 2**-53, abs=0
-        )
-
-
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norm_is_not_finite_if_any_one_element_is_not(bad, dtype):
@@ -158,10 +149,3 @@ def test_one_element_makes_a_tensor_not_finite(dtype, bad):
         assert is_finite(x)
         x[place] = bad
         assert not is_finite(x)
-
-
-def test_what_has_no_largest_element_is_looked_through_too():
-    assert is_finite(torch.zeros(0))
-    assert is_finite(torch.tensor([1 + 1j]))
-    assert not is_finite(torch.tensor([1 + 1j, complex(0, INF)]))
-    assert not is_finite(torch.tensor([1.0, NAN]).to(torch.float8_e5m2))

@@ -79,13 +79,6 @@ def test_a_loss_of_16_bit_values_is_the_fp32_loss_of_these_values(loss, dtype):
     assert torch.equal(found, expected)
 
 
-def test_weights_given_by_keyword_are_widened_too():
-    weight = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
-    with StoredCasts(torch.bfloat16):
-        found = F.cross_entropy(P.bfloat16(), target=CHOSEN, weight=weight)
-    assert torch.equal(found, F.cross_entropy(P.bfloat16().float(), CHOSEN, weight.float()))
-
-
 class Model(nn.Module):
     """It gives logits, and with labels the loss as well, as models of transformers do."""
 

@@ -112,32 +112,6 @@ def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
         assert same == [i == product for i in range(3)]
 
 
-@pytest.mark.slow
-def test_stochastic_gradients_are_right_on_average():
-    """1,000 draws: the mean's error is 1/30 of one draw's, and that of nearest stays as it is."""
-    x, g = tensors()
-    exact = numbers(g).astype(np.float64) @ numbers(layer()[0].weight)
-
-    def mean(scheme, draws):
-        model = layer()
-        precision = prepared(f"bf16-mixed,recipe=bf16/{scheme}/bf16,simulate=yes", model)
-        total = np.zeros_like(exact)
-        for step in range(draws):
-            precision.clock.step = step
-            x.grad = None
-            with precision.autocast():
-                y = model[0](x)
-            y.backward(g.to(y.dtype))
-            total += x.grad.double().numpy()
-        return np.sqrt(np.square(total / draws - exact).mean() / np.square(exact).mean())
-
-    # weights are rounded to nearest in both: take that part of the error out of the comparison
-    one, many = mean("nvfp4", 1), mean("nvfp4", 1000)
-    weights_alone = mean("nvfp4-nearest", 1)
-    assert many < 0.75 * one
-    assert many < weights_alone
-
-
 def train(policy, count=6, micro=1, length=0, state=None, **given):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))

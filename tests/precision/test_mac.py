@@ -4,10 +4,8 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.scaling.gradients import in_fp64
-from halfstep.trainer.environment import choose_device, memory_bytes
 
 MPS = torch.device("mps")
 
@@ -28,29 +26,6 @@ def test_fp32_alone_is_native_and_what_auto_takes():
         )
     assert str(halfstep.parse_policy("auto", MPS)) == "fp32"
     assert halfstep.support("auto", MPS).status == "native"
-
-
-def test_without_a_mac():
-    for name in POLICIES:
-        found = halfstep.support(name, MPS)
-        assert (found.status, found.reason) == ("refused", "torch sees no GPU of a Mac (mps)")
-    with pytest.raises(ConfigError, match="torch sees no GPU of a Mac; use --device cpu"):
-        choose_device("mps")
-    with pytest.raises(PrecisionError, match="nearest that can is bf16-mixed on --device cpu"):
-        halfstep.autocast("bf16-mixed", "mps")
-
-
-@pytest.mark.usefixtures("mac")
-def test_devices_by_name():
-    assert choose_device("mps") == choose_device("auto") == MPS
-    with pytest.raises(ConfigError, match="allowed: auto, cpu, mps, cuda, cuda:N"):
-        choose_device("mps:1")
-
-
-@pytest.mark.usefixtures("mac")
-def test_its_memory(monkeypatch):
-    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 9 * 10**9)
-    assert memory_bytes(MPS) == 9 * 10**9
 
 
 def test_fp64_is_computed_on_the_host():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
 from halfstep.precision.casting import op_casts
 from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.casting.cast import cast_at_border, cast_parameters_
+from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.casting.op_casts import LEAVES, AutocastCasts, StoredCasts
 from halfstep.precision.casting.op_table import (
     AUTOCAST,
@@ -30,7 +28,6 @@ from halfstep.precision.casting.op_table import (
     MIXED_FUNCTIONS,
     spellings,
 )
-from halfstep.precision.policy.rules import place
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -281,46 +278,6 @@ def prepared(policy: str, model: nn.Module) -> Precision:
     own = POLICIES[policy.partition(",")[0]].needs_own_optimizer
     kind = AdamW if own else torch.optim.SGD
     return Precision(policy, model, kind(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("policy", [*LOW, "bf16-mixed", "bf16-master,keep_fp32=1"])
-def test_everything_can_be_taken_off_again(policy):
-    model = nn.Sequential(small(), nn.LSTM(2, 2))
-    policy = policy.replace("=1", "=0.1")
-    hooks = [
-        [dict(vars(m)[k]) for k in vars(m) if k.endswith("_hooks") or "_hooks_" in k]
-        for m in model.modules()
-    ]
-    precision = prepared(policy, model)
-    assert any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    precision.close()
-    assert not any("forward" in m.__dict__ for m in model.modules())
-    for module, before in zip(model.modules(), hooks, strict=True):
-        after = [
-            dict(vars(module)[k]) for k in vars(module) if k.endswith("_hooks") or "_hooks_" in k
-        ]
-        load = module._load_state_dict_post_hooks  # of the weights' watcher, not of a cast
-        assert [a for a in after if a != dict(load)] == [b for b in before if b != dict(load)] or (
-            module is model
-        )
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-pure"])
-def test_a_model_is_freed_without_the_garbage_collector(policy):
-    model = small()
-    gc.collect()
-    gc.disable()
-    try:
-        cast_at_border(place(POLICIES[policy], model))
-        with autocast("bf16-mixed", "cpu"):
-            model(torch.randn(2, 4).to(next(model.parameters()).dtype))
-        gone = weakref.ref(model)
-        del model
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-master", "bf16-master,keep_fp32=1"])

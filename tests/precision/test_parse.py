@@ -24,12 +24,6 @@ def test_a_typing_error_is_answered_with_what_was_meant():
         assert all(name in str(caught.value) for name in POLICIES)
 
 
-def test_what_is_no_text_is_answered_with_what_to_write():
-    for value in (torch.bfloat16, None, 16, torch.nn.Linear(1, 1)):
-        with pytest.raises(PrecisionError, match="allowed: a name such as 'bf16-mixed'"):
-            parse_policy(value)
-
-
 def test_a_field_string_fills_in_what_follows():
     def check(spec, name):
         assert parse_policy(spec) == POLICIES[name]
@@ -38,12 +32,9 @@ def test_a_field_string_fills_in_what_follows():
         [
             ("params=fp32", "fp32"),
             ("compute=tf32", "tf32"),
-            ("compute=fp32", "fp32"),
             ("params=fp32,compute=bf16", "bf16-mixed"),
             ("compute=fp16", "fp16-mixed"),
-            ("compute=fp16,scale=dynamic", "fp16-mixed"),
             ("params=bf16", "bf16-master"),
-            ("params=bf16,compute=bf16,master=fp32", "bf16-master"),
             ("params=fp16", "fp16-master"),
             ("params=bf16,master=bf16", "bf16-pure"),
             (" params = fp16 , master = fp16 ", "fp16-pure"),
@@ -51,12 +42,10 @@ def test_a_field_string_fills_in_what_follows():
                 "params=fp16,master=fp16,grad=fp16,reduce=fp16,output=fp32,scale=dynamic",
                 "fp16-pure",
             ),
-            ("compute=fp16,init_scale=65536", "fp16-mixed"),
             ("params=bf16,update=split", "bf16-split"),
             ("params=bf16,master=fp32,update=split24", "bf16-split24"),
             ("params=bf16,update=kahan", "bf16-kahan"),
             ("params=bf16,update=stochastic,grad=fp32", "bf16-sr"),
-            ("bf16-master,moments=fp32", "bf16-master"),
             ("bf16-kahan,moments=bf16", "bf16-kahan"),
             ("bf16-master,update=split", "bf16-split"),
         ],
@@ -72,21 +61,6 @@ def test_fields_after_a_name_change_that_policy():
     assert parse_policy("half , hysteresis=2").loss_scale.hysteresis == 2
 
 
-def test_field_strings_that_are_no_preset():
-    policy = parse_policy("compute=fp16,scale=static,init_scale=1024,max_consecutive_skips=7")
-    assert policy == PrecisionPolicy(
-        compute_dtype=F16,
-        loss_scale=LossScaleConfig(kind="static", init_scale=1024.0, max_consecutive_skips=7),
-    )
-    assert parse_policy("compute=fp16,scale=none").loss_scale == LossScaleConfig()
-    assert parse_policy("compute=bf16,scale=dynamic,growth_interval=5").loss_scale == (
-        LossScaleConfig(kind="dynamic", growth_interval=5)
-    )
-    assert parse_policy("params=bf16,reduce=bf16") == replace(
-        POLICIES["bf16-master"], reduce_dtype=B16
-    )
-
-
 def test_a_bad_field_string_is_refused_with_its_reason():
     def check(spec, message):
         with pytest.raises(PrecisionError, match=message):
@@ -98,31 +72,21 @@ def test_a_bad_field_string_is_refused_with_its_reason():
             ("mxfp8,recpie=nvfp4", "did you mean 'recipe'"),
             ("params=bf16,", "unknown policy key ''"),
             ("params=bf16, params =fp16", "gives a key twice"),
-            ("params=half", "params=half; allowed: fp32, bf16, fp16$"),
             ("params=tf32", "params=tf32; allowed: fp32, bf16, fp16$"),
             ("compute=half", "compute=half; allowed: fp32, bf16, fp16, tf32"),
-            ("bf16-spilt,moments=8bit", "unknown precision policy 'bf16-spilt', did you mean"),
             ("bf16-split,moments=4bit", "moments=4bit; allowed: master, fp32, bf16, 8bit"),
             ("compute=fp16,scale=auto", "'auto'; allowed: none, static, dynamic"),
-            ("compute=fp16,init_scale=many", "init_scale=many; allowed: a number"),
             ("compute=fp16,init_scale=3", "init_scale is 3.0; allowed: powers of two"),
-            ("compute=fp16,growth_interval=2.5", r"growth_interval.*2\.5; allowed"),
             ("compute=bf16,init_scale=8", "init_scale given, but the loss is not scaled"),
-            ("compute=fp16,scale=none,hysteresis=2", "hysteresis given, but"),
             ("params=bf16,compute=tf32", "compute"),
             ("output=bf16", "output=bf16: the loss is always computed in fp32"),
             ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
             ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
             ("fp16-mixed,recipe=mxfp8", "as bf16-mixed or bf16-split"),
-            ("bf16-module,recipe=mxfp8", "as bf16-mixed or bf16-split"),
             ("mxfp8,simulate=perhaps", "allowed: yes, no"),
-            ("fp16-mixed,rules=a:mxfp8", "allowed: fp32, fp16$"),
             ("bf16-mixed,rules=a:fp16", "allowed: fp32, bf16, or a recipe such as mxfp8"),
             ("bf16,keep_fp32=", "rule ''; allowed: a glob"),
-            ("bf16,keep_fp32=type:", "rule 'type:'; allowed: a glob"),
             ("bf16,keep_fp32=a b", "rule 'a b'; allowed: a glob"),
-            ("bf16,keep_fp32=a:b", "rule 'a:b'; allowed: a glob"),
-            ("bf16,rules=a", "rule '' -> a; allowed: fp32, bf16"),
             ("fp32,rules=a:bf16", "rule 'a' -> bf16; allowed: fp32$"),
             ("tf32,keep_fp32=a", "rounds to tf32 for the whole process"),
         ],
@@ -193,16 +157,12 @@ def test_a_bad_file_is_refused_naming_the_file(tmp_path):
         [
             ("base = ", "cannot be read"),
             ("base = 3", "base is 3; allowed: the name of a policy"),
-            ('base = "other.toml"', "base is 'other.toml'; allowed: the name of a policy"),
             ('base = "bf16-mixd"', "did you mean 'bf16-mixed'"),
             ('colour = "red"', "unknown policy key 'colour'"),
-            ("params = 16", "params=16; allowed"),
             ('compute = "fp16"\ngrowth_interval = true', "growth_interval=True; allowed"),
-            ('compute = "fp16"\ninit_scale = inf', "init_scale is inf"),
             ('base = "bf16-pure"\nmaster = "fp32"', "grad=bf16 with master=fp32"),
             ('base = "bf16-mixed"\n[rules]\na.b = "fp32"', "rule .*allowed"),
             ('base = "bf16-mixed"\n[rules]\n"a" = "fp16"', "rule 'a' -> fp16; allowed"),
-            ('base = "mxfp8"\n[rules]\n"a" = "mxfp9"', "'a' -> mxfp9; allowed"),
         ],
         check,
     )

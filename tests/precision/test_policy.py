@@ -30,16 +30,6 @@ TABLE = {
     "fp16-pure": (F16, F16, F32, F16, F16, F16, False, "dynamic", "nearest", "fp16", "pure"),
 }
 FIELDS = ("param", "compute", "output", "grad", "reduce", "master")
-# The design, section 2, in brackets behind the names, and a few more.
-ALIASES = {
-    "fp32": "no",
-    "bf16-mixed": "bf16 bfloat16 BF16",
-    "fp16-mixed": "fp16 float16 half FP16-Mixed",
-}
-
-
-def test_the_table_is_complete():
-    assert set(POLICIES) == set(TABLE)
 
 
 def test_policy_is_the_table_s_row():
@@ -73,14 +63,6 @@ def test_a_policy_prints_its_name_and_its_name_parses_to_it():
     every(TABLE, check)
 
 
-def test_every_alias_prints_back_canonically():
-    def check(name):
-        for alias in ALIASES[name].split():
-            assert str(parse_policy(alias)) == name
-
-    every(ALIASES, check)
-
-
 def test_a_combination_that_cannot_run_is_refused_with_its_reason():
     def check(fields, message):
         with pytest.raises(PrecisionError, match=message):
@@ -107,22 +89,6 @@ def test_a_combination_that_cannot_run_is_refused_with_its_reason():
             ({"loss_scale": "dynamic"}, "allowed: a halfstep.LossScaleConfig"),
         ],
         check,
-    )
-
-
-def test_a_policy_that_is_no_preset_prints_every_field_and_only_changed_numbers():
-    policy = PrecisionPolicy(
-        compute_dtype=F16,
-        reduce_dtype=B16,
-        loss_scale=LossScaleConfig(kind="dynamic", init_scale=1024.0, hysteresis=2),
-    )
-    assert str(policy) == (
-        "params=fp32,compute=fp16,output=fp32,grad=fp32,reduce=bf16,master=fp32,scale=dynamic,"
-        "init_scale=1024.0,hysteresis=2"
-    )
-    tf32 = PrecisionPolicy(tf32=True, loss_scale=LossScaleConfig(kind="static"))
-    assert str(tf32) == (
-        "params=fp32,compute=tf32,output=fp32,grad=fp32,reduce=fp32,master=fp32,scale=static"
     )
 
 

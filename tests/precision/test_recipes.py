@@ -79,12 +79,6 @@ def test_a_model_that_cannot_have_the_recipe_is_refused_by_name(policy, model, w
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_the_same_layer_of_several_blocks_is_one_pattern():
-    block = lambda width: nn.ModuleDict({"a": nn.Linear(64, width)})  # noqa: E731
-    with pytest.raises(PrecisionError, match=r"h\.0\.a has 8 outputs.*keep_bf16=h\.\*\.a$"):
-        place(parse_policy("nvfp4"), nn.ModuleDict({"h": nn.ModuleList([block(8), block(8)])}))
-
-
 def test_a_shared_layer_with_two_recipes_is_refused():
     model = nn.ModuleDict({"a": nn.Linear(64, 64)})
     model["b"] = model["a"]
@@ -101,18 +95,3 @@ def test_without_simulate_it_is_refused_where_it_is_not_native():
     model = nn.Linear(64, 64)
     with pytest.raises(PrecisionError, match="nearest that can is mxfp8,simulate=yes"):
         halfstep.Precision("mxfp8", model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def test_explain_says_what_shares_a_scale_and_where_products_are_native():
-    """Also of a recipe that only a rule has."""
-    for policy, operand, since in (
-        ("fp8", "inputs e4m3fn, fp32 scales of the tensor", "8.9"),
-        ("fp8-block", "weights e4m3fn, fp32 scales of 128x128 blocks", "9.0"),
-        ("mxfp8", "gradients e4m3fn, e8m0 scales of 1x32 blocks", "10.0"),
-        ("nvfp4", "inputs e2m1, e4m3fn scales of 1x16 blocks", "10.0"),
-    ):
-        assert operand in str(halfstep.explain(f"{policy},simulate=yes"))
-        for spelled in (policy, f"bf16-mixed,rules=*:{policy}"):
-            text = str(halfstep.explain(f"{spelled},simulate=yes"))
-            assert f"native   {policy:<8} on CUDA, from compute capability {since} on" in text
-            assert "bytes    16 " in text

@@ -11,13 +11,8 @@ from torch import nn
 from every import every
 from halfstep import Precision, PrecisionError, explain_model, parse_policy
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.casting.cast import (
-    Region,
-    add_regions_,
-    remove_regions_,
-)
 from halfstep.precision.policy.rules import place
-from reference.training import batches, differences, loss_of, mlp, scaled
+from reference.training import batches, differences, loss_of, scaled
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 LOW = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-pure", "fp16-pure")
@@ -214,25 +209,6 @@ def test_a_shared_module_that_rules_place_in_two_formats():
     prepared("bf16-mixed", Twice(), ("type:Linear", "fp32"))
 
 
-def test_a_shared_module_without_parameters_follows_its_callers():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            act = nn.GELU()
-            self.a = nn.Sequential(nn.Linear(2, 2), act)
-            self.b = nn.Sequential(nn.Linear(2, 2), act)
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    precision, model = prepared("bf16-master", Shared(), ("a", "fp32"))
-    seen = []
-    model.a[1].register_forward_hook(lambda m, args, output: seen.append(output.dtype))
-    with precision.autocast():
-        model(torch.ones(1, 2))
-    assert seen == [F32, B16]
-
-
 def test_attention_is_one_piece():
     attention = nn.MultiheadAttention(4, 2)
     message = "separates out_proj from the model, a MultiheadAttention"
@@ -241,28 +217,6 @@ def test_attention_is_one_piece():
     message = "separates 0.out_proj from 0, a MultiheadAttention.*write a rule for 0 as a whole"
     refused("bf16-mixed", model, message, ("0", "fp32"), ("*.out_proj", "bf16"))
     prepared("bf16-master", model, ("0", "fp32"))
-
-
-def test_what_16_bits_cannot_do_a_rule_can():
-    # a weight beyond fp16, running statistics, an eps that is 0 in fp16
-    model = Net()
-    with torch.no_grad():
-        model.head.weight[0, 0] = 1e5
-    refused("fp16-master", model, "head.weight holds 100000", ("stem", "fp32"))
-    _, model = prepared("fp16-master", model, ("head", "fp32"))
-    assert model.head.weight[0, 0] == 1e5
-    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    refused("bf16-master", norm, "the rule keep_fp32=type:BatchNorm1d", ("0", "fp32"))
-    precision, norm = prepared("bf16-master", norm, ("type:BatchNorm1d", "fp32"))
-    with precision.autocast():
-        loss = norm(torch.randn(6, 4)).square().mean()
-    assert precision.step(loss).applied
-    assert norm[1].running_mean.dtype == norm[1].weight.dtype == F32
-    model = mlp()
-    adam = torch.optim.AdamW(
-        [{"params": [*model[0].parameters()], "eps": 1e-3}, {"params": [*model[2].parameters()]}]
-    )
-    Precision(with_rules("fp16-pure", ("2", "fp32")), model, adam)
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -350,34 +304,6 @@ def test_the_root_in_fp32_sees_its_inputs_unrounded_and_may_hold_16_bit_modules(
         assert torch.equal(model.given, model.given.to(low).float())
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_leaves_autocast_as_it_was(error):
-    class Breaks(nn.Linear):
-        def forward(self, x):
-            if x.sum() > 0:
-                raise error
-            return super().forward(x)
-
-    model = nn.Sequential(Breaks(2, 2), nn.Sequential(Breaks(2, 2)))
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)  # so that nothing above 0 reaches the second
-    policy = with_rules("bf16-mixed", ("0", "fp32"), ("1", "fp32"), ("1.0", "bf16"))
-    add_regions_(place(policy, model))
-    with torch.autocast("cpu", dtype=B16):
-        for module in (model[0], model[1]):
-            with pytest.raises(error):
-                module(torch.ones(2))
-            assert torch.is_autocast_enabled("cpu")
-            assert torch.get_autocast_dtype("cpu") == B16
-        assert model(-torch.ones(2)).dtype == F32
-    with pytest.raises(error):
-        model(torch.ones(2))
-    assert not torch.is_autocast_enabled("cpu")
-
-
-# --- masters and updates -------------------------------------------------------------------------
-
-
 # --- the wrapped forward -------------------------------------------------------------------------
 
 
@@ -400,38 +326,6 @@ def test_a_compiled_model_runs_the_same_without_a_graph_break(name, monkeypatch)
         precision.masters.clear()
     torch._dynamo.reset()
     assert not differences(*found)
-
-
-def test_a_second_precision_replaces_the_regions_of_the_first():
-    model = Net()
-    Precision(with_rules("bf16-mixed", ("head", "fp32")), model, optimizer_for("", model))
-    precision = Precision(
-        with_rules("bf16-mixed", ("stem", "fp32")), model, optimizer_for("", model)
-    )
-    assert "forward" not in model.head.__dict__
-    assert not model.head._forward_pre_hooks
-    assert isinstance(model.stem.forward, Region)
-    assert len(model.stem._forward_pre_hooks) == 1
-    with precision.autocast():
-        assert model(torch.ones(1, 4)).dtype == F32
-    remove_regions_(model)
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_a_forward_that_somebody_else_replaced_is_kept():
-    model = nn.Sequential(nn.Linear(2, 2))
-    calls = []
-
-    def mine(x):
-        calls.append(x.dtype)
-        return x * 3
-
-    model[0].forward = mine
-    add_regions_(place(with_rules("bf16-master", ("0", "fp32")), model))
-    assert torch.equal(model(torch.ones(2, dtype=B16)), torch.full((2,), 3.0, dtype=B16))
-    remove_regions_(model)
-    assert model[0].forward is mine
-    assert calls == [F32]
 
 
 class Noted(nn.LayerNorm):

@@ -79,7 +79,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
     precision = loop.precision
     before = loop.state()
     scale = precision.loss_scale.state_dict()
-    total, row = precision.skipped_total, precision.skipped_in_a_row
+    total, row = precision.progress.skipped_total, precision.progress.skipped_in_a_row
     if name in DYNAMIC:
         result = loop.step(data, (micro, [(parameter, value)]))
         assert result.applied is False
@@ -250,7 +250,7 @@ def test_nan_gradients_under_a_finite_loss_back_off_and_stop_at_the_floor(name):
     assert caught.value.parameters == ("inner.weight", "inner.bias")
     assert "inner.weight" in str(caught.value)
     assert precision.loss_scale.value == 2.0
-    assert precision.skipped_total == precision.skipped_in_a_row == 3
+    assert precision.progress.skipped_total == precision.progress.skipped_in_a_row == 3
     assert differences(before, snapshot(model, optimizer, precision)) == []
 
 

@@ -111,6 +111,22 @@ def test_a_schedule_that_ends_near_0_loses_nothing_by_it(folder):
         assert known in verdict(read_run(path))
 
 
+def test_one_measurement_of_many_condemns_no_run(folder):
+    shares = {s: 0.5 if s == 30 else 0.01 for s in range(1, 31)}
+    lines = [line(s, learning_rate=1e-3, lost_updates={"a": x}) for s, x in shares.items()]
+    assert names(folder(lines, precision="bf16-pure")) == []
+
+
+def test_a_run_that_loses_at_its_peak_is_told_although_it_ends_well(folder):
+    lines = [
+        line(s, learning_rate=rate, lost_updates={"a": 0.4 if rate > 3e-5 else 0.0})
+        for s, rate in enumerate(cosine(100), 1)
+    ]
+    path = folder(lines, precision="bf16-pure")
+    assert names(path) == ["lost_updates"]
+    assert "40% of the updates of a" in verdict(read_run(path))
+
+
 def test_faults_come_first(folder):
     lines = [line(s, lost_updates={"a": 0.9}) for s in range(1, 9)]
     lines += [line(9, applied=False, loss="nan", skip_reason="forward")]

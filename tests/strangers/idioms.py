@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -152,43 +151,6 @@ def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
 
 
-@between
-def replace_gradients(loop: Loop, number: int, kit: Kit) -> None:
-    for p in loop.model.parameters():
-        p.grad = torch.tanh(10 * p.grad) * 0.05
-
-
-@idiom
-def gradients_by_autograd_grad(kit: Kit) -> None:
-    loop = usual(kit)
-    parameters = [*loop.model.parameters()]
-    for number in range(STEPS):
-        back(loop, number)
-        with loop.autocast():
-            loss = loss_of(loop.model, number + 50)
-        for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            p.grad = p.grad + 0.5 * g
-        loop.step()
-
-
-@idiom
-def hook_that_clips(kit: Kit) -> None:
-    loop = usual(kit)
-    for p in loop.model.parameters():
-        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
-    train(loop)
-
-
-@idiom
-def hook_that_watches_finished_gradients(kit: Kit) -> None:
-    loop = usual(kit)
-    seen: list[float] = []
-    for p in loop.model.parameters():
-        p.register_post_accumulate_grad_hook(lambda q: seen.append(float(q.grad.float().norm())))
-    train(loop, range(3))
-    kit.seen += sorted(seen)
-
-
 @by_loss
 def gradient_reversal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     hidden = model[1](model[0](x))
@@ -197,55 +159,6 @@ def gradient_reversal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 # --- what is dropped, repeated, or added up -------------------------------------------------------
-
-
-def no_gradients(loop: Loop) -> None:
-    for p in loop.model.parameters():
-        p.grad = None
-
-
-DROPS: dict[str, Callable[[Loop], object]] = {
-    "by_the_optimizer": lambda loop: loop.optimizers[0].zero_grad(),
-    "by_the_model": lambda loop: loop.model.zero_grad(),
-    "by_zeros": lambda loop: loop.model.zero_grad(set_to_none=False),
-    "by_hand": no_gradients,
-}
-
-
-def drop_a_batch(drop: Callable[[Loop], object]) -> Idiom:
-    def run(kit: Kit) -> None:
-        loop = usual(kit)
-        for number in range(STEPS):
-            back(loop, 50 + number, 5.0)
-            drop(loop)
-            back(loop, number)
-            loop.step()
-
-    return run
-
-
-IDIOMS |= {f"drop_a_batch_{name}": drop_a_batch(drop) for name, drop in DROPS.items()}
-
-
-@idiom
-def nan_loss_after_backward(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        loss = back(loop, number, math.nan if number == 2 else 1.0)
-        if not loss.isfinite():
-            loop.optimizers[0].zero_grad()
-            continue
-        loop.step()
-
-
-@idiom
-def backward_into_some_parameters(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        with loop.autocast():
-            loss = loss_of(loop.model, number)
-        loop.backward(loss, inputs=[*loop.model[2].parameters()])
-        loop.step()
 
 
 @idiom
@@ -268,39 +181,7 @@ def sharpness_aware(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def truncated_backpropagation(kit: Kit) -> None:
-    torch.manual_seed(0)
-    model = nn.LSTM(4, 8, batch_first=True)
-    head = nn.Linear(8, 4)
-    whole = nn.ModuleDict({"lstm": model, "head": head})
-    loop = kit.take(whole, kit.sgd(whole.parameters(), momentum=0.0))
-    series = torch.randn(4, 24, 4, generator=torch.Generator().manual_seed(1))
-    state = None
-    for start in range(0, 24, 4):
-        chunk = series[:, start : start + 4]
-        with loop.autocast():
-            out, state = model(chunk, state)
-            loss = F.mse_loss(head(out).float(), chunk.roll(1, 1))
-        loop.backward(loss)
-        loop.step()
-        state = tuple(part.detach() for part in state)
-
-
 # --- weights --------------------------------------------------------------------------------------
-
-
-@afterwards
-def rescale_rows_to_unit_norm(loop: Loop, number: int, kit: Kit) -> None:
-    weight = loop.model[0].weight
-    with torch.no_grad():
-        weight.div_(weight.float().norm(dim=1, keepdim=True))
-
-
-@afterwards
-def load_the_model(loop: Loop, number: int, kit: Kit) -> None:
-    if number == 2:
-        loop.model.load_state_dict(mlp(5).state_dict())
 
 
 @idiom
@@ -313,17 +194,6 @@ def best_model_by_deepcopy(kit: Kit) -> None:
     kit.start.append(kit.start[0])
     with torch.no_grad():
         kit.seen.append(float(loss_of(best, 0)))
-
-
-@afterwards
-def swap_weights_for_an_evaluation(loop: Loop, number: int, kit: Kit) -> None:
-    own = [p.data.clone() for p in loop.model.parameters()]
-    for p in loop.model.parameters():
-        p.data.mul_(0.5)
-    with torch.no_grad(), loop.autocast():
-        kit.seen.append(float(loss_of(loop.model, number)))
-    for p, value in zip(loop.model.parameters(), own, strict=True):
-        p.data.copy_(value)
 
 
 @idiom
@@ -340,47 +210,7 @@ def averaged_model(kit: Kit) -> None:
     kit.start.append(kit.start[0])
 
 
-@idiom
-def tied_weights(kit: Kit) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model[2].weight = model[0].weight
-    loop = kit.take(model, kit.sgd(model.parameters(), lr=0.05))
-    for number in range(STEPS):
-        x, _ = data(number)
-        with loop.autocast():
-            loss = F.mse_loss(model(x), x.roll(1, 1))
-        loop.backward(loss)
-        loop.step()
-
-
 # --- optimizers, schedules, freezing --------------------------------------------------------------
-
-
-@idiom
-def groups_with_options(kit: Kit) -> None:
-    model = mlp()
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.3},
-    ]
-    loop = kit.take(model, kit.sgd(groups))
-    train(loop)
-
-
-@idiom
-def save_and_load(kit: Kit) -> None:
-    loop = usual(kit)
-    train(loop, range(3))
-    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizers[0].state_dict(), loop.state()))
-    kit.trained.clear()
-    kit.start.clear()
-    other = mlp(9)
-    again = kit.take(other, kit.sgd(other.parameters()))
-    other.load_state_dict(saved[0])
-    again.optimizers[0].load_state_dict(saved[1])
-    again.load(saved[2])
-    train(again, range(3, STEPS))
 
 
 # --- several models -------------------------------------------------------------------------------
@@ -414,32 +244,6 @@ def gan(kit: Kit) -> None:
         make.step()
 
 
-@idiom
-def encoder_and_decoder_by_method(kit: Kit) -> None:
-    class Auto(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
-            self.decoder = nn.Linear(16, 8)
-
-        def encode(self, x: Tensor) -> Tensor:
-            return self.encoder(x)
-
-        def decode(self, z: Tensor) -> Tensor:
-            return self.decoder(z)
-
-    torch.manual_seed(0)
-    model = Auto()
-    loop = kit.take(model, kit.sgd(model.parameters()))
-    for number in range(STEPS):
-        x, _ = data(number)
-        noise = 0.1 * torch.randn(16, 16, generator=torch.Generator().manual_seed(number))
-        with loop.autocast():
-            loss = F.mse_loss(model.decode(model.encode(x) + noise).float(), x)
-        loop.backward(loss)
-        loop.step()
-
-
 # --- kinds of modules -----------------------------------------------------------------------------
 
 
@@ -470,40 +274,9 @@ def spectral_norm(kit: Kit) -> None:
 
 
 @idiom
-def attention(kit: Kit) -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.head = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            tokens = x.view(4, 4, 8)
-            mixed, _ = self.attend(tokens, tokens, tokens, need_weights=False)
-            return self.head(tokens + mixed).view(16, 2)
-
-    torch.manual_seed(0)
-    of(kit, Attend())
-
-
-@idiom
 def batch_norm(kit: Kit) -> None:
     torch.manual_seed(0)
     of(kit, nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
-
-
-@idiom
-def embedding_and_cross_entropy(kit: Kit) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(32, 5))
-    loop = kit.take(model, kit.sgd(model.parameters()))
-    for number in range(STEPS):
-        generator = torch.Generator().manual_seed(number)
-        ids = torch.randint(11, (16, 4), generator=generator)
-        with loop.autocast():
-            loss = F.cross_entropy(model(ids), ids[:, 0] % 5)
-        loop.backward(loss)
-        loop.step()
 
 
 @idiom
@@ -520,20 +293,6 @@ def sparse_embedding(kit: Kit) -> None:
 
 
 # --- the same, as others write it -----------------------------------------------------------------
-
-
-@between
-def total_norm_then_clip(loop: Loop, number: int, kit: Kit) -> None:
-    held = [*loop.model.parameters()]
-    norm = nn.utils.get_total_norm([p.grad for p in held])
-    kit.seen.append(float(norm))
-    nn.utils.clip_grads_with_norm_(held, 0.2, norm)
-
-
-@between
-def gradients_assigned_in_the_weights_format(loop: Loop, number: int, kit: Kit) -> None:
-    for p, q in zip(loop.model.parameters(), mlp(number).parameters(), strict=True):
-        p.grad = p.grad.to(p.dtype) + 0.1 * (p.data - q.data.to(p.dtype))
 
 
 @idiom
@@ -574,22 +333,6 @@ def hooks_of_the_optimizer(kit: Kit) -> None:
 
     loop.optimizers[0].register_step_pre_hook(halve)
     loop.optimizers[0].register_step_post_hook(decay)
-    train(loop)
-
-
-@idiom
-def optimizer_with_a_step_of_its_own(kit: Kit) -> None:
-    model = mlp()
-    kind = type(kit.sgd(model.parameters()))
-
-    class Clamped(kind):  # type: ignore[misc,valid-type]
-        def step(self, closure: object = None) -> object:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.grad.clamp_(-0.05, 0.05)
-            return super().step(closure)
-
-    loop = kit.take(model, Clamped(model.parameters(), lr=0.1, momentum=0.9))
     train(loop)
 
 
@@ -661,21 +404,6 @@ def loss_after_the_context(kit: Kit) -> None:
         loop.step()
 
 
-@idiom
-def generator_suspended_in_the_context(kit: Kit) -> None:
-    loop = usual(kit)
-
-    def losses(number: int) -> object:
-        with loop.autocast():
-            yield loss_of(loop.model, number)
-
-    for number in range(STEPS):
-        waiting = losses(number)
-        loop.backward(next(waiting))
-        loop.step()
-        waiting.close()
-
-
 # --- changes of model, optimizer and schedule -----------------------------------------------------
 
 
@@ -706,17 +434,6 @@ def weights_tied_on_the_way(kit: Kit) -> None:
 
 
 @idiom
-def head_replaced_on_the_way(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        if number == 2:
-            loop.model[2] = mlp(5)[2]
-            loop.optimizers[0].add_param_group({"params": loop.model[2].parameters()})
-        back(loop, number)
-        loop.step()
-
-
-@idiom
 def optimizer_exchanged_on_the_way(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -726,16 +443,6 @@ def optimizer_exchanged_on_the_way(kit: Kit) -> None:
             start, model = kit.start.pop(), kit.trained.pop()
             loop = kit.take(model, kit.sgd(model.parameters(), lr=0.02, nesterov=True))
             kit.start[-1] = start
-        back(loop, number)
-        loop.step()
-
-
-@idiom
-def groups_edited(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        for group in loop.optimizers[0].param_groups:
-            group.update(lr=0.1 / (number + 1), weight_decay=0.05 * number, momentum=0.5)
         back(loop, number)
         loop.step()
 
@@ -763,27 +470,6 @@ def back_to_a_file(kit: Kit) -> None:
 
 
 @idiom
-def function_with_a_backward_of_its_own(kit: Kit) -> None:
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            return x @ w.T
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            x, w = ctx.saved_tensors
-            return gradient @ w, gradient.T @ x
-
-    class Layer(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return Product.apply(x, self.weight) + self.bias
-
-    torch.manual_seed(0)
-    of(kit, nn.Sequential(Layer(8, 16), nn.Tanh(), Layer(16, 2)), 0.1)
-
-
-@idiom
 def experts(kit: Kit) -> None:
     """Routed rows are written, and added, into fresh fp32 tensors."""
 
@@ -805,43 +491,6 @@ def experts(kit: Kit) -> None:
 
     torch.manual_seed(0)
     of(kit, Experts(), 0.02)
-
-
-@idiom
-def buffer_that_a_forward_updates(kit: Kit) -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-            self.register_buffer("mean", torch.zeros(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.body(x)
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(out.mean(0), alpha=0.1)
-            return out - self.mean
-
-    model = Centred()
-    of(kit, model, 0.1)
-    kit.seen.extend(model.mean.tolist())
-
-
-@idiom
-def temperature(kit: Kit) -> None:
-    """A parameter of no dimension that is clamped before every forward, as CLIP's."""
-
-    class Tempered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-            self.scale = nn.Parameter(torch.tensor(0.7))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.scale.clamp_(0, 1)
-            return self.body(x) * self.scale.exp()
-
-    of(kit, Tempered(), 0.1)
 
 
 # --- slips ----------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from halfstep.trainer.config.config import config_to_toml, load_config, read_tab
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 from halfstep.trainer.environment import choose_device
-from halfstep.trainer.session import open_session
 
 _WARM_UP = 3
 """First steps, whose times do not count: they allocate, compile and fill caches."""
@@ -43,7 +42,6 @@ def run(arguments: Bench) -> int:
     root = Path(arguments.out or folder)
     records, refused = [], {}
     with RunDisplay("bench") as display:
-        prepare(config, display)
         for policy in policies:
             display.say(str(policy))
             path = root / str(policy).replace("/", "-")
@@ -98,13 +96,6 @@ def table_of(records: Sequence[RunRecord]) -> str:
             )
         )
     return aligned(rows, range(1, len(rows[0])))
-
-
-def prepare(config: BaseConfig, display: RunDisplay) -> None:
-    """Prepare the data, so that it counts for no run's memory."""
-    session = open_session(replace(config, precision=parse_policy("fp32")), display.prepared)
-    session.task.close()
-    session.precision.close()
 
 
 def train_apart(config: BaseConfig, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -58,13 +58,6 @@ def _run(argv: Sequence[str]) -> int:
 
 def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
-    if isinstance(error, ImportError | AttributeError) and sys.modules.get("torch"):
-        # A torch that is too old or too new lacks something, and says so better. By name, as the
-        # commands are: it imports torch.
-        try:
-            importlib.import_module("halfstep.torch_compat").require_torch()
-        except HalfstepError as cause:
-            error = cause
     match error:
         case HalfstepError():
             return str(error), error.exit_code
@@ -72,25 +65,13 @@ def describe(error: BaseException) -> tuple[str, int]:
             return "interrupted; what was not saved is lost", 130
         case OSError(filename=str()):  # a name or a place that the user has given
             return str(error), 1 if error.errno == errno.ENOSPC else 2
-        case ModuleNotFoundError(name=str(name)) if needed := what_installs(name):
-            return f"{error}; install what this needs: pip install {needed}", 2
+        case ModuleNotFoundError():
+            return f"{error}; all that commands need: pip install 'halfstep[train,hf]'", 2
     if rank_of_many() is not None and lost_contact(error):
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]
         reason = re.sub(r"^\[[^]]*\] ", "", reason)
         return f"lost contact with another rank ({reason}); its own message tells why", 1
     return f"unexpected {type(error).__name__}: {error}; HALFSTEP_DEBUG=1 shows where", 1
-
-
-def what_installs(module: str) -> str:
-    """Name what pip installs for a module: a package, an extra of halfstep, or "" if unknown."""
-    # Imported only here, as importlib.metadata takes as long to import as all of the grammar.
-    requires = importlib.import_module("importlib.metadata").requires
-    package = module.partition(".")[0].lower()
-    for line in requires("halfstep") or []:
-        found = re.match(r"([\w.-]+)(?:.*extra *== *['\"]([\w-]+))?", line)
-        if found and found[1].replace("-", "_").lower() == package:
-            return f"'halfstep[{found[2]}]'" if found[2] else found[1]
-    return ""
 
 
 def _complain(text: str, code: int) -> int:

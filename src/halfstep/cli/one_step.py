@@ -10,10 +10,9 @@ from pathlib import Path
 
 from halfstep.cli.commands import Memory, OneStep, Trace
 from halfstep.cli.console import RunDisplay
-from halfstep.diagnostics.memory import PARTS, Memory as Held, MemoryMeter, size_text
+from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
-from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import CHECKPOINTS
 from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
 from halfstep.trainer.config.run import BaseConfig
@@ -45,13 +44,8 @@ def _memory(arguments: Memory) -> int:
     """Print what a step holds under each policy, and why 16 bits did not halve it all."""
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
-    parts = [part for part in PARTS if any(each.part(part) for each in found)]
-    rows = [("policy", *parts, "total", "of the first")]
-    for each in found:
-        sizes = [size_text(each.part(p)) if each.part(p) else "-" for p in parts]
-        share = f"{each.total / found[0].total:.2f}"
-        rows.append((each.policy, *sizes, size_text(each.total), share))
-    print(aligned(rows, range(1, len(rows[0]))))
+    shares = [f"{each.total / found[0].total:.2f}" for each in found]
+    print(parts_table(found, ("of the first", shares)))
     return 0
 
 

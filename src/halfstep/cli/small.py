@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from halfstep.cli.commands import Doctor, Estimate, Explain, Formats, Replay, Report
-from halfstep.diagnostics.memory import PARTS, size_text
+from halfstep.diagnostics.memory import parts_table, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import open_world
 from halfstep.errors import ConfigError
@@ -256,17 +256,12 @@ def _estimate(arguments: Estimate) -> None:
         tables = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
         return
-    parts = [part for part in PARTS if any(memory.part(part) for memory in found)]
-    batched = bool(found[0].rows)
-    rows = [("policy", *parts, "total", "fits", *["largest batch"] * batched)]
-    for memory in found:
-        sizes = [size_text(memory.part(p)) if memory.part(p) else "-" for p in parts]
-        fits = "yes" if memory.total <= have else "no"
-        most = [str(memory.largest_batch(have))] * batched
-        rows.append((memory.policy, *sizes, size_text(memory.total), fits, *most))
-    batch = f"a micro-batch of {found[0].rows}" if batched else "without activations"
+    columns = [("fits", ["yes" if memory.total <= have else "no" for memory in found])]
+    if rows := found[0].rows:
+        columns.append(("largest batch", [str(memory.largest_batch(have)) for memory in found]))
+    batch = f"a micro-batch of {rows}" if rows else "without activations"
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
-    print(aligned(rows, range(1, len(rows[0]))))
+    print(parts_table(found, *columns))
     print(f"\nfits: in {size_text(have)}; {batch}{ranks}.")
     print("Temporary tensors, the allocator's rounding and the process come on top.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from halfstep.cli.commands import Request
@@ -11,8 +10,8 @@ from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import Auto, parse_later
-from halfstep.trainer.config.config import load_config, read_table
-from halfstep.trainer.config.run import BaseConfig, ScheduleConfig
+from halfstep.trainer.config.config import load_config
+from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
@@ -45,8 +44,6 @@ def run(request: Request) -> int:
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
-        elif "run.parallel" not in request.given:
-            config = _fitting(config, world.size)
         return _train(request, config, path, world, resuming=resuming)
 
 
@@ -58,7 +55,6 @@ def _train(
     title = f"{config.name} {policy_on(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, world=world)
-        session.task.notes.extend(_warmup_note(request, session.config, resuming))
         outcome = execute(
             session,
             path,
@@ -77,33 +73,6 @@ def _train(
     return INTERRUPTED if outcome.interrupted else 0
 
 
-def _warmup_note(request: Request, config: BaseConfig, resuming: bool) -> list[str]:
-    """Return a note if the warm-up is shorter than was asked for."""
-    if resuming:
-        return []
-    table = read_table(_spec(request))[1].get("schedule", {})
-    asked = {"warmup_steps": ScheduleConfig().warmup_steps} | table
-    kept = int(request.given.get("schedule.warmup_steps", asked["warmup_steps"]))
-    used = config.schedule.warmup_steps
-    return [f"the warm-up is {used} steps instead of {kept}: as long as the run"] * (used < kept)
-
-
-def _fitting(config: BaseConfig, ranks: int) -> BaseConfig:
-    """Keep the run's layout if it fits the number of ranks; otherwise use data over all ranks.
-
-    Any layout can resume any other's checkpoint; the first line of a run shows which is used.
-    """
-    parallel = config.run.parallel
-    if isinstance(parallel, str) or parallel.size == ranks:  # empty, or a layout that fits
-        return config
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, parallel=""))
-
-
-def _spec(request: Request) -> str:
-    """Name the configuration that a new run starts from."""
-    return request.start.config or request.kind.shipped(request.given)
-
-
 def _requested(request: Request) -> BaseConfig:
     """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
@@ -111,7 +80,8 @@ def _requested(request: Request) -> BaseConfig:
         if named is None:
             raise ConfigError("--resume needs --output-dir, the folder of the run to go on with")
         return _resumed(request, Path(named))
-    config = load_config(_spec(request), list(request.given.items()))
+    named = request.start.config or request.kind.shipped(request.given)
+    config = load_config(named, list(request.given.items()))
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "

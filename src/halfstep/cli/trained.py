@@ -68,10 +68,9 @@ def _predict(arguments: Predicting) -> None:
     """Write the label and probability of every text as JSON lines."""
     if arguments.batch_size < 1:
         raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
-    for stream in (sys.stdin, sys.stdout):  # JSON lines are UTF-8, whatever the terminal uses
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")
-    source: Path | TextIO = sys.stdin if arguments.input == "-" else Path(arguments.input)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # JSON lines are UTF-8, whatever the terminal uses
+        sys.stdout.reconfigure(encoding="utf-8")
+    source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)
     texts = read_texts(source, arguments.text_column)
     trained = open_trained(arguments, ClassifyConfig.TASK)
     found = trained.predict(arguments, texts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,12 +70,6 @@ class Memory:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
 
-    def parts_text(self) -> str:
-        """The parts in a line: ``weights 3.76 MB, gradients 3.76 MB``."""
-        return ", ".join(
-            f"{name} {size_text(self.part(name))}" for name in PARTS if self.part(name)
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "total": self.total}
@@ -105,6 +99,16 @@ class Memory:
         how += f", on each of {self.ranks} ranks" if self.ranks > 1 else ""
         rows.append(("total", size_text(self.total), how))
         return aligned(rows, {1})
+
+
+def parts_table(several: Sequence[Memory], *more: tuple[str, Sequence[str]]) -> str:
+    """Align the parts of several steps, one a row; ``more`` are columns with their heads."""
+    parts = [part for part in PARTS if any(one.part(part) for one in several)]
+    rows = [("policy", *parts, "total", *(head for head, _ in more))]
+    for i, one in enumerate(several):
+        sizes = [size_text(one.part(p)) if one.part(p) else "-" for p in parts]
+        rows.append((one.policy, *sizes, size_text(one.total), *(cells[i] for _, cells in more)))
+    return aligned(rows, range(1, len(rows[0])))
 
 
 def size_text(size: float) -> str:

@@ -41,13 +41,6 @@ class Call(NamedTuple):
     end: int = sys.maxsize  # one more than the last node's
 
 
-class _Running(threading.local):
-    """The forwards that a thread is running: another one may evaluate the model meanwhile."""
-
-    def __init__(self) -> None:
-        self.stack: list[Call] = []
-
-
 class ModuleCalls:
     """The forwards of a model's modules while its hooks are on.
 
@@ -60,7 +53,7 @@ class ModuleCalls:
         self._model, self._ended = model, ended
         self._handles: list[RemovableHandle] = []
         self._portable: list[nn.Module] = []
-        self._running = _Running()
+        self._running: list[Call] = []
         self._calls: list[Call] = []
         self._thread = 0
 
@@ -85,20 +78,19 @@ class ModuleCalls:
         for handle in self._handles:
             handle.remove()
         make_modules_plain_(self._portable)
-        self._handles, self._portable, self._calls = [], [], []
-        self._running = _Running()
+        self._handles, self._portable, self._calls, self._running = [], [], [], []
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        stack, task = self._running.stack, torch._C._current_graph_task_id()
+        stack, task = self._running, torch._C._current_graph_task_id()
         # A checkpoint's forward has no gradients on, but is inside of one that has.
         learns = torch.is_grad_enabled() or bool(stack and stack[-1].learns)
         first = torch._C._autograd._get_sequence_nr()
         stack.append(Call(name, type(module).__name__, task, learns and task == -1, first))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        stack = self._running.stack
+        stack = self._running
         if torch.compiler.is_compiling() or not stack or stack[-1].name != name:
             return
         call = stack.pop()
@@ -116,7 +108,7 @@ class ModuleCalls:
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """The location of the current operation; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
-        top = self._running.stack[-1] if self._running.stack else None
+        top = self._running[-1] if self._running else None
         if task == -1 or (top is not None and top.task == task):
             return Location() if top is None else Location(top.name, top.class_name)
         node = torch._C._current_autograd_node()

@@ -29,79 +29,10 @@ from halfstep.diagnostics.metrics import (
 from halfstep.diagnostics.nonfinite.cause import Cause
 from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
-from halfstep.precision.recovery import Recovery
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.precision.scaling.spikes import Spiking
 from halfstep.precision.step import Precision
-
-
-class StepLog:
-    """Writes a run's folder, step by step; used by the integrations."""
-
-    def __init__(self, policy: str, folder: Path | str, spikes: Recovery | None = None) -> None:
-        """Begin, or go on, in a folder; rank 0 writes it."""
-        self._policy, self._folder = policy, Path(folder)
-        self._spikes = Recovery("off") if spikes is None else spikes
-        self._given: dict[str, list[Any]] = {}
-        self._batches = 0
-        self._metrics: MetricsFile | None = None
-        self._excluded: Excluded | None = None
-        self._written = -1  # the last step with a line
-
-    def open(self, step: int) -> None:
-        """Open the files for the steps after ``step``, whose later lines a resume writes again."""
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            policy = f"precision = {json.dumps(self._policy)}\n"
-            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
-        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
-        self._excluded = Excluded(self._folder, lambda _: self._given, self._spikes, last_step=step)
-
-    def begin(self, *, first: bool, **where: Any) -> None:
-        """Remember a micro-batch before its forward; ``where`` says where it is found again."""
-        if first:
-            self._given = {}
-        for key, value in {"batch": self._batches, **where}.items():
-            self._given.setdefault(key, []).append(value)
-        self._batches += 1
-
-    def stepped(self, step: int, result: StepResult, **more: Any) -> None:
-        """Write a step's line, and the batches if it spiked."""
-        self._write(Record.of(step, result, **more))
-        if self._excluded is not None:
-            self._excluded.stepped(step, result)
-
-    def stopped(
-        self, step: int, reason: str, loss: float, grad_norm: float, cause: Cause | None = None
-    ) -> None:
-        """Write the line of a step that ends the run, and its batches if it spiked."""
-        summary = None if cause is None else cause.summary
-        record = Record(
-            step=step, applied=False, loss=loss, grad_norm=grad_norm, skip_reason=reason,
-            first_cause=summary,
-        )  # fmt: skip
-        self._write(record)
-        if cause is not None and self._metrics is not None:
-            line = {"step": step, **cause.to_json(), "text": str(cause)}
-            append_line(self._folder / CAUSES, line)
-        if self._excluded is not None and reason in get_args(Spiking):
-            self._excluded.spiked(step, reason)
-
-    def _write(self, record: Record) -> None:
-        if self._metrics is not None and record.step > self._written:
-            self._metrics.write(record)
-            self._written = record.step
-
-    def close(self) -> None:
-        """Close the files."""
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
 
 
 class Recorder:
@@ -140,15 +71,34 @@ class Recorder:
         )
         if precision.outcome.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
-        self._log = StepLog(str(precision.policy), folder, precision.recovery["on_spike"])
-        self._log.open(self._step)
-        precision.outcome.on_incurable = self._failed
+        self._folder = Path(folder)
+        self._given: dict[str, list[Any]] = {}
+        self._batches = 0
+        self._written = -1  # the last step with a line
+        self._metrics: MetricsFile | None = None
+        self._excluded: Excluded | None = None
         self._last: tuple[int, Judged] | None = None  # a step that may end the loop
+        self._open()
+        precision.outcome.on_incurable = self._failed
+
+    def _open(self) -> None:
+        """Open the files for the steps to come, whose lines a resume writes again."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            policy = f"precision = {json.dumps(str(self._precision.policy))}\n"
+            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
+        spikes, step = self._precision.recovery["on_spike"], self._step
+        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
+        self._excluded = Excluded(self._folder, lambda _: self._given, spikes, last_step=step)
 
     @property
     def _step(self) -> int:
         """Steps taken, skipped ones included."""
-        return self._precision.applied_total + self._precision.skipped_total
+        return self._precision.progress.steps
 
     def batch(self, **where: Any) -> None:
         """Number a micro-batch; call it before its forward.
@@ -157,21 +107,49 @@ class Recorder:
             where: Where it is found again, such as ``epoch=3, rows=[17, 4]``, for exclude.jsonl.
         """
         self._precision.settle()
-        self._log.begin(first=not self._precision.has_loss, **where)
+        if not self._precision.has_loss:
+            self._given = {}
+        for key, value in {"batch": self._batches, **where}.items():
+            self._given.setdefault(key, []).append(value)
+        self._batches += 1
 
     def step(self, result: StepResult) -> StepResult:
         """Write the step's line; returns the result, so that it can stand around the step."""
-        self._log.stepped(self._step, result)
+        self._write(Record.of(self._step, result))
+        if self._excluded is not None:
+            self._excluded.stepped(self._step, result)
         self._last = None
         return result
 
     def _failed(self, judged: Judged) -> None:
         self._last = self._step + 1, judged
 
+    def _stopped(self, step: int, last: Judged, cause: Cause | None) -> None:
+        """Write the line of the step that ended the loop, and its batches if it spiked."""
+        summary = None if cause is None else cause.summary
+        reason = str(last.reason)
+        record = Record(
+            step=step, applied=False, loss=last.loss, grad_norm=last.norm, skip_reason=reason,
+            first_cause=summary,
+        )  # fmt: skip
+        self._write(record)
+        if cause is not None and self._metrics is not None:
+            line = {"step": step, **cause.to_json(), "text": str(cause)}
+            append_line(self._folder / CAUSES, line)
+        if self._excluded is not None and reason in get_args(Spiking):
+            self._excluded.spiked(step, reason)
+
+    def _write(self, record: Record) -> None:
+        if self._metrics is not None and record.step > self._written:
+            self._metrics.write(record)
+            self._written = record.step
+
     def close(self) -> None:
         """Write nothing more."""
         self._precision.outcome.on_incurable = None
-        self._log.close()
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +157,5 @@ class Recorder:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         """Close, after the line of the step that ended the loop."""
         if isinstance(error, NonFiniteError | SpikeError) and self._last is not None:
-            (step, last), cause = self._last, getattr(error, "first_cause", None)
-            self._log.stopped(step, str(last.reason), last.loss, last.norm, cause)
+            self._stopped(*self._last, getattr(error, "first_cause", None))
         self.close()

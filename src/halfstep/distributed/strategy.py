@@ -316,7 +316,7 @@ def check_agreement(
     scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
     sums = [checksum(local_part(weight)) for weight in weights.values()]
     parts = [0, 0, 0, *map(_part_number, weights.values())]
-    numbers = [step, precision.applied_total, scale, *sums]
+    numbers = [step, precision.progress.applied_total, scale, *sums]
     row = torch.tensor([numbers, parts], device=precision.device)
     rows = [torch.empty_like(row) for _ in range(layout.size)]
     dist.all_gather(rows, row)

@@ -125,9 +125,6 @@ class Quantized:
 class BlockFormat:
     """Numbers of a narrow format in blocks that share a scale.
 
-    Another variant is another value: ``dataclasses.replace(MXFP8, element=E5M2)``, or a name of
-    :data:`BLOCK_FORMATS`.
-
     Attributes:
         name: The short name users type, for example ``"nvfp4"``.
         element: The format of the numbers, of at most 8 bits.
@@ -145,11 +142,6 @@ class BlockFormat:
     def scale(self) -> FloatFormat | ExponentFormat:
         """The format of the blocks' scales."""
         return _SCALES[self.rule]
-
-    @property
-    def has_tensor_scale(self) -> bool:
-        """Whether one scale is that of the whole tensor."""
-        return self.block is None or self.rule == "two-level"
 
     def quantize(self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None) -> Quantized:
         """Round a tensor to this format.

@@ -90,9 +90,6 @@ class FloatFormat:
     def bits_of(self, value: float) -> tuple[int, int, int]:
         """Sign, biased exponent and mantissa of a number of this format, as they are stored.
 
-        Raises:
-            ValueError: If the format cannot hold ``value``; :meth:`round_to` rounds to one it can.
-
         **Source:** IEEE 754-2019, 3.4 and 6.2.1 (the first mantissa bit of a quiet NaN is 1); OFP8
         1.0, table 1 (the NaN of E4M3 is S.1111.111).
 
@@ -114,26 +111,6 @@ class FloatFormat:
             return sign, 0, int(magnitude / self.min_subnormal)
         fraction, exponent = math.frexp(magnitude)  # magnitude = fraction * 2^exponent, 1/2 <= f
         return sign, exponent - 1 + self.bias, int((2.0 * fraction - 1.0) / self.eps)
-
-    def neighbours(self, value: float) -> tuple[float, float]:
-        """The numbers below and above one of this format; beyond the largest is inf, or else NaN.
-
-        **Source:** IEEE 754-2019, 5.3.1 (nextUp and nextDown).
-
-        Example:
-            >>> FP16.neighbours(2048.0)
-            (2047.0, 2050.0)
-        """
-        return -self._next_above(-value), self._next_above(value)
-
-    def _next_above(self, value: float) -> float:
-        if not abs(value) <= self.max or value == self.max:
-            beyond = math.nan if self.finite_only else math.inf
-            return -self.max if value < 0 else math.nan if math.isnan(value) else beyond
-        gap = self.ulp(value)
-        if -value > self.min_normal and math.frexp(value)[0] == -0.5:
-            gap /= 2.0  # just below a power of two in magnitude, the numbers are twice as dense
-        return math.copysign(value + gap, value) if value < 0 else value + gap  # -0 before 0
 
     def round_to(self, values: Tensor) -> Tensor:
         """Round every element to the nearest number of this format, ties to even.

@@ -38,16 +38,17 @@ from halfstep.integrations.optimizer_tensors import (
     LocalGradients,
     Names,
     accepts_low_precision,
-    kinds,
     name_table,
     parameter_names,
     refuse_half,
     refuse_pure,
     stored_gradients,
+    with_gradients,
 )
 from halfstep.precision.agreement import as_ranks, ranks_of_this_process
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
+from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 from halfstep.precision.scaling.loss_scale import Limits, ScaleState
@@ -335,9 +336,10 @@ class GradScaler(torch.amp.GradScaler):
             what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
             half = [p for p, grad in stored_gradients(optimizer) if grad.dtype == torch.float16]
             refuse_half(optimizer, half, self._names, what)
-        ranks, found = self._agreeing(found_inf.device), kinds(optimizer)
+        ranks = self._agreeing(found_inf.device)
+        sharded = {is_sharded(p) for p in with_gradients(optimizer)}
         alone = isinstance(ranks, OneRank)
-        torchs = found <= {"plain"} or (alone and found == {"sharded"})
+        torchs = sharded <= {False} or (alone and sharded == {True})
         source: Any = optimizer if torchs else LocalGradients(optimizer)
         flags = super()._unscale_grads_(source, inv_scale, found_inf, allowed)
         if alone:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.checks import some
-from halfstep.precision.masters.local_part import is_sharded, local_gradient, local_part
+from halfstep.precision.masters.local_part import local_gradient, local_part
 from halfstep.precision.policy.policy import dtype_name
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -110,9 +110,9 @@ class LocalGradients:
     """A stand-in for an optimizer whose gradients are this rank's parts, for torch's check.
 
     torch's check refuses lists that mix plain tensors with DTensors, as a tensor-parallel plan
-    leaves them, and complex tensors. It works element-wise, so this rank's parts will do. They
-    share memory with the gradients, which are first redistributed like their parameters: partial
-    sums could still overflow when they are added up.
+    leaves them. It works element-wise, so this rank's parts will do. They share memory with the
+    gradients, which are first redistributed like their parameters: partial sums could still
+    overflow when they are added up.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -121,16 +121,7 @@ class LocalGradients:
 
 
 def _carrier(gradient: Tensor) -> Tensor:
-    """A real tensor whose ``grad`` is this gradient, in place of the parameter."""
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
+    """A tensor whose ``grad`` is this gradient, in place of the parameter."""
     carrier = gradient.detach().requires_grad_()
     carrier.grad = gradient
     return carrier
-
-
-def kinds(optimizer: Optimizer) -> set[str]:
-    """Tell the kinds of an optimizer's gradients: ``"sharded"``, ``"plain"``, ``"complex"``."""
-    every = with_gradients(optimizer)
-    found = {"sharded" if is_sharded(p) else "plain" for p in every}
-    return found | {"complex"} if any(p.is_complex() for p in every) else found

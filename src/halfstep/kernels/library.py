@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfstep.errors import PrecisionError
 
@@ -182,25 +182,6 @@ def library() -> Any:
     if isinstance(found, str):
         raise RuntimeError(f"no compiled kernels: {found}")
     return found
-
-
-def may_run() -> bool:
-    """Whether kernels may run here: not where something wants to see torch's operators.
-
-    Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or isinstance(loaded(), str)
-    )
-
-
-def is_plain(x: Any) -> bool:
-    """Whether a kernel may read it: on a CPU, and of no class that changes what tensors do."""
-    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
 
 
 def drawn_seed() -> int:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,12 @@ from halfstep.optim.kernels.cpu import RULES
 from halfstep.optim.kernels.reference import Plan, read_master, write_master_
 from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
-    check_gradient,
+    GRADIENTS,
     check_group,
-    check_updates,
     kept_moments,
     moments_of,
-    plain_options,
+    no_update,
+    refused_gradient,
     update_of,
 )
 from halfstep.optim.rules import Algorithm
@@ -48,7 +48,7 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.masters.stepping import DeviceDecision
+from halfstep.precision.masters.stepping import DeviceDecision, OwnOptimizer
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed")
@@ -73,7 +73,15 @@ class _Kept:
     number: npt.NDArray[np.float64]  # the step number in the parameter's state, the same memory
 
 
-class LowPrecisionOptimizer(Optimizer):
+class Storage(TypedDict, total=False):
+    """The options of every optimizer here, which are those of its groups."""
+
+    update: Update | None
+    moments: Moments | None
+    seed: int
+
+
+class LowPrecisionOptimizer(OwnOptimizer):
     """An optimizer whose weights and moments may have less than 32 bits.
 
     Group options besides the algorithm's own:
@@ -92,18 +100,17 @@ class LowPrecisionOptimizer(Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
-    """A function to set where ranks hold parts of one tensor. It gets, for each stepped tensor,
-    whether this rank would fall back to bf16 moments, and returns the same answers on all ranks,
-    such as whether any would. It is called on all ranks after the same steps."""
+    """Set where ranks hold parts of one tensor: from whether this rank would fall back to bf16
+    moments, for each stepped tensor, it makes the same answers on all ranks."""
 
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
+        options: dict[str, Any],
         *,
-        update: Update | None,
-        moments: Moments | None,
-        seed: int,
+        update: Update | None = None,
+        moments: Moments | None = None,
+        seed: int = 0,
     ) -> None:
         if isinstance(params, nn.Module) or not isinstance(params, Iterable):
             raise PrecisionError(
@@ -115,7 +122,7 @@ class LowPrecisionOptimizer(Optimizer):
         self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
-        super().__init__(params, {**defaults, "update": update, "moments": moments, "seed": seed})
+        super().__init__(params, {**options, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim`` does; :func:`check_group` refuses invalid ones."""
@@ -142,11 +149,7 @@ class LowPrecisionOptimizer(Optimizer):
         return {name: held[p] for name, p in model.named_parameters() if p in held}
 
     def check_precision(self, update: Update, moments: Moments) -> None:
-        """Refuse a policy's rounding mode and moments if this optimizer cannot use them.
-
-        Raises:
-            PrecisionError: If a group was made with other ones, or the optimizer has stepped.
-        """
+        """Refuse a policy's rounding mode and moments if this optimizer cannot use them."""
         if moments not in get_args(Moments):
             raise PrecisionError(
                 f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
@@ -167,15 +170,21 @@ class LowPrecisionOptimizer(Optimizer):
             group["update"], group["moments"] = update, moments
 
     def check_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Refuse gradients that a step cannot take.
-
-        Raises:
-            PrecisionError: If a bf16 weight has no ``update``, or a gradient is sparse or has
-                another shape or dtype than is allowed.
-        """
-        check_updates(self.param_groups, type(self).__name__)
+        """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
+        silent = [
+            parameter
+            for group in self.param_groups
+            if group["update"] is None
+            for parameter in group["params"]
+            if parameter.dtype is torch.bfloat16 and parameter.requires_grad
+        ]
+        if silent:
+            raise no_update(silent, type(self).__name__)
         for _, _, parameter in self._standing(gradients):
-            check_gradient(parameter, gradients[parameter])
+            gradient = gradients[parameter]
+            fits = gradient.shape == parameter.shape and gradient.dtype in GRADIENTS
+            if gradient.is_sparse or not fits:
+                raise refused_gradient(parameter, gradient)
 
     @torch.no_grad()
     def step(
@@ -192,9 +201,6 @@ class LowPrecisionOptimizer(Optimizer):
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
                 what :meth:`decide` has decided about these gradients.
-
-        Raises:
-            PrecisionError: As :meth:`check_step`; nothing is changed then.
         """
         loss, factor, decision = None, 1.0, None
         if isinstance(multiplier, DeviceDecision):
@@ -314,9 +320,10 @@ class LowPrecisionOptimizer(Optimizer):
             key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
             if key not in found:
                 algorithm = self.algorithm_of(group)
+                options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
                 plan = Plan(
                     algorithm,
-                    algorithm.constants(plain_options(group), step),
+                    algorithm.constants(options, step),
                     update,
                     moments,
                     multiplier,
@@ -383,7 +390,7 @@ class LowPrecisionOptimizer(Optimizer):
             if not fall:
                 continue
             group, _ = self._find(parameter)
-            beta2 = plain_options(group)["betas"][1]
+            beta2 = group["betas"][1]
             values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
             stride, before = dense(parameter).stride(), self.state[parameter]
             state = self.state[parameter] = {"step": before["step"]}
@@ -457,7 +464,6 @@ class LowPrecisionOptimizer(Optimizer):
         """Set the parameter, and its remainder where it has one, to values of its shape.
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
-        Temporaries take a few MB, whatever the parameter's size.
         """
         group, stream = self._find(parameter)
         update = update_of(group, parameter)
@@ -503,9 +509,6 @@ class LowPrecisionOptimizer(Optimizer):
 
         Moments are converted to this optimizer's format, exactly unless the saved ones are finer;
         remainders are loaded if both optimizers keep the same kind.
-
-        Raises:
-            PrecisionError: If a moment is missing or of another shape; nothing is changed then.
         """
         fresh: dict[Tensor, dict[str, Any]] = {}
 
@@ -556,11 +559,7 @@ class LowPrecisionOptimizer(Optimizer):
         return fresh
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a parameter's saved state, from any optimizer, to this optimizer's formats.
-
-        Raises:
-            PrecisionError: If a moment is missing or of another shape.
-        """
+        """Convert a parameter's saved state, from any optimizer, to this optimizer's formats."""
         group, stream = self._find(parameter)
         return convert(
             self.algorithm_of(group).moments,

@@ -47,11 +47,7 @@ def moment_dtype(moments: Moments) -> torch.dtype:
 
 
 def moments_format(dtype: torch.dtype) -> Moments:
-    """The format of a moment that a dtype stores.
-
-    Raises:
-        PrecisionError: There is none.
-    """
+    """The format of a moment that a dtype stores."""
     for moments in get_args(Moments):
         if moment_dtype(moments) == dtype:
             return cast(Moments, moments)

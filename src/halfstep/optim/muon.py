@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer, Members
+from halfstep.optim.base import LowPrecisionOptimizer, Members, Storage
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.moments import Moments
 from halfstep.optim.options import require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
-from halfstep.precision.masters.rounding import Update
 from halfstep.precision.policy.devices import cpu_has_bf16
 
 Adjustment = Literal["original", "match_rms_adamw"]
@@ -98,8 +96,6 @@ class Muon(LowPrecisionOptimizer):
     """
 
     algorithm = MUON
-    on_direction: Callable[[Tensor, Tensor, float], None] | None = None
-    """Called in a step with each matrix, the direction that it moves along, and its factor."""
 
     def __init__(
         self,
@@ -114,9 +110,7 @@ class Muon(LowPrecisionOptimizer):
         adjust_lr_fn: Adjustment | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
-        update: Update | None = None,
-        moments: Moments | None = None,
-        seed: int = 0,
+        **storage: Unpack[Storage],
     ) -> None:
         """Make the optimizer; the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
 
@@ -134,23 +128,14 @@ class Muon(LowPrecisionOptimizer):
                 there are more rows; ``"match_rms_adamw"``: times 0.2 and the square root of the
                 larger, so that one learning rate suits matrices and AdamW.
             betas: AdamW's decay rates, in groups with ``use_muon=False``.
-            update: As of :class:`AdamW`.
-            moments: As of :class:`AdamW`.
-            seed: As of :class:`AdamW`.
+            storage: As of :class:`AdamW`.
         """
         options = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "use_muon": True,
+            **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
+            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
+            **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "use_muon": True},
         }
-        super().__init__(params, options, update=update, moments=moments, seed=seed)
+        super().__init__(params, options, **storage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim`` does, for Muon or, with ``use_muon=False``, for AdamW."""
@@ -179,8 +164,6 @@ class Muon(LowPrecisionOptimizer):
             whole = newton_schulz(whole, steps, coefficients, eps)
             factor = adjustment(group["adjust_lr_fn"], *whole.shape)
             direction = part_like(whole, whole_of(parameter))
-            if self.on_direction is not None:
-                self.on_direction(parameter, direction, factor)
             # element-wise again, so one kernel stores it in any rounding mode
             move = StepTask(
                 weight=task.weight,

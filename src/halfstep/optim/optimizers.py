@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer
-from halfstep.optim.moments import Moments
+from halfstep.optim.base import LowPrecisionOptimizer, Storage
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
-from halfstep.precision.masters.rounding import Update
 
 
 class AdamW(LowPrecisionOptimizer):
@@ -37,10 +35,7 @@ class AdamW(LowPrecisionOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        update: Update | None = None,
-        moments: Moments | None = None,
-        seed: int = 0,
+        **storage: Unpack[Storage],
     ) -> None:
         """Make the optimizer; the first five arguments are those of ``torch.optim.AdamW``.
 
@@ -50,21 +45,11 @@ class AdamW(LowPrecisionOptimizer):
             betas: Decay rates of the two moments.
             eps: Added to the square root of the second moment.
             weight_decay: Decoupled weight decay, multiplied by ``lr``.
-            update: The rounding mode of bf16 weights.
-            moments: The format of the moments.
-            seed: Seed of stochastic rounding.
-
-        Raises:
-            PrecisionError: For a number outside its range, an unknown ``update`` or ``moments``, or
-                an unsupported option or parameter dtype.
+            storage: ``update``, the rounding mode of bf16 weights; ``moments``, their format;
+                ``seed``, of stochastic rounding.
         """
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, options, update=update, moments=moments, seed=seed)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options, **storage)
 
 
 class SGD(LowPrecisionOptimizer):
@@ -80,18 +65,11 @@ class SGD(LowPrecisionOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        update: Update | None = None,
-        moments: Moments | None = None,
-        seed: int = 0,
+        **storage: Unpack[Storage],
     ) -> None:
         """Make the optimizer; it stores the moment even if ``momentum`` is 0.
 
         The first six arguments are those of ``torch.optim.SGD``.
-
-        Raises:
-            PrecisionError: For a number outside its range, nesterov without momentum, or for the
-                reasons of :class:`AdamW`.
         """
         if nesterov and (momentum <= 0 or dampening != 0):
             raise PrecisionError(
@@ -105,7 +83,7 @@ class SGD(LowPrecisionOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, options, update=update, moments=moments, seed=seed)
+        super().__init__(params, options, **storage)
 
 
 class Lion(LowPrecisionOptimizer):
@@ -119,19 +97,8 @@ class Lion(LowPrecisionOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        update: Update | None = None,
-        moments: Moments | None = None,
-        seed: int = 0,
+        **storage: Unpack[Storage],
     ) -> None:
-        """Make the optimizer; the options are those of :class:`AdamW`.
-
-        Raises:
-            PrecisionError: For a number outside its range, or the reasons of :class:`AdamW`.
-        """
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, options, update=update, moments=moments, seed=seed)
+        """Make the optimizer; the options are those of :class:`AdamW`."""
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, options, **storage)

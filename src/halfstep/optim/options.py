@@ -14,7 +14,7 @@ from halfstep.optim.state import stored_moment
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _WEIGHTS = (torch.float32, torch.bfloat16)
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def update_of(group: dict[str, Any], parameter: Tensor) -> Update:
@@ -39,15 +39,6 @@ def kept_moments(
     stored = (stored_moment(state, name)[0] for name in names)
     dtypes = [values.dtype for values in stored if values is not None]
     return moments_format(dtypes[0]) if dtypes else moments_of(group)
-
-
-def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options with tensors, such as a learning rate, converted to numbers."""
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 def require_option(holds: bool, name: str, value: object, allowed: str) -> None:
@@ -106,34 +97,25 @@ def _check_parameter(parameter: Tensor, owner: str) -> None:
         )
 
 
-def check_updates(groups: Sequence[dict[str, Any]], owner: str) -> None:
-    """Refuse trainable bf16 weights in groups that give no rounding mode."""
-    silent = [
-        parameter
-        for group in groups
-        if group["update"] is None
-        for parameter in group["params"]
-        if parameter.dtype == torch.bfloat16 and parameter.requires_grad
-    ]
-    if silent:
-        modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
-        raise PrecisionError(
-            f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small "
-            f"updates: make {owner} with update={modes}, in brackets the bytes per parameter; "
-            "'split' is exact, 'nearest' loses them"
-        )
+def no_update(silent: Sequence[Tensor], owner: str) -> PrecisionError:
+    """The error for trainable bf16 weights in groups that give no rounding mode."""
+    modes = ", ".join(f"{m.name!r} ({m.bytes})" for m in ROUNDING.values() if m.policy)
+    return PrecisionError(
+        f"{len(silent)} trainable tensors are bf16 and nothing says how they keep small updates: "
+        f"make {owner} with update={modes}, in brackets the bytes per parameter; 'split' is exact, "
+        "'nearest' loses them"
+    )
 
 
-def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Refuse a gradient that no kernel accepts: sparse, or of another shape or dtype."""
+def refused_gradient(parameter: Tensor, gradient: Tensor) -> PrecisionError:
+    """The error for a gradient that no kernel accepts: sparse, or of another shape or dtype."""
     shape = tuple(parameter.shape)
     if gradient.is_sparse:
-        raise PrecisionError(
+        return PrecisionError(
             f"the gradient of a parameter of shape {shape} is sparse; use torch.optim.SparseAdam "
             "for it, or sparse=False"
         )
-    if gradient.shape != parameter.shape or gradient.dtype not in _GRADIENTS:
-        raise PrecisionError(
-            f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
-            f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
-        )
+    return PrecisionError(
+        f"a gradient of shape {tuple(gradient.shape)} and {gradient.dtype} was given for a "
+        f"parameter of shape {shape}; allowed: its own shape in fp32, bf16 or fp16"
+    )

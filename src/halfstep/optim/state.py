@@ -80,9 +80,6 @@ def convert(
         moments: The format of moments to convert to.
         seed: Seed of the random bits.
         stream: This parameter's random stream.
-
-    Raises:
-        PrecisionError: If a moment is missing or of another shape.
     """
     state: dict[str, Any] = {}
     if entry.get(FELL_BACK) is not None and moments == "8bit":

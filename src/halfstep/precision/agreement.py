@@ -57,10 +57,6 @@ class ManyRanks(Ranks):
             model_parallel: How many ranks share one copy of the model, where layers are split by
                 hand: each of them holds a different part of a plain parameter with the attribute
                 ``tensor_model_parallel = True``. None: all ranks of the group.
-
-        Raises:
-            PrecisionError: If ``model_parallel`` does not divide the number of ranks.
-            ValueError: Of torch, if no process group has been initialised.
         """
         self._device = as_device(device)
         self._size = dist.get_world_size()

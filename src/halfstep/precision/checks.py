@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require
-from halfstep.precision.casting.cast import CastInputs
+from halfstep.precision.casting.autocast import ForwardWatch
+from halfstep.precision.casting.cast import CastInputs, check_wrappers
+from halfstep.precision.ema import EMA
 from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.scaling.spikes import as_state
@@ -28,9 +31,13 @@ def some(names: tuple[str, ...], limit: int = 3) -> str:
     return f"{first} and {more} more" if more > 0 else first
 
 
-def check_arguments(model: object, optimizers: object) -> None:
+def check_arguments(model: object, optimizers: object, ema: object) -> None:
     """Refuse arguments that are not a model and optimizers, before any of them is used."""
-    require(model, nn.Module, "Precision(model)", "a torch.nn.Module, before the optimizer")
+    allowed = "a torch.nn.Module, before the optimizer"
+    module = require(model, nn.Module, "Precision(model)", allowed)
+    if ema is not None:
+        average = require(ema, EMA, "Precision(ema)", "a halfstep.EMA of the model")
+        average.require([name for name, p in module.named_parameters() if p.requires_grad])
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     allowed = "a torch.optim.Optimizer over the model's parameters, or a list of them"
     for one in several or [None]:
@@ -56,6 +63,15 @@ def one_device(model: nn.Module) -> torch.device:
 def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
     """Refuse, before anything is changed, what would later fail or train wrongly."""
     policy, model = placed.policy, placed.model
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    if any(isinstance(hook, ForwardWatch) for hook in hooks):
+        raise PrecisionError(
+            "the model is trained by another Precision already, whose masters and loss scale this "
+            "one would override. Call close() on that one first; for several optimizers give one "
+            "Precision a list of them"
+        )
+    check_wrappers(policy, model)
+    require_own_optimizer(policy, optimizers)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and not hook.policy.is_pure:
             raise PrecisionError(
@@ -73,14 +89,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
             f"(first: number {strangers[0]}); make it from this model's parameters, after the "
             "model is on its device"
         )
-    _check_buffers(model)
-    for parameter, name in names.items():
-        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
-            raise PrecisionError(
-                f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers of at "
-                "most 32 bits: convert fp64 with model.float() before the optimizer is made; store "
-                "complex numbers as real ones (torch.view_as_real)"
-            )
+    _check_kinds(model)
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
         _check_fp32_weights(policy, names, kept)
@@ -103,8 +112,15 @@ _BROKEN_IN_16_BITS = re.compile(
 )
 
 
-def _check_buffers(model: nn.Module) -> None:
-    """Refuse a model whose sensitive buffers are 16-bit already, since what they lost is gone."""
+def _check_kinds(model: nn.Module) -> None:
+    """Refuse wide and complex weights, and sensitive buffers that 16 bits have broken already."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
+            raise PrecisionError(
+                f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers of at "
+                "most 32 bits: convert fp64 with model.float() before the optimizer is made; store "
+                "complex numbers as real ones (torch.view_as_real)"
+            )
     for name, buffer in model.named_buffers():
         if buffer.dtype in LOW and _BROKEN_IN_16_BITS.search(name.rpartition(".")[2].lower()):
             raise PrecisionError(
@@ -178,33 +194,19 @@ def as_inputs(value: object) -> tuple[Tensor, ...]:
     return tensors
 
 
-def no_backward() -> PrecisionError:
-    """The error for a step without a preceding ``backward``."""
-    return PrecisionError(
-        "step() without backward(): call precision.backward(loss) instead of loss.backward(), so "
-        "that the loss is scaled and checked"
-    )
-
-
-def twice() -> PrecisionError:
-    """The error for a loss that is given to ``backward`` and to ``step``."""
-    return PrecisionError(
-        "step(loss) back-propagates the loss, and backward(loss) has done so already: "
-        "call step() without it"
-    )
-
-
-def closed() -> PrecisionError:
-    """The error for using a Precision after ``close()``."""
-    return PrecisionError("this Precision was closed and trains nothing any more; make another one")
-
-
-def no_gradients() -> PrecisionError:
-    """The error for a step without gradients."""
-    return PrecisionError(
-        "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the "
-        "loss, or were replaced after the optimizer was made"
-    )
+NO_BACKWARD = (
+    "step() without backward(): call precision.backward(loss) instead of loss.backward(), so that "
+    "the loss is scaled and checked"
+)
+TWICE = (
+    "step(loss) back-propagates the loss, and backward(loss) has done so already: call step() "
+    "without it"
+)
+CLOSED = "this Precision was closed and trains nothing any more; make another one"
+NO_GRADIENTS = (
+    "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the loss, or "
+    "were replaced after the optimizer was made"
+)
 
 
 def check_max_norm(max_norm: float | None) -> None:

@@ -37,9 +37,6 @@ class EMA:
         Args:
             model: Best passed before its weights are cast to 16 bits.
             decay: Above 0 and below 1.
-
-        Raises:
-            PrecisionError: If decay is not allowed, or ``model`` is not a module.
         """
         require_model(model, "EMA(model)")
         decay = as_number(decay, "EMA(decay)", "0 < decay < 1")

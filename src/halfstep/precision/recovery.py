@@ -147,7 +147,6 @@ class Outcome:
 
     def __init__(
         self,
-        *,
         policy: PrecisionPolicy,
         model: nn.Module,
         masters: MasterWeights,
@@ -217,8 +216,14 @@ class Outcome:
             text = f"the step is left out, as {option}={choice} allows: {what}"
             warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
 
-    def state(self, masters: Mapping[str, Tensor]) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The policy, counts and the loss scale, the masters, and the spike detector's window."""
+        masters: dict[str, Tensor] = {}
+        if self._policy.keeps_more_than_weights:
+            if self.ema is not None:
+                self.ema.require_own_weights()
+            self._masters.take_written_()
+            masters = dict(self._masters.items())
         state = {"policy": str(self._policy), **self.progress.state(), "masters": masters}
         return state if self.spikes is None else {**state, "spikes": self.spikes.state()}
 

@@ -28,7 +28,6 @@ from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
-from halfstep.torch_compat import require_torch
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
@@ -92,7 +91,7 @@ class Session:
     @property
     def applied(self) -> int:
         """Steps that updated the weights."""
-        return self.step - self.precision.skipped_total
+        return self.step - self.precision.progress.skipped_total
 
     def micro_batches(self) -> tuple[list[Batch], list[int]]:
         """Return this rank's micro-batches of the next step, and a dropout seed for each.
@@ -306,7 +305,6 @@ def open_session(
     ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
     that the configuration names. No run folder exists yet when something is refused.
     """
-    require_torch()
     run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)

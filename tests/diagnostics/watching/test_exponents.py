@@ -69,15 +69,6 @@ def same(row: Tensor, want: np.ndarray) -> None:
     np.testing.assert_allclose(got[SQUARES], want[SQUARES], rtol=1e-11)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", LOW)
-def test_every_pattern_of_16_bits(dtype):
-    x = every_pattern(dtype)
-    row = empty_row()
-    count_into_(row, x)
-    same(row, oracle(x))
-
-
 def test_fp32_patterns():
     x = fp32_patterns()
     row = empty_row()
@@ -102,13 +93,6 @@ def test_fp32_numbers_that_have_been_through_16_bits():
         assert row[DIGITS] == digits
 
 
-def test_fp64_beyond_the_exponents_of_fp32_counts_at_their_ends():
-    row = empty_row()
-    count_into_(row, torch.tensor([1e300, -1e-300, 0.0, 3.0], dtype=torch.float64))
-    assert row[FIRST + 127 - LEAST] == row[FIRST] == row[ZEROS] == row[FIRST + 1 - LEAST] == 1
-    assert row[LARGEST] == 1e300
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -125,13 +109,4 @@ def test_layouts(layout):
     x = layout(torch.randn(24, 50).to(torch.bfloat16))
     row = empty_row()
     count_into_(row, x)
-    same(row, oracle(x))
-
-
-def test_several_tensors_add_up():
-    x = torch.randn(100_000)
-    row = empty_row()
-    count_into_(row, x[:40_000])
-    count_into_(row, x[40_000:])
-    count_into_(row, x[:0])
     same(row, oracle(x))

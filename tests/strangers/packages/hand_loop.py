@@ -38,7 +38,7 @@ def mixed(policy, model: nn.Module, optimizer: Optimizer, batches: Sequence[Any]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         precision.step()
         losses.append(loss.item())
-    assert not precision.skipped_total, "a step was skipped that fp32 takes"
+    assert not precision.progress.skipped_total, "a step was skipped that fp32 takes"
     return losses
 
 

@@ -296,8 +296,8 @@ def the_loss_falls(name, policy):
     # here; what fp16 skips at first, and bf16-pure loses, costs less than another 0.1.
     assert run.losses[-1] < 0.85 * run.losses[0]
     skipped = STEPS - sum(applied)
-    assert run.precision.applied_total == sum(applied)
-    assert run.precision.skipped_total == skipped
+    assert run.precision.progress.applied_total == sum(applied)
+    assert run.precision.progress.skipped_total == skipped
     if run.precision.policy.loss_scale.kind == "none":
         assert skipped == 0
         return
@@ -320,7 +320,7 @@ def the_curve_is_that_of_fp32(name, policy):
     # skipped step puts the curve behind by one, so only curves without are compared.
     bound = 8 * torch.finfo(value.compute_dtype).eps / 2
     assert run.losses[0] == pytest.approx(expected[0], rel=bound)
-    if run.precision.skipped_total == 0:
+    if run.precision.progress.skipped_total == 0:
         worst = max(abs(a - b) for a, b in zip(run.losses, expected, strict=True))
         # near 0 a loss is a difference of logits, whose error does not shrink with it
         assert worst < bound * expected[0]

@@ -10,11 +10,9 @@ Where compiled kernels compute a block of halfstep's own GPT, a watched step is 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -85,12 +83,7 @@ class Watch:
         self._arm()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the loop alone again; a step that has not ended is not written."""
         if self._steps is not None:
             self._steps.close()
@@ -169,13 +162,8 @@ class Watch:
             tensors=tuple(tensors),
         )
         if self._to is not None:
-            try:
-                with self._to.open("a", encoding="utf-8") as file:
-                    file.write(self._last.to_json() + "\n")
-            except OSError as error:  # the step has been taken: its loop must not lose it
-                text = f"{self._to}: cannot be written: {error}; the watch goes on without its file"
-                warnings.warn(text, stacklevel=2)
-                self._to = None
+            with self._to.open("a", encoding="utf-8") as file:
+                file.write(self._last.to_json() + "\n")
 
     def _begin_file(self) -> None:
         """Start the file, or go on with it after the steps that a resumed run had taken."""
@@ -213,8 +201,7 @@ def watch(
         scaler: The loop's gradient scaler (torch's or halfstep's), where it has one: gradients are
             shown without its scale, and steps that it skips are counted.
         every: Watch every this many steps, skipped ones included.
-        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``. Where it
-            can no longer be written, as on a full disk, the loop goes on with one warning.
+        to: A file that gets one line of JSON for each watched step: ``numerics.jsonl``.
         start: Steps before this context's first, in a resumed run: the file goes on after them.
 
     Returns:

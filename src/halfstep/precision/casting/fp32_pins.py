@@ -36,9 +36,6 @@ class Pins:
     Args:
         switches: Pairs of backend and kind of operation.
         value: ``"ieee"`` or ``"tf32"``.
-
-    Raises:
-        PrecisionError: At entry, where another thread holds a switch at another value.
     """
 
     def __init__(self, switches: tuple[Switch, ...], value: str) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep.kernels import attention, rows
-from halfstep.kernels.library import is_plain, may_run
+from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
@@ -396,6 +395,25 @@ FEW_QUERIES = 32
 **Source:** ``benchmarks/kernels_cpu.py``.
 """
 _REDUCTIONS = ("none", "sum", "mean")
+
+
+def may_run() -> bool:
+    """Whether kernels may run here: not where something wants to see torch's operators.
+
+    Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or isinstance(library.loaded(), str)
+    )
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a kernel may read it: on a CPU, and of no class that changes what tensors do."""
+    return type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
 
 
 def _plain(x: Any) -> bool:

@@ -43,7 +43,7 @@ from halfstep.precision.masters.local_part import (
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
-    KeepsMasters,
+    OwnOptimizer,
     has_users,
     takes_gradients,
 )
@@ -66,7 +66,7 @@ class Weight:
     copied: bool  # whether the target is an fp32 master, to be rounded into the parameter
     sharded: bool  # whether the parameter is a DTensor
     held: bool  # whether an optimizer holds it
-    keeper: KeepsMasters | None  # the optimizer that keeps the bits lost by 16 bits, or None
+    keeper: Any  # the optimizer of ours that keeps the bits lost by 16 bits, or None
 
     @property
     def visible(self) -> Tensor:
@@ -79,7 +79,7 @@ class _Held:
     """What the optimizers hold, and what follows from it; looked up once as long as it stays so."""
 
     ids: list[int]  # of the tensors in their groups
-    by_parameter: dict[Tensor, KeepsMasters | None]  # each with its optimizer if that is ours
+    by_parameter: dict[Tensor, Any]  # each with its optimizer if that is ours, or None
     weights: list[Weight]  # of those that are trained, in this order
     by_size: list[nn.Parameter]  # the same ones' parameters, the smallest first
     waiting: list[Tensor]  # the others: frozen, or not adopted yet
@@ -95,14 +95,9 @@ class MasterWeights:
             placed: The policy and the model, whose Parameter objects stay the same objects; only
                 their storage changes.
             optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
-
-        Raises:
-            PrecisionError: If an optimizer was made for other formats than the policy's; nothing
-                is changed then.
         """
         policy, model = placed.policy, placed.model
-        self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, KeepsMasters)]
-        """halfstep's own; asked once, as asking takes as long as a small kernel."""
+        self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, OwnOptimizer)]
         for optimizer in self.own_optimizers:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
@@ -110,9 +105,10 @@ class MasterWeights:
         self.accumulation = GradientAccumulation(policy, model)
         self._policy = policy
         self._model = model
+        self._device = next(model.parameters()).device
         self._optimizers = optimizers
         self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
-        self._dtypes: list[torch.dtype] = []  # of the parameters, in this order
+        self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters, in order
         self._last: _Held | None = None  # what was last found to be held
         self._to_target: dict[Tensor, nn.Parameter] = {}
         self._to_parameter: dict[Tensor, nn.Parameter] = {}
@@ -137,15 +133,14 @@ class MasterWeights:
         """Adopt parameters that have become trainable or were added to an optimizer.
 
         Those that are already 16-bit start from their 16-bit values; others are cast.
-
-        Raises:
-            PrecisionError: If an optimizer was given a tensor that is not the model's.
         """
         self._install(False)  # in case loading a state has raised half-way
-        if [p.dtype for p in self._weights] != self._dtypes:
+        # model.to moves a parameter in place, or puts a new one in its place, as on meta
+        moved = next(self._model.parameters()).device != self._device
+        if moved or [(p.dtype, p.device) for p in self._weights] != self._kinds:
             raise PrecisionError(
-                "a parameter has another dtype than when Precision took the model (model.to, "
-                ".half, .float): convert it first, then make the optimizer and Precision"
+                "a parameter has another dtype or device than when Precision took the model "
+                "(model.to, .half, .float): convert it first, then make the optimizer and Precision"
             )
         if not any([p.requires_grad for p in self._held().waiting]):
             return
@@ -175,7 +170,7 @@ class MasterWeights:
                 dtype = dtypes.get(name, parameter.dtype)
                 self._weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
-        self._dtypes = [p.dtype for p in self._weights]
+        self._kinds = [(p.dtype, p.device) for p in self._weights]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -208,9 +203,9 @@ class MasterWeights:
         ids = [id(tensor) for tensors in groups for tensor in tensors]
         if self._last is not None and self._last.ids == ids:
             return self._last
-        found: dict[Tensor, KeepsMasters | None] = {}
+        found: dict[Tensor, Any] = {}
         for optimizer in self._optimizers:
-            keeper = optimizer if isinstance(optimizer, KeepsMasters) else None
+            keeper = optimizer if isinstance(optimizer, OwnOptimizer) else None
             for group in optimizer.param_groups:
                 found |= {self.parameter_of(p): keeper for p in group["params"]}
         known = {parameter: self._weights.get(parameter) for parameter in found}
@@ -322,12 +317,6 @@ class MasterWeights:
             if weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
 
-    @torch.no_grad()
-    def take_all_(self) -> None:
-        """Adopt every weight exactly as it is: its master equals it, its remainder is dropped."""
-        for weight in self._weights.values():
-            self._set_(weight, weight.visible)
-
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
         keeper = self._keeper(weight)
@@ -426,7 +415,7 @@ class MasterWeights:
         """One weight per name: the newest, in case a module was replaced."""
         return [*{weight.name: weight for weight in self._weights.values()}.values()]
 
-    def _keeper(self, weight: Weight) -> KeepsMasters | None:
+    def _keeper(self, weight: Weight) -> Any:
         """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
         return weight.keeper and self._held().by_parameter.get(weight.parameter)
 
@@ -437,7 +426,8 @@ class MasterWeights:
         keeper = None if weight is None else self._keeper(weight)
         if weight is not None and keeper is not None:
             with self.installed():
-                return keeper.read_master(weight.target)
+                exact: Tensor = keeper.read_master(weight.target)
+                return exact
         if weight is None or not weight.copied:
             return parameter.detach().to(torch.float32, copy=True)
         # the master itself is not changed: the write may be temporary

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,52 +86,18 @@ class DeviceDecision:
         return Decision(loss, norm, {p: bool(flag & 2) for p, flag in flags if flag})
 
 
-@runtime_checkable
-class KeepsMasters(Protocol):
-    """An optimizer that stores the bits a 16-bit weight cannot hold, as ``halfstep.optim``'s do."""
-
-    def check_precision(self, update: Any, moments: Any) -> None:
-        """Refuse a rounding mode and moment format that contradict its own options."""
-
-    def set_precision(self, update: Any, moments: Any) -> None:
-        """Set the rounding mode and the moment format."""
-
-    def check_step(self, gradients: Gradients) -> None:
-        """Refuse gradients that a step cannot take, before any optimizer steps."""
-
-    def step(
-        self,
-        closure: None = None,
-        *,
-        gradients: Gradients | None = None,
-        multiplier: float | DeviceDecision = 1.0,
-    ) -> Any:
-        """Take a step with these gradients times ``multiplier``."""
+class OwnOptimizer(Optimizer):
+    """An optimizer of ``halfstep.optim``, whose base class says what it can do besides torch's."""
 
     def can_decide(self) -> bool:
         """Whether the device can decide about its steps."""
-
-    def decide(
-        self, loss: Tensor, gradients: Gradients, max_norm: float | None
-    ) -> DeviceDecision | None:
-        """Decide on a step on the device; None where the host must."""
-
-    def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take back that a step counts, which the device has not applied."""
-
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The global norm, as :func:`halfstep.precision.scaling.gradients.global_norm`."""
-
-    def read_master(self, parameter: nn.Parameter) -> Tensor:
-        """The exact fp32 values that a parameter and its remainder represent."""
-
-    def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Store fp32 values in a parameter and its remainder."""
+        return False
 
 
 def takes_gradients(optimizer: Optimizer) -> bool:
     """Whether ``step`` accepts ``gradients=``; a user's subclass may override it without."""
-    return isinstance(optimizer, KeepsMasters) and _takes_gradients(type(optimizer))
+    kind: Any = type(optimizer)
+    return isinstance(optimizer, OwnOptimizer) and _takes_gradients(kind)
 
 
 @cache
@@ -147,7 +113,7 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
     if not policy.needs_own_optimizer:
         return
     for optimizer in optimizers:
-        if not isinstance(optimizer, KeepsMasters):
+        if not isinstance(optimizer, OwnOptimizer):
             nearest = "bf16-master" if policy.update != "nearest" else f"{policy}".split(",")[0]
             raise PrecisionError(
                 f"policy {policy} needs an optimizer that keeps update={policy.update} and "
@@ -242,20 +208,16 @@ class DevicePath:
         return StepResult.later(read)
 
     def settle(self) -> None:
-        """Wait for the last step, if the host does not know its outcome.
-
-        Raises:
-            NonFiniteError: That of the last step.
-        """
+        """Wait for the last step, if the host does not know its outcome."""
         if self._pending is not None:
             self._pending()
 
 
 def device_path(optimizers: Sequence[Optimizer], installed: Installed) -> DevicePath | None:
     """The way to step on the device; None where the host decides about every step."""
-    (optimizer, *others) = optimizers
-    if others or not isinstance(optimizer, KeepsMasters):
+    own: Any = optimizers[0]
+    if len(optimizers) > 1 or not isinstance(own, OwnOptimizer):
         return None
-    if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(is_sharded(p) for group in own.param_groups for p in group["params"]):
         return None
-    return DevicePath(optimizer, installed) if optimizer.can_decide() else None
+    return DevicePath(own, installed) if own.can_decide() else None

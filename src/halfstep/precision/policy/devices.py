@@ -231,11 +231,7 @@ def kind_of(device: torch.device) -> DeviceKind | None:
 
 
 def kind_named(name: str) -> DeviceKind:
-    """The row of the table for a device by its product name, such as ``"T4"`` or ``"RTX 3090"``.
-
-    Raises:
-        PrecisionError: If no row has that name.
-    """
+    """The row of the table for a device by its product name, such as ``"T4"`` or ``"RTX 3090"``."""
     text = " ".join(name.upper().replace("-", " ").split())
     for kind in DEVICES:
         if text and (re.search(kind.models, text) or text == kind.family.upper()):

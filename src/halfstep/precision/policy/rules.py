@@ -93,12 +93,7 @@ class PlacedModel:
 
 
 def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
-    """Resolve the rules for every module; the model is not changed.
-
-    Raises:
-        PrecisionError: If a rule matches no module, or rules contradict each other about a shared
-            module or parameter.
-    """
+    """Resolve the rules for every module; the model is not changed."""
     named = list(model.named_modules(remove_duplicate=False))
     if policy.rules:
         _require_matches(policy, model, named)
@@ -140,11 +135,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list[Placement]:
-    """The placements without recipes for heads that share an embedding's weight.
-
-    Raises:
-        PrecisionError: If no layer has a recipe, a layer has two, or its sizes fit no block.
-    """
+    """The placements without recipes for heads that share an embedding's weight."""
     tables = {
         id(p.module.weight) for p in placements if isinstance(p.module, nn.Embedding)
     }  # fmt: skip

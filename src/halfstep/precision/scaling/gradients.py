@@ -286,6 +286,11 @@ class Progress:
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
 
+    @property
+    def steps(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self.applied_total + self.skipped_total
+
     def applied(self, judged: Judged) -> StepResult:
         """Count an applied step, after which the loss scale holds or grows."""
         scale, calibrating = self.loss_scale.value, self.calibrating
@@ -340,11 +345,7 @@ class Progress:
         }
 
     def load(self, state: Mapping[str, Any], *, other_policy: bool) -> None:
-        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit.
-
-        Raises:
-            PrecisionError: If the loss scale is damaged; nothing is changed then.
-        """
+        """Go on from :meth:`state`; another policy's loss scale is left out if it does not fit."""
         accepted = True
         try:
             self.loss_scale.load_state_dict(dict(state["loss_scale"]))

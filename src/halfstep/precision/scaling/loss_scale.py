@@ -152,11 +152,7 @@ class LossScale:
         return {name: state[name] for name in kept}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`.
-
-        Raises:
-            PrecisionError: If it does not fit this configuration; nothing is changed then.
-        """
+        """Continue from :meth:`state_dict`."""
         own = self.state_dict()
         if set(state) != set(own):
             raise PrecisionError(

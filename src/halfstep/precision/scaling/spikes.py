@@ -101,11 +101,7 @@ class SpikeDetector:
         return {"highest_loss": self._highest, "window": window}
 
     def restore_(self, state: object) -> None:
-        """Continue from :meth:`state`, or begin anew from None.
-
-        Raises:
-            PrecisionError: If it is damaged; nothing is changed then.
-        """
+        """Continue from :meth:`state`, or begin anew from None."""
         self._highest, window = as_state(state)
         self._seen = deque(window, maxlen=WINDOW)
 

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
-from halfstep.trainer.data.records import Lines, Rows, open_records, parse_objects, read_lines
+from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
 
 USUAL = {
     "text": ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容"),
@@ -61,16 +61,17 @@ def read_known(
     return _numbered(_read(inputs, config, role), names)
 
 
-def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
+def read_texts(source: Path | BinaryIO, text_column: str = "") -> Iterator[str]:
     """Yields texts as they are asked for.
 
-    The source is a file of records, a ``.txt`` file (one text a line), or an open stream: JSONL if
-    it begins with "{", else one text a line.
+    The source is a file of records, a ``.txt`` file (one text a line), or an open stream of bytes:
+    JSONL if it begins with "{", else one text a line.
     """
     if not isinstance(source, Path):
-        first = next(source, "")
-        lines = enumerate(chain([first] if first else [], source), 1)
-        rows = (parse_objects if first.startswith("{") else _plain)(lines, STREAM)
+        lines = ((n, decode(line, f"{STREAM}:{n}")) for n, line in enumerate(source, 1))
+        first = next(lines, (1, ""))
+        kind = parse_objects if first[1].startswith("{") else _plain
+        rows = kind(chain([first] if first[1] else [], lines), STREAM)
     elif source.suffix.lower() == ".txt":
         rows = _plain(read_lines(source), str(source))
     else:
@@ -78,7 +79,7 @@ def read_texts(source: Path | TextIO, text_column: str = "") -> Iterator[str]:
     return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}))
 
 
-def _plain(lines: Lines, name: str) -> Rows:
+def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
     for number, line in lines:
         yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
 

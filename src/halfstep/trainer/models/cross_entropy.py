@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from halfstep.errors import DataError
-from halfstep.kernels.library import may_run, new
 from halfstep.kernels.rows import cross_entropy, gradient_dtype, softmax_errors_
 from halfstep.precision.casting.cast import WITH_AUTOCAST
+from halfstep.precision.casting.op_casts import may_run
 
 IGNORE_INDEX = -100
 """Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
@@ -272,9 +272,9 @@ def _by_kernel(
     rows = -(-len(x_ND) // -(-len(x_ND) // rows))  # the same number in every chunk
     _require_targets_in_range(targets_N, vocab)
     logits = x_ND.new_empty(rows, vocab)
-    loss_sum = new().zero_()
-    grad_x_ND = new(*x_ND.shape) if need_x else None
-    grad_w_VD = new(*weight_VD.shape) if need_weight else None
+    loss_sum = x_ND.new_zeros((), dtype=torch.float32)
+    grad_x_ND = x_ND.new_empty(x_ND.shape, dtype=torch.float32) if need_x else None
+    grad_w_VD = x_ND.new_empty(weight_VD.shape, dtype=torch.float32) if need_weight else None
     block = x_ND.new_empty(min(vocab, VOCABULARY_BLOCK), x_ND.shape[1])
     for start in range(0, len(x_ND), rows):
         x_RD = x_ND[start : start + rows]

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import DataError
 from halfstep.kernels.attention import Settings, attend, attend_backward
-from halfstep.kernels.library import is_plain, may_run
 from halfstep.kernels.rows import (
     add,
     add_and_normalise,
@@ -29,6 +28,7 @@ from halfstep.kernels.rows import (
     norm_gradients,
     normalised,
 )
+from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.trainer.models.cross_entropy import (
     WHOLE,
     Vocabulary,
