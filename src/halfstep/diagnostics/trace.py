@@ -42,7 +42,7 @@ _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _SIMULATED = simulate.SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
-_STEP = Precision._step.__code__
+_STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PRODUCTS = {*AUTOCAST["half"], "attention", *PRODUCTS}
 
@@ -308,16 +308,16 @@ def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
     And whether it may update weights: a loss that is an autograd function has gradients off, too.
     """
     frame: FrameType | None = sys._getframe(2)
-    simulated, low_bit, updates = None, None, not torch.is_grad_enabled()
+    simulated, low_bit, updates = None, None, None
     while frame is not None:
-        if frame.f_code in (_STEP, _FUNCTION):
+        if updates is None and frame.f_code in (_STEP, _BACKWARD, _FUNCTION):
             updates = frame.f_code is _STEP
         if low_bit is None and frame.f_code is _PRODUCT:
             low_bit = frame.f_locals
         if simulated is None and frame.f_code is _SIMULATED:
             simulated = frame.f_locals
         frame = frame.f_back
-    return simulated, low_bit, updates
+    return simulated, low_bit, not torch.is_grad_enabled() if updates is None else updates
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
