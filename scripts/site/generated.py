@@ -173,7 +173,7 @@ MODULES = {
     "integrations": tuple(
         f"halfstep.integrations.{name}" for name in ("accelerate", "hf_trainer", "lightning")
     ),
-    "formats": ("halfstep.formats.floats", "halfstep.formats.blocks"),
+    "formats": ("halfstep.formats", "halfstep.formats.floats", "halfstep.formats.blocks"),
 }
 """Pages that show whole modules."""
 

@@ -218,8 +218,8 @@ class Demo(Bench):
 class Report:
     """Write one page about one or several runs: what happened to them, and what to do.
 
-    The page is a single file without scripts or network. Runs that differ in their seed alone are
-    drawn with the band of their spread.
+    The page is a single file without scripts or network. The curves of runs that differ in their
+    seed alone share a colour.
     """
 
     runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)

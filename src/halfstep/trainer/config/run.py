@@ -141,7 +141,7 @@ class RunConfig:
     )
     device: str = option(
         "auto",
-        '"auto" (CUDA where there is one, a Mac\'s GPU where a probe finds it right, else CPU), '
+        '"auto" (CUDA where there is one, a Mac\'s GPU, else CPU), '
         '"cpu", "mps", "cuda" or "cuda:N".',
     )
     compile: bool = option(False, "Run the model through torch.compile.")
