@@ -10,6 +10,7 @@ import halfstep.precision.casting.autocast
 from diagnostics.planted import MAKERS, batch_for, loss_of
 from halfstep import Precision, PrecisionError, trace
 from halfstep.optim import AdamW
+from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
 
 
 def traced(name, spec, optimizer=torch.optim.AdamW, steps=1, plant=lambda model: None):
@@ -194,3 +195,14 @@ def test_a_layer_that_ran_in_bf16_against_its_recipe_is_a_difference():
     assert line.startswith("wgrad in backward of 0 (Linear): 2 mxfp8 simulated -> bf16, 1 call")
     assert line.endswith("says nvfp4")
     assert len(ran.differences("bf16-mixed")) == 5
+
+
+def test_a_loss_that_is_an_autograd_function_is_forward_and_the_norm_of_gradients_is_the_update():
+    hidden, weight = torch.ones(4, 8), nn.Linear(8, 16, bias=False)
+    precision = Precision("bf16-mixed", weight, torch.optim.SGD(weight.parameters(), 0.1))
+    with trace(weight, precision) as ran:
+        with precision.autocast():
+            loss, _ = linear_cross_entropy_sum(hidden, weight.weight, torch.arange(4))
+        precision.step(loss)
+    assert {row.direction for row in ran.operations if row.op == "log_softmax"} == {"forward"}
+    assert {row.direction for row in ran.operations if "norm" in row.op} == {"update"}

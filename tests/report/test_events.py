@@ -61,3 +61,11 @@ def test_a_skipped_step_does_not_flatten_the_curve(folder):
     assert axes.get_ylim()[1] < 10
     marked = [each.get_offsets().tolist() for each in axes.collections]
     assert marked == [[[60.0, 0.97]]]
+
+
+def test_the_mark_of_the_step_that_ended_a_run_lies_inside_the_axes(folder):
+    end = line(4, loss=float("nan"), applied=False, skip_reason="nonfinite_loss")
+    run = read_run(folder([*(line(s) for s in (1, 2, 3)), end]))
+    axes = Figure().subplots()
+    assert CURVES["Loss"](axes, [run], "en")
+    assert axes.get_xlim()[1] >= 4

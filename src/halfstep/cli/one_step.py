@@ -36,7 +36,7 @@ def _trace(arguments: Trace) -> int:
     verdict = f"all operations ran as {policy} says"
     if differences:
         verdict = f"{len(differences)} operations ran otherwise than {policy} says:"
-    print("\n".join([ran.table(), "", verdict, *differences]))
+    print("\n".join([str(ran), "", verdict, *differences]))
     return 0
 
 

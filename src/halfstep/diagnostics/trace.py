@@ -42,6 +42,8 @@ _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _SIMULATED = simulate.SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
+_STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
+_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PRODUCTS = {*AUTOCAST["half"], "attention", *PRODUCTS}
 
 
@@ -91,7 +93,7 @@ class Ran:
         self.policy = policy
         self._model = model
 
-    def table(self) -> str:
+    def __str__(self) -> str:
         """Operations by module, as aligned text."""
         head = ("module", "class", "direction", "operation", "inputs", "outputs", "calls")
         rows = [
@@ -106,9 +108,6 @@ class Ran:
 
     def _repr_html_(self) -> str:
         return as_html(str(self))
-
-    def __str__(self) -> str:
-        return self.table()
 
     def lines(self) -> list[str]:
         """Policy and operations, a line each."""
@@ -277,7 +276,7 @@ class Trace(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        simulated, low_bit = _frames()
+        simulated, low_bit, updates = _frames()
         low = None
         if simulated is not None:
             if simulated["func"] is not func:
@@ -290,7 +289,7 @@ class Trace(TorchDispatchMode):
             given, made = given[:3], made[:1]
         place = self._modules.place(self._names)
         direction: str = place.direction
-        if direction == "forward" and not place.class_name and not torch.is_grad_enabled():
+        if direction == "forward" and not place.class_name and updates:
             direction = "update"
         op, inputs = _name(known.base, given, made), tuple(_form(t, low) for t in given)
         outputs = tuple(dict.fromkeys(_form(t, low) for t in made))
@@ -303,17 +302,22 @@ class Trace(TorchDispatchMode):
         return result
 
 
-def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Locals of the 16-bit simulation, and of the matmul below 16 bits, that this is part of."""
+def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
+    """Locals of the 16-bit simulation, and of the matmul below 16 bits, that this is part of.
+
+    And whether it may update weights: a loss that is an autograd function has gradients off, too.
+    """
     frame: FrameType | None = sys._getframe(2)
-    simulated, low_bit = None, None
+    simulated, low_bit, updates = None, None, None
     while frame is not None:
+        if updates is None and frame.f_code in (_STEP, _BACKWARD, _FUNCTION):
+            updates = frame.f_code is _STEP
         if low_bit is None and frame.f_code is _PRODUCT:
             low_bit = frame.f_locals
         if simulated is None and frame.f_code is _SIMULATED:
             simulated = frame.f_locals
         frame = frame.f_back
-    return simulated, low_bit
+    return simulated, low_bit, not torch.is_grad_enabled() if updates is None else updates
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

@@ -42,6 +42,7 @@ def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
         axes = figure.subplots()
         if draw(axes, runs, language):
             styled(axes, gettext("Step", language))
+            axes.locator_params(axis="x", integer=True)
             found.append((gettext(title, language), as_svg(figure, salt=title)))
     return found
 
@@ -161,6 +162,9 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         where = axes.get_xaxis_transform()
         shown, _ = thinned(steps, [0.0] * len(steps))
         axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
+        # matplotlib leaves marks of such a transform out of its limits
+        axes.update_datalim([(step, 0.0) for step in shown], updatey=False)
+        axes.autoscale_view(scaley=False)
 
 
 def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:

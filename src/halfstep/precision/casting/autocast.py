@@ -76,7 +76,7 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
         forms = ", ".join(lacking)
         how = f"operands are rounded to {forms} exactly, and multiplied as bf16; {found.reason}"
         return Support("simulated", how)
-    reason = f"{'; '.join(lacking.values())}; add simulate (--simulate)"
+    reason = f"{'; '.join(lacking.values())}; add simulate=yes"
     return Support("refused", reason, str(replace(policy, simulate=True)))
 
 
