@@ -115,7 +115,6 @@ def test_explain_and_env(halfstep):
     forms = {row["form"]: row for row in report["forms"]}
     assert forms["fp16"]["here"] == "simulated"
     assert forms["tf32"]["here"] == "refused"
-    assert all(forms[form]["flops_per_second"] > 1e6 for form in ("fp32", "bf16", "fp16"))
 
 
 @pytest.fixture

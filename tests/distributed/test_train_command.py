@@ -87,9 +87,8 @@ def test_two_ranks_are_two_micro_batches_bit_for_bit_and_rank_0_prints(
 def test_ranks_are_one_process(request, corpus, tmp_path, reference, parallel, more):
     pool = request.getfixturevalue("pool4" if "," in parallel else "pool2")
     path = tmp_path / "r"
-    (code, out, err), *_ = run(pool, *tiny(corpus, path), "--parallel", parallel, *more)
+    (code, _, err), *_ = run(pool, *tiny(corpus, path), "--parallel", parallel, *more)
     assert code == 0, err
-    assert ("each rank sent" in out) == parallel.startswith("data=2") * ("shard" not in parallel)
     assert_near(path, reference(*more))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import halfstep
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
+from halfstep.precision import low_bit
 from halfstep.precision.low_bit import linear, native
 from halfstep.precision.low_bit.native import scaled_product
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES
@@ -95,7 +96,7 @@ def tensorcores(monkeypatch):
     """A CPU that has every scheme natively."""
     stand_in = Tensorcores()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    for module in (linear, __import__("halfstep.precision.casting.autocast", fromlist=["_"])):
+    for module in (linear, low_bit):
         monkeypatch.setattr(module, "why_not_native", lambda name, device: "")
     return stand_in
 
