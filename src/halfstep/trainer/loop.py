@@ -23,7 +23,6 @@ from halfstep.diagnostics.metrics import (
     CAUSES,
     METRICS,
     NUMERICS,
-    Excluded,
     MetricsFile,
     Record,
     append_line,
@@ -164,7 +163,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
-    books.note(result)
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
@@ -189,19 +187,11 @@ class _Books:
     """Writes what a run leaves as it goes: metrics, and checkpoints in the background."""
 
     def __init__(self, session: Session, path: Path) -> None:
-        settings, world = session.config.run, session.world
         self._session = session
         self._folder = path / CHECKPOINTS
         self._metrics: MetricsFile | None = None
-        self._excluded: Excluded | None = None
-        if world.is_main:
+        if session.world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
-            self._excluded = Excluded(
-                path,
-                lambda step: session.task.rows(step - 1),
-                settings.on_spike,
-                last_step=session.step,
-            )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
             recorder = part("trainer.replay:recorder")
@@ -218,11 +208,6 @@ class _Books:
         """Append a step to the metrics file, which only rank 0 has open."""
         if self._metrics is not None:
             self._metrics.write(record)
-
-    def note(self, result: StepResult) -> None:
-        """Write down the batches of a step that spiked; on rank 0."""
-        if self._excluded is not None:
-            self._excluded.stepped(self._session.step, result)
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due, and return its path."""
@@ -249,14 +234,10 @@ class _Books:
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
-        works: list[Callable[[], object]] = [partial(self.write, record)]
-        if self._excluded is not None and isinstance(error, SpikeError):
-            works.append(partial(self._excluded.spiked, step, error.cause))
-        for work in works:
-            try:
-                work()
-            except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += f"; {failed}"
+        try:
+            self.write(record)
+        except HalfstepError as failed:  # report the first cause; this goes at its end
+            also += f"; {failed}"
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
             also += f"; take the step again: halfstep replay {capture}"

@@ -78,13 +78,6 @@ class Task(Protocol):
     def batch(self, step: int, rows: range) -> Batch:
         """Return some rows of a step's batch, on the host; a pure function."""
 
-    def rows(self, step: int) -> Mapping[str, list[int]]:
-        """Name a step's rows over all ranks: under what they are, where each of them is found.
-
-        The default names none.
-        """
-        return {}
-
     def targets(self, batch: Batch) -> float:
         """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
 
