@@ -25,6 +25,7 @@ class RunDisplay:
         self._title, self._quiet = title, quiet
         self._terminal = sys.stderr.isatty()
         self._last_line = 0.0
+        self._first: tuple[int, float] | None = None  # step, and when it ended
 
     def __enter__(self) -> RunDisplay:
         return self
@@ -51,7 +52,10 @@ class RunDisplay:
         if record.skipped_total:
             parts.append(f"skipped {record.skipped_total}")
         parts.append(f"{record.tokens_per_second:,.0f} tok/s")
-        parts.append(f"{timedelta(seconds=round(tick.seconds_left))} left")
+        step, began = self._first = self._first or (record.step, time.monotonic())
+        if record.step > step:
+            each = (time.monotonic() - began) / (record.step - step)
+            parts.append(f"{timedelta(seconds=round(each * (max_steps - record.step)))} left")
         if not record.applied:
             few = " (a few are normal: a dynamic loss scale finds its level so)"
             self.say(

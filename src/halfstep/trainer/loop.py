@@ -6,13 +6,11 @@ import math
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +57,6 @@ class Tick:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
         checkpoint: The checkpoint that was saved, if any.
-        seconds_left: Estimated seconds to the end of the run, evaluations included.
         stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
             or ``"stop"`` of a callback's.
         verdicts: The first cause of a step that was not finite, and the lost-update meter's
@@ -69,7 +66,6 @@ class Tick:
     record: Record
     evaluation: Evaluation | None
     checkpoint: Path | None
-    seconds_left: float
     stopped_by: str
     verdicts: tuple[str, ...] = ()
 
@@ -87,7 +83,7 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
-    settings, pace = session.config.run, Pace(session)
+    settings = session.config.run
     session.check_agreement("before the first step")
     started = time.perf_counter()
     with (
@@ -106,16 +102,16 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             due = _due(session.step, settings.eval_every)
             due |= finished or stopped_by in ("stop", "max_seconds")
             if due and session.task.evaluates:
-                evaluation, better = _evaluate(session, pace)
+                evaluation = session.evaluate()
+                better = session.note(evaluation)
             lost = losses.measured() if taken.result.applied else ()
             record = _record(session, taken, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
-            pace.steps.append(taken.seconds)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: session.report_best(path))
-            left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost, taken))
-            yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
+            verdicts = (*causes.verdicts, *losses.verdicts(lost, taken))
+            yield Tick(record, evaluation, checkpoint, stopped_by, verdicts)
             if last:
                 return
 
@@ -173,14 +169,6 @@ def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
     asked = "stop" if session.stop_asked else ""
     reason = interrupt.requested or ("max_seconds" if late else asked)
     return STOPS[session.world.largest(STOPS.index(reason))]
-
-
-def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
-    """Evaluate, and tell whether the result is the best so far."""
-    begin = time.perf_counter()
-    evaluation = session.evaluate()
-    pace.evaluations.append(time.perf_counter() - begin)
-    return evaluation, session.note(evaluation)
 
 
 class _Books:
@@ -430,25 +418,6 @@ def _record(
         tokens_per_second=tokens / seconds,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
-
-
-class Pace:
-    """How long the recent steps and evaluations took, and so the time left."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.steps: deque[float] = deque(maxlen=20)
-        self.evaluations: deque[float] = deque(maxlen=5)
-
-    def seconds_left(self) -> float:
-        """Estimate the remaining steps and evaluations at the recent median."""
-        run, step = self._session.config.run, self._session.step
-        if step >= run.max_steps:
-            return 0.0
-        every = run.eval_every or run.max_steps
-        evaluations = -(-run.max_steps // every) - step // every
-        per_evaluation = median(self.evaluations or [0.0])
-        return (run.max_steps - step) * median(self.steps) + evaluations * per_evaluation
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.
