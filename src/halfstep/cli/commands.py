@@ -61,11 +61,6 @@ class Explain:
     policies: tuple[str, ...] = option(
         (), "Names, field strings or files; default: all.", positional=True
     )
-    config: str = option(
-        "",
-        "Also show, for this configuration's model, the format that a policy gives each module: "
-        "which layers are in 16 bits, and which stay in fp32.",
-    )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
 
 

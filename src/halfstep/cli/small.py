@@ -16,7 +16,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
-from halfstep.precision.explain import bytes_per_parameter, explain, explain_model
+from halfstep.precision.explain import bytes_per_parameter, explain
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
@@ -32,7 +32,7 @@ from halfstep.trainer.environment import (
     is_live,
     memory_bytes,
 )
-from halfstep.trainer.estimate import described_model, estimate_config, estimate_count, read_count
+from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.replay import replay
 
 _POLICIES = (
@@ -61,19 +61,8 @@ def run(arguments: Explain | Formats | Doctor | Estimate | Report | Replay) -> i
 def _explain(arguments: Explain) -> None:
     """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)
-    model, named = None, arguments.policies
-    if arguments.config:
-        config, model = described_model(
-            arguments.config, "halfstep.explain_model(policy, model) answers for any model"
-        )
-        named = named or (str(config.precision),)
-    if named:
-        pages = []  # all of them before the first is printed, as each may raise
-        for text in named:
-            pages.append(str(explain(text, device)))
-            if model is not None:
-                pages.append(str(explain_model(parse_policy(text, device), model)))
-        print("\n\n".join(pages))
+    if arguments.policies:
+        print("\n\n".join(str(explain(text, device)) for text in arguments.policies))
         return
     rows = [("policy", "bytes/param with AdamW", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
