@@ -124,7 +124,7 @@ class Measured:
 
 
 class Trained:
-    """The trained model of a run or a model folder; each task overrides the verbs that it supports.
+    """The trained model of a run; each task overrides the verbs that it supports.
 
     Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that is not
     supported.
@@ -135,16 +135,16 @@ class Trained:
     policy: PrecisionPolicy
     device: torch.device
 
-    def __init__(self, path: Path, config: Any = None) -> None:
-        """Load nothing yet; ``path`` is a run folder with its ``config``, or a model folder."""
+    def __init__(self, path: Path, config: Any) -> None:
+        """Load nothing yet; ``path`` is a run folder with its ``config``."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
     def open(self, use: Use) -> Self:
         """Load the model on its device and under its policy, in evaluation mode."""
         self.device = choose_device(use.device)
-        if use.precision or self.config is None:
-            self.policy = parse_policy(use.precision or "fp32", self.device)
+        if use.precision:
+            self.policy = parse_policy(use.precision, self.device)
         else:
             self.policy = policy_on(self.config.precision, self.device)
         require_support(self.policy, self.device)
