@@ -316,14 +316,6 @@ def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_the_time_limit_ends_a_run_in_good_order(corpus, tmp_path):
-    config = small_config(corpus, run__max_steps=10**6, run__max_seconds=0.2, run__eval_every=0)
-    _, ticks = run(config, tmp_path / "r")
-    assert ticks[-1].stopped_by == "max_seconds"
-    assert ticks[-1].evaluation is not None
-    assert newest(tmp_path / "r").state["step"] == ticks[-1].record.step < 10**6
-
-
 def test_a_trained_model_is_loaded_with_its_weights(corpus, tmp_path):
     session, _ = run(small_config(corpus, "bf16-master", run__max_steps=2), tmp_path / "r")
     trained = opened_run(tmp_path / "r")

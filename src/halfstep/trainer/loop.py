@@ -45,7 +45,7 @@ from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
 if TYPE_CHECKING:
     from halfstep.diagnostics.nonfinite.cause import Cause
 
-STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
+STOPS = ("", "stop", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
 
 
@@ -57,8 +57,8 @@ class Tick:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
         checkpoint: The checkpoint that was saved, if any.
-        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
-            or ``"stop"`` of a callback's.
+        stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
+            ``"stop"``.
         verdicts: The first cause of a step that was not finite, and the lost-update meter's
             warnings, once per parameter group and process.
     """
@@ -71,7 +71,7 @@ class Tick:
 
 
 def train(session: Session, path: Path) -> Iterator[Tick]:
-    """Train to the end of the run, or until a signal or the time limit; yield after every step.
+    """Train to the end of the run, or until a signal; yield after every step.
 
     Rank 0 writes metrics before each yield; all ranks save a checkpoint every ``save_every`` steps
     and at the end, and must iterate together. Outside the main thread, where Python allows no
@@ -85,7 +85,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
-    started = time.perf_counter()
     with (
         _Books(session, path) as books,
         Interrupt() as interrupt,
@@ -95,12 +94,12 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
-            stopped_by = _agreed_stop(session, interrupt, started)
+            stopped_by = _agreed_stop(session, interrupt)
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             evaluation, better = None, False
             due = _due(session.step, settings.eval_every)
-            due |= finished or stopped_by in ("stop", "max_seconds")
+            due |= finished or stopped_by == "stop"
             if due and session.task.evaluates:
                 evaluation = session.evaluate()
                 better = session.note(evaluation)
@@ -162,12 +161,9 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
-def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
+def _agreed_stop(session: Session, interrupt: Interrupt) -> str:
     """Return the reason why all ranks stop now; empty to go on."""
-    limit = session.config.run.max_seconds
-    late = limit and time.perf_counter() - started > limit
-    asked = "stop" if session.stop_asked else ""
-    reason = interrupt.requested or ("max_seconds" if late else asked)
+    reason = interrupt.requested or ("stop" if session.stop_asked else "")
     return STOPS[session.world.largest(STOPS.index(reason))]
 
 
