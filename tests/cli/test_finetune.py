@@ -139,7 +139,8 @@ def test_a_resume_names_the_settings_that_this_version_does_not_know(finished, t
     config.write_text(config.read_text().replace("[model]\n", gone))
     code, _, err = classify(halfstep, "--resume", "--output-dir", path, "--max-steps", 9)
     assert code == 0, err
-    assert "are left out: model.class_weights, model.old" in err
+    assert "does not know model.class_weights = 'balanced': it is left out" in err
+    assert err.count("does not know") == 1
     assert "class_weights" not in config.read_text()
 
 

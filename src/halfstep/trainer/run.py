@@ -53,6 +53,17 @@ ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
 
+_LEFT: dict[str, object] = {
+    "optimizer.adjust_lr": "match_rms_adamw",
+    "schedule.decay_ratio": 0.2,
+    "schedule.on_skip": "hold",
+    "run.agree_every": 100,
+    "run.background_save": True,
+    "data.format": "auto",
+    "data.drop_long": "truncate",
+}
+"""Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
+
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
 
@@ -130,7 +141,8 @@ def reopen_run(path: Path) -> IO[str]:
 def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
     """Read the configuration that a run was started, or last resumed, with.
 
-    Keys of another version of halfstep are left out; ``notes`` takes a sentence that names them.
+    A key of another version of halfstep is left out; ``notes`` takes a sentence on each that had
+    another value than its default there.
 
     Raises:
         ConfigError: If the folder holds no run.
@@ -139,8 +151,12 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
         raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
     unknown: dict[str, object] = {}
     config = load_config(str(path / "config.toml"), unknown=unknown)
-    if notes is not None and unknown:
-        notes.append(f"settings of another version of halfstep are left out: {', '.join(unknown)}")
+    if notes is not None:
+        notes += (
+            f"this version does not know {key} = {value!r}: it is left out"
+            for key, value in unknown.items()
+            if value and value != _LEFT.get(key, "none")
+        )
     return config
 
 
