@@ -25,7 +25,6 @@ class RunDisplay:
         self._title, self._quiet = title, quiet
         self._terminal = sys.stderr.isatty()
         self._last_line = 0.0
-        self._first: tuple[int, float] | None = None  # step, and when it ended
 
     def __enter__(self) -> RunDisplay:
         return self
@@ -52,10 +51,8 @@ class RunDisplay:
         if record.skipped_total:
             parts.append(f"skipped {record.skipped_total}")
         parts.append(f"{record.tokens_per_second:,.0f} tok/s")
-        step, began = self._first = self._first or (record.step, time.monotonic())
-        if record.step > step:
-            each = (time.monotonic() - began) / (record.step - step)
-            parts.append(f"{timedelta(seconds=round(each * (max_steps - record.step)))} left")
+        each = (record.tokens or 0) / record.step / (record.tokens_per_second or 1.0)
+        parts.append(f"{timedelta(seconds=round(each * (max_steps - record.step)))} left")
         if not record.applied:
             few = " (a few are normal: a dynamic loss scale finds its level so)"
             self.say(
