@@ -1,8 +1,8 @@
 """Labels for many texts: ``halfstep predict`` beside the text-classification pipeline.
 
-    python benchmarks/predict.py [--model FOLDER] [--steps N] [--rounds N] [--threads N] [--no-save]
+    python benchmarks/predict.py [--run FOLDER] [--steps N] [--rounds N] [--threads N] [--no-save]
 
-One folder with a trained classifier serves all rows: --model, or english_encoder.py's encoder
+One run of finetune classify serves all rows: --run, or english_encoder.py's encoder
 fine-tuned for --steps steps on docstring_data.py's task. Each row labels the same dev texts,
 repeated up to --texts; a row's seconds begin at the texts and end at their labels, tokenizer
 included. The pipeline gets its texts sorted by length, which its documentation advises and halfstep
@@ -30,6 +30,7 @@ from english_encoder import pretrained_folder
 from halfstep.trainer.config.use import Use
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import read_labelled
+from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.classify import TrainedClassifier
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ Labels = Callable[[list[str], int], list[str]]
 
 
 def trained(arguments: argparse.Namespace, data: Path) -> Path:
-    """The folder of a fine-tuned classifier."""
+    """The folder of a run of ``finetune classify``."""
     command = [sys.executable, "-m", "halfstep", "finetune", "classify", "--quiet"]
     command += ["--train", str(data / "train.jsonl"), "--dev", str(data / "dev.jsonl")]
     command += ["--model", str(pretrained_folder(None)), "--precision", "bf16-mixed"]
@@ -47,20 +48,20 @@ def trained(arguments: argparse.Namespace, data: Path) -> Path:
     command += ["--batch-size", "32", "--max-length", str(MAX_LENGTH), "--learning-rate", "3e-4"]
     command += ["--device", "cpu", "--output-dir", str(data / "run")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return data / "run" / "model"
+    return data / "run"
 
 
 def by_halfstep(folder: Path, policy: str) -> Labels:
     """What ``halfstep predict`` does between its files."""
-    use = Use(model=str(folder), device="cpu", precision=policy)
-    model = TrainedClassifier(folder).open(use)
+    use = Use(run=str(folder), device="cpu", precision=policy)
+    model = TrainedClassifier(folder, run_config(folder)).open(use)
     model.tokenizer.max_length = MAX_LENGTH
     return lambda texts, batch_size: [label for _, label, _ in model.classify(texts, batch_size)]
 
 
 def by_pipeline(folder: Path, dtype: torch.dtype) -> Labels:
     """A pipeline whose batches hold texts of similar length."""
-    pipe = pipeline("text-classification", model=str(folder), dtype=dtype, device="cpu")
+    pipe = pipeline("text-classification", model=str(folder / "model"), dtype=dtype, device="cpu")
 
     def labels(texts: list[str], batch_size: int) -> list[str]:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -102,7 +103,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a trained classifier's folder, of these labels")
+    parser.add_argument("--run", type=Path, help="a run of finetune classify, of these labels")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--texts", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=3)
@@ -113,7 +114,7 @@ def main(words: list[str] | None = None) -> None:
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as place:
         train, dev, about = docstring_data.write(Path(place))
-        folder = arguments.model or trained(arguments, Path(place))
+        folder = arguments.run or trained(arguments, Path(place))
         data = read_labelled(LabelledConfig(train=(str(train),), dev=(str(dev),)), 0)
         times = -(-arguments.texts // len(data.dev.texts))
         texts = (data.dev.texts * times)[: arguments.texts]

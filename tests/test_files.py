@@ -40,13 +40,11 @@ def test_all_or_nothing(tmp_path, full_disk):
     assert path.read_text() == "before"
 
 
-def test_lines_are_kept_by_any_key_and_torn_ones_dropped(tmp_path):
+def test_lines_of_later_steps_and_torn_ones_are_dropped(tmp_path):
     path = tmp_path / "causes.jsonl"
     path.write_text("\n".join([*LINES, '{"step": 3, "other": 9}', "[]", '{"step"']))
     keep_lines(path, 3)
     assert path.read_text().splitlines() == [*LINES[:3], '{"step": 3, "other": 9}']
-    keep_lines(path, 9, "other")
-    assert path.read_text().splitlines() == ['{"step": 3, "other": 9}']
     assert [file.name for file in tmp_path.iterdir()] == ["causes.jsonl"]
 
 

@@ -58,7 +58,6 @@ def test_only_what_is_given_is_known():
         (["finetune", "classfy"], "did you mean 'finetune classify'?; allowed: "),
         (["generate", "--run", "r", "--promt", "x"], "unknown option --promt, did you mean"),
         (["generate", "--run", "r", "--seed", "x"], "--seed: 'x'; allowed: an integer"),
-        (["predict", "--input", "-", "--run", "r", "--model", "m"], "give one of --run and --mod"),
         (["generate"], "--run is missing"),
         (["export", "--run", "r", "--output", "o"], "--to is missing"),
         (["export", "--run", "r", "--output", "o", "--to", "gguf"], "--to: 'gguf'; allowed: hf"),

@@ -1,22 +1,10 @@
-"""The commands trace and memory: one step of a configuration or run, of which nothing is kept."""
+"""The commands trace and memory: one step of a run, of which nothing is kept."""
 
 from __future__ import annotations
 
 import pytest
 
 from halfstep.cli.main import main
-
-
-def test_policies_beside_each_other(settings, capsys):
-    policies = ["fp32", "bf16-split,moments=8bit"]
-    assert main(["memory", *settings, "--precision", *policies]) == 0
-    out = capsys.readouterr().out
-    head, wide, split, *_ = out.splitlines()
-    assert head.split()[:3] == ["policy", "weights", "masters"]
-    assert wide.split()[0] == "fp32"
-    assert wide.endswith("1.00")
-    assert split.split()[0] == "bf16-split,moments=8bit"
-    assert float(split.split()[-1]) < 0.75
 
 
 def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
@@ -30,6 +18,14 @@ def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
     assert main(["memory", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["fp32", "bf16-mixed"]
+    policies = ["fp32", "bf16-split,moments=8bit"]
+    assert main(["memory", str(path), "--precision", *policies]) == 0
+    head, wide, split, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["policy", "weights", "masters"]
+    assert wide.split()[0] == "fp32"
+    assert wide.endswith("1.00")
+    assert split.split()[0] == "bf16-split,moments=8bit"
+    assert float(split.split()[-1]) < 0.75
     after = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
     assert before == after
 
@@ -38,12 +34,8 @@ def test_a_run_is_left_as_it_was(settings, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give a run folder, or --config"),
-        (["runs/x", "--config", "gpt-tiny"], "give a run folder, or --config"),
-        (["runs/x", "--data", "y"], "give a run folder, or --config"),
+        ([], "required: RUN"),
         (["runs/none"], "holds no run"),
-        (["--config", "gpt-tinny"], "gpt-tiny"),
-        (["--config", "gpt-tiny", "--precision", "bf17"], "bf17"),
     ],
 )
 def test_what_cannot_be_looked_at(command, words, said, capsys):

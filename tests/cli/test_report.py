@@ -13,7 +13,7 @@ def test_a_run_ends_with_its_verdict_and_has_a_page_in_both_languages(tmp_path, 
     )
     assert done.returncode == 0, done.stderr
     healthy = "healthy: 0 of 24 steps skipped; lost updates were not measured"
-    assert f"{healthy} (halfstep report {run} makes a page of it)" in done.stdout
+    assert f"{healthy}; a page about the run: halfstep report {run}" in done.stdout
     done = halfstep("report", run)
     assert done.stdout.splitlines() == [f"run: {healthy}", f"Written: {run / 'report.html'}"]
     assert (run / "report.html").read_text().count("<svg") >= 3

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep import explain_model
-from halfstep.trainer.estimate import described_model
 from halfstep.trainer.run import run_config
 
 SMALL = ("--model.n-layer", 1, "--model.n-head", 2, "--model.n-embd", 32, "--block-size", 16,
@@ -34,17 +32,3 @@ def test_a_run_goes_on_in_a_simulated_precision_and_back(corpus, halfstep, tmp_p
         config = run_config(path)
         assert config.run.simulate is simulated
         assert getattr(config.precision, "simulate", False) is simulated
-
-
-def test_explain_shows_the_formats_of_a_configurations_layers(halfstep):
-    _, model = described_model("gpt-tiny", "")
-    policy = "bf16-master,keep_fp32=type:LayerNorm"
-    done = halfstep("explain", policy, "--config", "gpt-tiny", "--device", "cpu")
-    assert str(explain_model(policy, model)) in done.stdout
-    assert "type:LayerNorm" in done.stdout
-    own = halfstep("explain", "--config", "gpt-tiny", "--device", "cpu")  # its own policy
-    assert own.stdout.startswith("policy")
-    assert "layers.0.mlp.up" in own.stdout
-    refused = halfstep("explain", "fp32", "--config", "lm-lora")
-    assert refused.returncode == 2
-    assert "halfstep.explain_model(policy, model)" in refused.stderr

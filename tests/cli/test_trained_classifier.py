@@ -64,21 +64,23 @@ def objects(text):
 def test_probabilities_are_a_softmax(runs, kind, batch_size):
     transformers = pytest.importorskip("transformers")
     folder = runs[kind] / "model"
-    table = opened(folder).probabilities(TEXTS, batch_size)
+    predictor = opened(runs[kind])
+    table = predictor.probabilities(TEXTS, batch_size)
     assert table.shape == (50, 3)
     assert table.dtype == np.float64
     assert np.abs(table.sum(axis=1) - 1).max() < 1e-12  # three fp64 quotients
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():  # one by one, without padding
-        logits = [model(**tokenizer([t], return_tensors="pt")).logits[0] for t in TEXTS[:12]]
+        cut = {"truncation": True, "max_length": predictor.tokenizer.max_length}  # as in training
+        logits = [model(**tokenizer([t], return_tensors="pt", **cut)).logits[0] for t in TEXTS[:12]]
     expected = torch.stack(logits).double().softmax(dim=-1).numpy()
     # fp32 logits below 10, padded or not: some ulp of 1e-6 each
     np.testing.assert_allclose(table[:12], expected, rtol=2e-5, atol=1e-7)
 
 
 def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
-    predictor = opened(runs["bert"] / "model")
+    predictor = opened(runs["bert"])
     table = predictor.probabilities(TEXTS, 3)
     many = TEXTS * 5  # more than are sorted together
     found = list(predictor.classify(iter(many), 3))
@@ -109,16 +111,15 @@ def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, kind):
     else:
         lines = UNICODE if kind == "txt" else [json.dumps({"text": t}) for t in UNICODE]
         file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    expected = list(opened(runs["scratch"] / "model").classify(UNICODE, 64))
-    for source in (["--run", runs["scratch"]], ["--model", runs["scratch"] / "model"]):
-        done = predict(*source, "--input", file, "--output", out)
-        assert done == (0, f"Labels of 4 texts written: {out}\n", "")
-        written = out.read_text("utf-8")
-        assert "骂" in written
-        found = objects(written)
-        assert [list(each) for each in found] == [["text", "label", "probability"]] * 4
-        assert [tuple(each.values()) for each in found] == expected
-        assert {p.name for p in tmp_path.iterdir()} == {file.name, "out.jsonl"}
+    expected = list(opened(runs["scratch"]).classify(UNICODE, 64))
+    done = predict("--run", runs["scratch"], "--input", file, "--output", out)
+    assert done == (0, f"Labels of 4 texts written: {out}\n", "")
+    written = out.read_text("utf-8")
+    assert "骂" in written
+    found = objects(written)
+    assert [list(each) for each in found] == [["text", "label", "probability"]] * 4
+    assert [tuple(each.values()) for each in found] == expected
+    assert {p.name for p in tmp_path.iterdir()} == {file.name, "out.jsonl"}
     given = "".join(f"{json.dumps({'text': t}, ensure_ascii=False)}\n\n" for t in UNICODE)
     run = ["--run", runs["scratch"], "--input", "-"]
     assert predict(*run, stdin=given.encode()) == (0, written, "")
@@ -144,9 +145,8 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypat
     (tmp_path / "ok.txt").write_text("glad\n")
     unfinished = shutil.copytree(runs["scratch"], tmp_path / "r")
     shutil.rmtree(unfinished / "model")
-    bert = write_bert(tmp_path / "bert")
-    damaged = shutil.copytree(runs["scratch"] / "model", tmp_path / "m")
-    weights = damaged / "model.safetensors"
+    damaged = shutil.copytree(runs["scratch"], tmp_path / "m")
+    weights = damaged / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "config.toml").write_text(
@@ -160,8 +160,7 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypat
         ([*run, "ok.txt", "--output", "no/such/out.jsonl"], "no/such/out.jsonl"),
         ([*run, "ok.txt", "--precision", "tf32"], "tf32"),
         (["--run", unfinished, *text], "has no model yet", "--resume --output-dir"),
-        (["--model", bert, *text], "has no trained classifier on top"),
-        (["--model", damaged, *text], damaged),
+        (["--run", damaged, *text], damaged / "model"),
         (["--run", "gpt", *text], "a run of train, for which there is no predict; there is gener"),
     ):
         assert_refused(predict(*words), *expected)
@@ -188,7 +187,7 @@ def test_the_validation_texts_give_the_report_of_the_run(runs, halfstep, kind, b
 def test_other_texts_are_counted_as_by_hand(runs, tmp_path, halfstep):
     run, texts = runs["scratch"], rows(45, seed=11)
     file = write_csv(tmp_path / "test.csv", texts)
-    predictor = opened(run / "model")
+    predictor = opened(run)
     table = predictor.probabilities([text for text, _ in texts], 5)
     confusion = [[0] * 3 for _ in range(3)]
     loss = 0.0

@@ -38,8 +38,6 @@ def train(policy, folder, steps, bad, times=300.0, *, parts=1, on_spike="off"):
             for _ in range(parts):
                 x = torch.randn(8, 6, generator=draw)
                 y = x.sum(1, keepdim=True) * (times if step == bad else 1)
-                if recorder:
-                    recorder.batch(rows=[step])
                 with precision.autocast():
                     loss = (model(x) - y).square().mean() / parts
                 precision.backward(loss)
@@ -64,17 +62,12 @@ def test_the_folder_is_what_the_report_reads(tmp_path):
     assert record.policy == "bf16-mixed"
     assert [line["step"] for line in record.skipped] == [30]
     assert record.series("loss")[1] == [r.loss for r in results]
-    assert [line["step"] for line in record.excluded] == [30]
-    for line in record.excluded:
-        assert line["rows"] == [[line["step"]]] * 2
-        assert line["batch"] == [2 * line["step"] - 2, 2 * line["step"] - 1]
 
 
-def test_a_stop_writes_the_last_line_and_its_batches(tmp_path):
+def test_a_stop_writes_the_last_line(tmp_path):
     with pytest.raises(SpikeError):
         train("fp32", tmp_path, 40, 30, on_spike="stop")
     assert lines(tmp_path / "metrics.jsonl")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
-    assert [x["step"] for x in lines(tmp_path / "exclude.jsonl")] == [30]
     with pytest.raises(NonFiniteError):
         train("fp32", tmp_path / "n", 9, 5, float("nan"))
     last = lines(tmp_path / "n" / "metrics.jsonl")[-1]

@@ -52,7 +52,6 @@ def run_named(folder, text, number):
     skipped = {"applied": False, "skip_reason": text, "first_cause": text}
     with (path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line(40, **skipped)) + "\n")
-    (path / "exclude.jsonl").write_text(json.dumps({"spike_step": text, "reason": text}) + "\n")
     causes = [{"module": text, "sample": {"text": text}}, {"cause_class": text, "text": text}]
     (path / "causes.jsonl").write_text("".join(json.dumps(c) + "\n" for c in causes))
     watch(path, tensor(text), tensor(text, "activation"), tensor(text, "update"))

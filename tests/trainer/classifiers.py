@@ -12,7 +12,7 @@ from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.use import Use
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import finish_run
+from halfstep.trainer.run import finish_run, run_config
 from halfstep.trainer.tasks.classify import TrainedClassifier
 
 TELLING = {
@@ -82,9 +82,9 @@ def classify_config(files, *, shipped="classify-scratch", **overrides):
 
 
 def opened(folder, precision="fp32"):
-    """The trained classifier of a model folder."""
+    """The trained classifier of a run's folder."""
     use = Use(run="", device="cpu", precision=precision)
-    return TrainedClassifier(folder).open(use)
+    return TrainedClassifier(folder, run_config(folder)).open(use)
 
 
 def whole_run(config, path):

@@ -1,12 +1,10 @@
-"""Finite spikes in whole runs: the answer, the batches that are written down, and the resume."""
+"""Finite spikes in whole runs: the answer, and the resume."""
 
-import json
 from pathlib import Path
 
 import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
 
-from halfstep.diagnostics.metrics import EXCLUDE
 from halfstep.errors import SpikeError
 from halfstep.trainer.loop import train
 from halfstep.trainer.session import open_session
@@ -42,27 +40,16 @@ def follow(config, path, steps, until=None):
     return session
 
 
-def excluded(path):
-    return [json.loads(line) for line in (path / EXCLUDE).read_text().splitlines()]
-
-
-def test_a_spiking_step_is_not_applied_and_its_batches_are_written(corpus, tmp_path):
-    session = follow(config(corpus, "skip:2"), tmp_path / "r", {26})
+def test_a_spiking_step_is_not_applied(corpus, tmp_path):
+    follow(config(corpus, "skip:2"), tmp_path / "r", {26})
     lines = metrics(tmp_path / "r")
     assert [line["step"] for line in lines if not line["applied"]] == [26]
     assert lines[25]["skip_reason"] in ("loss_spike", "gradient_spike")
-    found = excluded(tmp_path / "r")
-    assert [(line["step"], line["spike_step"]) for line in found] == [(26, 26)]
-    for line in found:  # the first token of each row leads back to the batch
-        tokens = session.task.data.train.windows(line["first_token"], 33)
-        inputs, _ = session.task.batch(line["step"] - 1, range(4))
-        assert (tokens[:, :-1] == inputs.numpy()).all()
 
 
-def test_stop_names_the_last_checkpoint_and_the_batch(corpus, tmp_path):
+def test_stop_names_the_last_checkpoint(corpus, tmp_path):
     with pytest.raises(SpikeError, match=r"step 26: the .* spikes: .*the last checkpoint is .*24"):
         follow(config(corpus, "stop", run__save_every=12), tmp_path / "r", {26})
-    assert [line["step"] for line in excluded(tmp_path / "r")] == [26]
     assert metrics(tmp_path / "r")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
 
 
@@ -80,7 +67,6 @@ def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.trainer.runs.open_session", opened)
     session, _ = run(wanted, tmp_path / "r")
     assert metrics(tmp_path / "r") == metrics(tmp_path / "whole")
-    assert excluded(tmp_path / "r") == excluded(tmp_path / "whole")
     one, two = (dict(s.precision.masters.items()) for s in (session, whole))
     assert_same_tensors(one, two)
     assert session.precision.state_dict()["spikes"] == whole.precision.state_dict()["spikes"]

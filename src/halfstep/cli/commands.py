@@ -61,11 +61,6 @@ class Explain:
     policies: tuple[str, ...] = option(
         (), "Names, field strings or files; default: all.", positional=True
     )
-    config: str = option(
-        "",
-        "Also show, for this configuration's model, the format that a policy gives each module: "
-        "which layers are in 16 bits, and which stay in fp32.",
-    )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
 
 
@@ -73,44 +68,34 @@ class Explain:
 class OneStep:
     """The options of commands that look at one training step, of which nothing is kept."""
 
-    run: str = option(
-        "", "A run folder; the step after its newest checkpoint is taken.", positional=True
+    run: str = field(
+        metadata={
+            "help": "A run folder; the step after its newest checkpoint is taken.",
+            "positional": True,
+        }
     )
-    config: str = option("", "In place of a run: a shipped configuration or a TOML file.")
-    data: tuple[str, ...] = option(
-        (), "With --config: the training data; default: the configuration's."
-    )
-    device: str = option(
-        "", "auto, cpu, cuda or cuda:N; default: that of the run or configuration."
-    )
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless there is exactly one thing to take a step of."""
-        if bool(self.run) == bool(self.config) or (self.run and self.data):
-            raise ConfigError("give a run folder, or --config and perhaps --data")
+    device: str = option("", "auto, cpu, cuda or cuda:N; default: the run's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(OneStep):
     """Show what one training step really runs: every operation, and in which format.
 
-    The step is that of a configuration, or the next one of a run; nothing of it is kept. Below the
-    table are the operations that ran otherwise than the policy says.
+    The step is the next one of a run; nothing of it is kept. Below the table are the operations
+    that ran otherwise than the policy says.
     """
 
-    precision: str = option("", "Policy; default: that of the run or configuration.")
+    precision: str = option("", "Policy; default: the run's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(OneStep):
     """Measure what one training step holds, by part and format, under several policies.
 
-    The step is that of a configuration, or the next one of a run; nothing of it is kept.
+    The step is the next one of a run; nothing of it is kept.
     """
 
-    precision: tuple[str, ...] = option(
-        (), "Policies; default: fp32 and that of the run or configuration."
-    )
+    precision: tuple[str, ...] = option((), "Policies; default: fp32 and the run's.")
 
 
 @dataclass(frozen=True, kw_only=True)

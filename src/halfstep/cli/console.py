@@ -51,7 +51,8 @@ class RunDisplay:
         if record.skipped_total:
             parts.append(f"skipped {record.skipped_total}")
         parts.append(f"{record.tokens_per_second:,.0f} tok/s")
-        parts.append(f"{timedelta(seconds=round(tick.seconds_left))} left")
+        each = (record.tokens or 0) / record.step / (record.tokens_per_second or 1.0)
+        parts.append(f"{timedelta(seconds=round(each * (max_steps - record.step)))} left")
         if not record.applied:
             few = " (a few are normal: a dynamic loss scale finds its level so)"
             self.say(

@@ -14,7 +14,7 @@ from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
 from halfstep.trainer.checkpoint import CHECKPOINTS
-from halfstep.trainer.config.config import config_from_table, config_to_table, load_config
+from halfstep.trainer.config.config import config_from_table, config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.run import resume, run_config
@@ -65,8 +65,7 @@ def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
     with RunDisplay("one step") as display:
         session = open_session(config, display.prepared)
     try:
-        if arguments.run:
-            resume(session, Path(arguments.run) / CHECKPOINTS)
+        resume(session, Path(arguments.run) / CHECKPOINTS)
         yield session
     finally:
         session.task.close()
@@ -74,16 +73,11 @@ def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
 
 
 def _config(arguments: OneStep, precision: str) -> BaseConfig:
-    """Load the configuration of a run or of a new one, with the changes that were asked for."""
-    if arguments.config:
-        changes: dict[str, object] = {"precision": precision, "run.device": arguments.device}
-        changes["data.train"] = list(arguments.data)
-        config = load_config(arguments.config, [(k, v) for k, v in changes.items() if v])
-    else:
-        given = config_to_table(run_config(Path(arguments.run)))
-        given["precision"] = precision or given["precision"]
-        given["run"]["device"] = arguments.device or given["run"]["device"]
-        config = config_from_table(given)
+    """Load the run's configuration, with the changes that were asked for."""
+    given = config_to_table(run_config(Path(arguments.run)))
+    given["precision"] = precision or given["precision"]
+    given["run"]["device"] = arguments.device or given["run"]["device"]
+    config = config_from_table(given)
     if not config.COMMAND:
         raise ConfigError(
             f"{arguments.run}: this run's model is your program's; use halfstep.trace or "

@@ -16,7 +16,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
-from halfstep.precision.explain import bytes_per_parameter, explain, explain_model
+from halfstep.precision.explain import bytes_per_parameter, explain
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
@@ -32,8 +32,9 @@ from halfstep.trainer.environment import (
     is_live,
     memory_bytes,
 )
-from halfstep.trainer.estimate import described_model, estimate_config, estimate_count, read_count
+from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.replay import replay
+from halfstep.trainer.run import is_run
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
@@ -61,19 +62,8 @@ def run(arguments: Explain | Formats | Doctor | Estimate | Report | Replay) -> i
 def _explain(arguments: Explain) -> None:
     """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)
-    model, named = None, arguments.policies
-    if arguments.config:
-        config, model = described_model(
-            arguments.config, "halfstep.explain_model(policy, model) answers for any model"
-        )
-        named = named or (str(config.precision),)
-    if named:
-        pages = []  # all of them before the first is printed, as each may raise
-        for text in named:
-            pages.append(str(explain(text, device)))
-            if model is not None:
-                pages.append(str(explain_model(parse_policy(text, device), model)))
-        print("\n\n".join(pages))
+    if arguments.policies:
+        print("\n\n".join(str(explain(text, device)) for text in arguments.policies))
         return
     rows = [("policy", "bytes/param with AdamW", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
@@ -280,7 +270,12 @@ def _report(arguments: Report) -> None:
 
 def _replay(arguments: Replay) -> int:
     """Print what a captured step finds in a replay; 1 if it differs."""
-    found = replay(Path(arguments.capture), arguments.precision)
+    capture = Path(arguments.capture)
+    if is_run(capture):
+        raise ConfigError(
+            f"{capture} is a run: give the folder of a capture, as {capture}/captures/step-..."
+        )
+    found = replay(capture, arguments.precision)
     for how, precision, one in (
         (f"step {found.step}", found.captured_precision, found.captured),
         ("replayed", found.precision, found.found),

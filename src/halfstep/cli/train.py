@@ -67,7 +67,7 @@ def _train(
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
-            print(f"{outcome.verdict} (halfstep report {path} makes a page of it)")
+            print(f"{outcome.verdict}; a page about the run: halfstep report {path}")
         if outcome.written:
             print(outcome.written)
     return INTERRUPTED if outcome.interrupted else 0

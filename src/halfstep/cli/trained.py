@@ -29,10 +29,9 @@ TRAINED: Mapping[str, str] = {
 
 
 def open_trained(use: Use | Exporting) -> Trained:
-    """Find the trained model of a run, or of a classifier's folder; nothing is loaded yet."""
-    config = run_config(Path(use.run)) if use.run else None
-    path = Path(use.model if isinstance(use, Predicting) and use.model else use.run)
-    found: Trained = part(TRAINED[(config or ClassifyConfig).TASK])(path, config)
+    """Find the trained model of a run; nothing is loaded yet."""
+    config = run_config(Path(use.run))
+    found: Trained = part(TRAINED[config.TASK])(Path(use.run), config)
     return found
 
 

@@ -1,23 +1,21 @@
-"""Writes metrics.jsonl, one JSON object per optimizer step, and the batches that spiked."""
+"""Writes metrics.jsonl, one JSON object per optimizer step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
-from halfstep.precision.recovery import Recovery
 from halfstep.precision.result import StepResult
-from halfstep.precision.scaling.spikes import Spiking
 
 METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
-EXCLUDE, CAPTURES = "exclude.jsonl", "captures"
+CAPTURES = "captures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ class MetricsFile:
         self._file.close()
 
 
-def keep_lines(path: Path, last_step: int, key: str = "step") -> None:
+def keep_lines(path: Path, last_step: int) -> None:
     """Drop torn lines, and those of later steps, from a file with one JSON object a line.
 
     Raises:
@@ -138,7 +136,7 @@ def keep_lines(path: Path, last_step: int, key: str = "step") -> None:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)[key] <= last_step:
+            if json.loads(line)["step"] <= last_step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
@@ -159,31 +157,3 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
             out.write(json.dumps(line) + "\n")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
-
-
-Rows = Callable[[int], Mapping[str, Any]]
-"""Names the batch of a step, numbered as in ``metrics.jsonl``: under what it is, where it is."""
-
-
-class Excluded:
-    """Writes the batch of each step that spiked to ``exclude.jsonl``."""
-
-    def __init__(self, folder: Path, rows: Rows, choice: Recovery, *, last_step: int) -> None:
-        """Drop the lines of spikes after ``last_step``: a resumed run takes those steps again."""
-        self._path, self._rows = folder / EXCLUDE, rows
-        if choice.action != "off" and self._path.exists():
-            keep_lines(self._path, last_step, "spike_step")
-
-    def stepped(self, step: int, result: StepResult) -> None:
-        """Note a step, numbered as in ``metrics.jsonl``; write its batch if it spiked."""
-        if result.reason in get_args(Spiking):
-            self.spiked(step, str(result.reason))
-
-    def spiked(self, step: int, reason: str) -> None:
-        """Write a spiking step.
-
-        Raises:
-            CheckpointError: If the file cannot be written.
-        """
-        line = {"step": step, "spike_step": step, "reason": reason, **self._rows(step)}
-        append_line(self._path, line)

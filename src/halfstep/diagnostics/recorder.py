@@ -4,7 +4,6 @@
 
     config.toml     the precision
     metrics.jsonl   one line per step: loss, norm, scale, whether it was applied and why not
-    exclude.jsonl   the batches of steps that spiked, and of those that were undone with them
     causes.jsonl    where the first cause of a step was searched
 
 ``halfstep report`` reads the folder.
@@ -14,14 +13,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Self
 
 import torch.distributed as dist
 
 from halfstep.diagnostics.metrics import (
     CAUSES,
     METRICS,
-    Excluded,
     MetricsFile,
     Record,
     append_line,
@@ -31,12 +29,11 @@ from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, Spi
 from halfstep.precision.border import require
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.precision.scaling.spikes import Spiking
 from halfstep.precision.step import Precision
 
 
 class Recorder:
-    """Writes what the trainer writes for a loop of one's own: metrics, and batches that spiked.
+    """Writes what the trainer writes for a loop of one's own.
 
     Example:
         >>> import tempfile, torch, halfstep
@@ -46,7 +43,6 @@ class Recorder:
         >>> folder = tempfile.mkdtemp()
         >>> with Recorder(precision, folder) as recorder:
         ...     for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan)):
-        ...         recorder.batch()
         ...         with precision.autocast():
         ...             loss = model(x).square().mean()
         ...         result = recorder.step(precision.step(loss))
@@ -72,11 +68,8 @@ class Recorder:
         if precision.outcome.on_incurable is not None:
             raise PrecisionError("this Precision has a Recorder already; close it first")
         self._folder = Path(folder)
-        self._given: dict[str, list[Any]] = {}
-        self._batches = 0
         self._written = -1  # the last step with a line
         self._metrics: MetricsFile | None = None
-        self._excluded: Excluded | None = None
         self._last: tuple[int, Judged] | None = None  # a step that may end the loop
         self._open()
         precision.outcome.on_incurable = self._failed
@@ -91,33 +84,16 @@ class Recorder:
             (self._folder / "config.toml").write_text(policy, encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
-        spikes, step = self._precision.recovery["on_spike"], self._step
-        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
-        self._excluded = Excluded(self._folder, lambda _: self._given, spikes, last_step=step)
+        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=self._step)
 
     @property
     def _step(self) -> int:
         """Steps taken, skipped ones included."""
         return self._precision.progress.steps
 
-    def batch(self, **where: Any) -> None:
-        """Number a micro-batch; call it before its forward.
-
-        Args:
-            where: Where it is found again, such as ``epoch=3, rows=[17, 4]``, for exclude.jsonl.
-        """
-        self._precision.settle()
-        if not self._precision.has_loss:
-            self._given = {}
-        for key, value in {"batch": self._batches, **where}.items():
-            self._given.setdefault(key, []).append(value)
-        self._batches += 1
-
     def step(self, result: StepResult) -> StepResult:
         """Write the step's line; returns the result, so that it can stand around the step."""
         self._write(Record.of(self._step, result))
-        if self._excluded is not None:
-            self._excluded.stepped(self._step, result)
         self._last = None
         return result
 
@@ -125,19 +101,16 @@ class Recorder:
         self._last = self._step + 1, judged
 
     def _stopped(self, step: int, last: Judged, cause: Cause | None) -> None:
-        """Write the line of the step that ended the loop, and its batches if it spiked."""
+        """Write the line of the step that ended the loop."""
         summary = None if cause is None else cause.summary
-        reason = str(last.reason)
         record = Record(
-            step=step, applied=False, loss=last.loss, grad_norm=last.norm, skip_reason=reason,
-            first_cause=summary,
+            step=step, applied=False, loss=last.loss, grad_norm=last.norm,
+            skip_reason=str(last.reason), first_cause=summary,
         )  # fmt: skip
         self._write(record)
         if cause is not None and self._metrics is not None:
             line = {"step": step, **cause.to_json(), "text": str(cause)}
             append_line(self._folder / CAUSES, line)
-        if self._excluded is not None and reason in get_args(Spiking):
-            self._excluded.spiked(step, reason)
 
     def _write(self, record: Record) -> None:
         if self._metrics is not None and record.step > self._written:

@@ -19,7 +19,7 @@ NOT_ARITHMETIC = frozenset(
     f"run.{key}"
     for key in (
         *("seed", "output_dir", "save_every", "keep", "watch", "lost_update_every"),
-        *("capture", "rank_timeout", "max_seconds"),
+        *("capture", "rank_timeout"),
     )
 ) | {"name"}
 """Keys that may differ between repetitions of one configuration."""

@@ -119,8 +119,8 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
             "stopped_spike",
             N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
             N_(
-                "Look at the batch that exclude.jsonl names. To go on without it, set "
-                'run.on_spike = "skip" (--on-spike skip): {resume}.'
+                "To go on without its batch, set "
+                'run.on_spike = "skip:10" (--on-spike skip:10): {resume}.'
             ),
             {"step": step, "resume": _resume(run)},
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import halfstep.diagnostics.statistics as statistics
-from halfstep.diagnostics.metrics import CAUSES, EXCLUDE, METRICS, NUMERICS
+from halfstep.diagnostics.metrics import CAUSES, METRICS, NUMERICS
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
@@ -46,8 +45,6 @@ class Event(NamedTuple):
     loss_scale: float | None
     cause: str
     """The operation that made its first NaN or infinity, in a line; or empty."""
-    batches: int
-    """Batches that ``exclude.jsonl`` lists for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,6 @@ class RunRecord:
         steps: The lines of ``metrics.jsonl``, by step.
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
-        excluded: Steps whose batches were left out as spikes.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -72,7 +68,6 @@ class RunRecord:
     steps: Sequence[Line]
     numerics: Sequence[statistics.StepNumerics] = ()
     causes: Sequence[Line] = ()
-    excluded: Sequence[Line] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -124,14 +119,12 @@ class RunRecord:
     @property
     def events(self) -> list[Event]:
         """The steps that did not update the weights, in order."""
-        batches = Counter(repr(line.get("spike_step")) for line in self.excluded)
         return [
             Event(
                 step=line["step"],
                 kind=_kind(line),
                 loss_scale=number(line.get("loss_scale")),
                 cause=str(line.get("first_cause") or ""),
-                batches=batches[repr(line["step"])],
             )
             for line in self.skipped
         ]
@@ -179,7 +172,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
             "that run.output_dir names"
         )
     damaged: dict[str, int] = {}
-    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, EXCLUDE)}
+    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -188,7 +181,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         steps=[by_step[step] for step in sorted(by_step)],
         numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
-        excluded=lines[EXCLUDE],
         damaged=damaged,
         known_policy=policy,
     )

@@ -84,10 +84,16 @@ def estimate_config(
         ConfigError: For a task whose model is not described by its configuration.
         PrecisionError: For moments that the optimizer does not keep.
     """
-    config, model = described_model(
-        spec, "halfstep.estimate(model, policy, batch) answers for any model, or give --params"
-    )
-    run = config.run
+    config = load_config(spec)
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(
+            f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
+            "batch) answers for any model, or give --params"
+        )
+    run, shape = config.run, config.model
+    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
+    with torch.device("meta"):
+        model = GPT(dataclasses.replace(shape, vocab_size=vocabulary))
     rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
     tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
     kept, ranks = averages(optimizer or config.optimizer, model), layout.shard * layout.tensor
@@ -97,25 +103,6 @@ def estimate_config(
         memory = with_saved(state, model, policy, (tokens, tokens), _mean_loss)
         found.append(dataclasses.replace(memory, ranks=layout.size))
     return found
-
-
-def described_model(spec: str, instead: str) -> tuple[TrainConfig, GPT]:
-    """A configuration and its GPT without memory, where the configuration alone describes it.
-
-    Args:
-        spec: As for :func:`halfstep.trainer.config.config.load_config`.
-        instead: What answers for another model, for the message.
-
-    Raises:
-        ConfigError: For a model that is loaded from a folder.
-    """
-    config = load_config(spec)
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(f"--config {spec} loads its model from a folder; {instead}")
-    shape = config.model
-    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
-    with torch.device("meta"):
-        return config, GPT(dataclasses.replace(shape, vocab_size=vocabulary))
 
 
 def _mean_loss(model: Any, batch: Batch) -> Tensor:

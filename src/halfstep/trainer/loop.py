@@ -6,13 +6,11 @@ import math
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,6 @@ from halfstep.diagnostics.metrics import (
     CAUSES,
     METRICS,
     NUMERICS,
-    Excluded,
     MetricsFile,
     Record,
     append_line,
@@ -48,7 +45,7 @@ from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
 if TYPE_CHECKING:
     from halfstep.diagnostics.nonfinite.cause import Cause
 
-STOPS = ("", "stop", "max_seconds", "SIGINT", "SIGTERM")
+STOPS = ("", "stop", "SIGINT", "SIGTERM")
 """Reasons why a run ends before its last step; where ranks differ, the later entry wins."""
 
 
@@ -60,9 +57,8 @@ class Tick:
         record: The line that went into ``metrics.jsonl``.
         evaluation: The validation result, if the step ended with one.
         checkpoint: The checkpoint that was saved, if any.
-        seconds_left: Estimated seconds to the end of the run, evaluations included.
-        stopped_by: Empty, or why this is the last step: a signal's name, ``"max_seconds"``
-            or ``"stop"`` of a callback's.
+        stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
+            ``"stop"``.
         verdicts: The first cause of a step that was not finite, and the lost-update meter's
             warnings, once per parameter group and process.
     """
@@ -70,13 +66,12 @@ class Tick:
     record: Record
     evaluation: Evaluation | None
     checkpoint: Path | None
-    seconds_left: float
     stopped_by: str
     verdicts: tuple[str, ...] = ()
 
 
 def train(session: Session, path: Path) -> Iterator[Tick]:
-    """Train to the end of the run, or until a signal or the time limit; yield after every step.
+    """Train to the end of the run, or until a signal; yield after every step.
 
     Rank 0 writes metrics before each yield; all ranks save a checkpoint every ``save_every`` steps
     and at the end, and must iterate together. Outside the main thread, where Python allows no
@@ -88,9 +83,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         PrecisionError: When ranks no longer train the same model.
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
-    settings, pace = session.config.run, Pace(session)
+    settings = session.config.run
     session.check_agreement("before the first step")
-    started = time.perf_counter()
     with (
         _Books(session, path) as books,
         Interrupt() as interrupt,
@@ -100,23 +94,23 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
-            stopped_by = _agreed_stop(session, interrupt, started)
+            stopped_by = _agreed_stop(session, interrupt)
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             evaluation, better = None, False
             due = _due(session.step, settings.eval_every)
-            due |= finished or stopped_by in ("stop", "max_seconds")
+            due |= finished or stopped_by == "stop"
             if due and session.task.evaluates:
-                evaluation, better = _evaluate(session, pace)
+                evaluation = session.evaluate()
+                better = session.note(evaluation)
             lost = losses.measured() if taken.result.applied else ()
             record = _record(session, taken, evaluation, lost, causes.cause)
             books.write(record)  # before the checkpoint, so that no resume misses the line
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
-            pace.steps.append(taken.seconds)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: session.report_best(path))
-            left, verdicts = pace.seconds_left(), (*causes.verdicts, *losses.verdicts(lost, taken))
-            yield Tick(record, evaluation, checkpoint, left, stopped_by, verdicts)
+            verdicts = (*causes.verdicts, *losses.verdicts(lost, taken))
+            yield Tick(record, evaluation, checkpoint, stopped_by, verdicts)
             if last:
                 return
 
@@ -164,44 +158,24 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
-    books.note(result)
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
-def _agreed_stop(session: Session, interrupt: Interrupt, started: float) -> str:
+def _agreed_stop(session: Session, interrupt: Interrupt) -> str:
     """Return the reason why all ranks stop now; empty to go on."""
-    limit = session.config.run.max_seconds
-    late = limit and time.perf_counter() - started > limit
-    asked = "stop" if session.stop_asked else ""
-    reason = interrupt.requested or ("max_seconds" if late else asked)
+    reason = interrupt.requested or ("stop" if session.stop_asked else "")
     return STOPS[session.world.largest(STOPS.index(reason))]
-
-
-def _evaluate(session: Session, pace: Pace) -> tuple[Evaluation, bool]:
-    """Evaluate, and tell whether the result is the best so far."""
-    begin = time.perf_counter()
-    evaluation = session.evaluate()
-    pace.evaluations.append(time.perf_counter() - begin)
-    return evaluation, session.note(evaluation)
 
 
 class _Books:
     """Writes what a run leaves as it goes: metrics, and checkpoints in the background."""
 
     def __init__(self, session: Session, path: Path) -> None:
-        settings, world = session.config.run, session.world
         self._session = session
         self._folder = path / CHECKPOINTS
         self._metrics: MetricsFile | None = None
-        self._excluded: Excluded | None = None
-        if world.is_main:
+        if session.world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
-            self._excluded = Excluded(
-                path,
-                lambda step: session.task.rows(step - 1),
-                settings.on_spike,
-                last_step=session.step,
-            )
         config = session.config
         if isinstance(config, TrainConfig) and config.run.capture:
             recorder = part("trainer.replay:recorder")
@@ -218,11 +192,6 @@ class _Books:
         """Append a step to the metrics file, which only rank 0 has open."""
         if self._metrics is not None:
             self._metrics.write(record)
-
-    def note(self, result: StepResult) -> None:
-        """Write down the batches of a step that spiked; on rank 0."""
-        if self._excluded is not None:
-            self._excluded.stepped(self._session.step, result)
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due, and return its path."""
@@ -249,14 +218,10 @@ class _Books:
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
-        works: list[Callable[[], object]] = [partial(self.write, record)]
-        if self._excluded is not None and isinstance(error, SpikeError):
-            works.append(partial(self._excluded.spiked, step, error.cause))
-        for work in works:
-            try:
-                work()
-            except HalfstepError as failed:  # report the first cause; this goes at its end
-                also += f"; {failed}"
+        try:
+            self.write(record)
+        except HalfstepError as failed:  # report the first cause; this goes at its end
+            also += f"; {failed}"
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         if capture.is_dir():
             also += f"; take the step again: halfstep replay {capture}"
@@ -449,25 +414,6 @@ def _record(
         tokens_per_second=tokens / seconds,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
-
-
-class Pace:
-    """How long the recent steps and evaluations took, and so the time left."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.steps: deque[float] = deque(maxlen=20)
-        self.evaluations: deque[float] = deque(maxlen=5)
-
-    def seconds_left(self) -> float:
-        """Estimate the remaining steps and evaluations at the recent median."""
-        run, step = self._session.config.run, self._session.step
-        if step >= run.max_steps:
-            return 0.0
-        every = run.eval_every or run.max_steps
-        evaluations = -(-run.max_steps // every) - step // every
-        per_evaluation = median(self.evaluations or [0.0])
-        return (run.max_steps - step) * median(self.steps) + evaluations * per_evaluation
 
 
 # SIGTERM and Ctrl-C are requests that the loop honours between two steps.

@@ -64,8 +64,8 @@ class TrainResult:
         step: Steps taken so far, skipped ones included.
         evaluation: The last evaluation; None without validation data.
         best: The best evaluation; ``model/`` holds the weights that it measured.
-        stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``,
-            ``"max_seconds"`` or ``"stop"``; empty if it did not.
+        stopped_by: Why the run ended before its last step: ``"SIGINT"``, ``"SIGTERM"``
+            or ``"stop"``; empty if it did not.
     """
 
     folder: Path

@@ -82,9 +82,6 @@ class RunConfig:
     """Length of the run, batch size, checkpoints, run folder, devices and layout."""
 
     max_steps: AtLeast1 = option(300, "Optimizer steps, skipped ones included.")
-    max_seconds: Amount = option(
-        0.0, "Stop, evaluate and save after this many seconds; 0: no limit."
-    )
     batch_size: AtLeast1 = option(
         8, "Sequences in one optimizer step, over all ranks and micro-batches."
     )

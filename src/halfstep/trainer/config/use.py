@@ -23,17 +23,13 @@ class Use:
         }
     )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
-    precision: str = option(
-        "", "Policy of the forward pass; default: the run's own, or fp32 for a model's folder."
-    )
+    precision: str = option("", "Policy of the forward pass; default: the run's own.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicting(Use):
     """Classify texts; write one JSON object per text: text, label, probability."""
 
-    run: str = option("", "A run folder of finetune classify; its best state is used.")
-    model: str = option("", "In place of a run: the folder of a classifier with its tokenizer.")
     input: str = field(
         metadata={
             "help": (
@@ -44,11 +40,6 @@ class Predicting(Use):
     output: str = option("-", "JSONL file to write; '-', the default, is stdout.")
     text_column: str = option("", "Name of the column that holds the text.")
     batch_size: int = option(64, "Texts in one forward pass.")
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError unless exactly one model is given."""
-        if bool(self.run) == bool(self.model):
-            raise ConfigError("give one of --run and --model: which model is to be used")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,25 +178,18 @@ class ClassifyTask(FinetuneTask):
 
 
 class TrainedClassifier(Trained):
-    """A classifier from a run of ``finetune classify``, or from a model folder."""
+    """A classifier from a run of ``finetune classify``."""
 
     model: PretrainedClassifier
     tokenizer: PretrainedTokenizer
 
     def load(self) -> None:
-        """Load the best state; texts are cut as in training, or at the model's own limit."""
-        folder = model_folder(self.path) if self.config else self.path
+        """Load the best state; texts are cut as in training."""
+        folder = model_folder(self.path)
         self.model = open_classifier(folder, None)
         self.labels: tuple[str, ...] = self.model.names
-        if self.model.head_is_new:
-            raise ConfigError(
-                f"{folder} has no trained classifier on top; fine-tune it by halfstep finetune "
-                "classify --model first"
-            )
         self.tokenizer = open_tokenizer(
-            folder,
-            max_length=self.config.model.max_length if self.config else None,
-            model_limit=self.model.max_length,
+            folder, max_length=self.config.model.max_length, model_limit=self.model.max_length
         )
 
     @torch.no_grad()
@@ -250,13 +243,10 @@ class TrainedClassifier(Trained):
 
     def _texts(self, use: Evaluating) -> LabelledTexts:
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
-        config = self.config
-        if config is None:
-            raise ConfigError("evaluate of a classifier needs --run, the run that trained it")
-        data, role = config.data, "test" if use.data else "dev"
+        data, role = self.config.data, "test" if use.data else "dev"
         if use.data or data.dev:
             return read_known(use.data or data.dev, data, self.labels, role)
-        whole = read_labelled(data, config.run.seed)
+        whole = read_labelled(data, self.config.run.seed)
         report = json.loads((self.path / "report.json").read_text(encoding="utf-8"))
         if whole.sha256 != report["data"]:
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,10 +52,6 @@ class EpochTask(Task):
     def batch_size(self, step: int) -> int:
         """Return the number of a step's examples; steps of an epoch differ by one at most."""
         return len(self.indices(step))
-
-    def rows(self, step: int) -> Mapping[str, list[int]]:
-        """Return the positions of a step's examples among the training examples."""
-        return {"examples": self.indices(step).tolist()}
 
     def tokens(self, step: int) -> int:
         """Return the tokens of the step's examples, special tokens included."""

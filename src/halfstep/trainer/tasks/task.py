@@ -78,13 +78,6 @@ class Task(Protocol):
     def batch(self, step: int, rows: range) -> Batch:
         """Return some rows of a step's batch, on the host; a pure function."""
 
-    def rows(self, step: int) -> Mapping[str, list[int]]:
-        """Name a step's rows over all ranks: under what they are, where each of them is found.
-
-        The default names none.
-        """
-        return {}
-
     def targets(self, batch: Batch) -> float:
         """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
 
@@ -131,7 +124,7 @@ class Measured:
 
 
 class Trained:
-    """The trained model of a run or a model folder; each task overrides the verbs that it supports.
+    """The trained model of a run; each task overrides the verbs that it supports.
 
     Every verb raises a HalfstepError for an unfinished run, damaged files, or a policy that is not
     supported.
@@ -142,16 +135,16 @@ class Trained:
     policy: PrecisionPolicy
     device: torch.device
 
-    def __init__(self, path: Path, config: Any = None) -> None:
-        """Load nothing yet; ``path`` is a run folder with its ``config``, or a model folder."""
+    def __init__(self, path: Path, config: Any) -> None:
+        """Load nothing yet; ``path`` is a run folder with its ``config``."""
         self.path, self.config = path, config
         self.notes: list[str] = []
 
     def open(self, use: Use) -> Self:
         """Load the model on its device and under its policy, in evaluation mode."""
         self.device = choose_device(use.device)
-        if use.precision or self.config is None:
-            self.policy = parse_policy(use.precision or "fp32", self.device)
+        if use.precision:
+            self.policy = parse_policy(use.precision, self.device)
         else:
             self.policy = policy_on(self.config.precision, self.device)
         require_support(self.policy, self.device)

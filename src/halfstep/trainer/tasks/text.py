@@ -24,7 +24,6 @@ from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import (
     batch,
-    start_of_sequence,
     validation_batches,
 )
 from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
@@ -102,12 +101,6 @@ class TextTask(Task):
             sequences=rows,
             block_size=self.config.block_size,
         )
-
-    def rows(self, step: int) -> Mapping[str, list[int]]:
-        """Return where each of a step's windows begins, in tokens of the training file."""
-        run, places = self.config.run, self.data.train.count - self.config.block_size
-        sequences = range(run.batch_size)
-        return {"first_token": [start_of_sequence(run.seed, step, n, places) for n in sequences]}
 
     def targets(self, batch: Batch) -> float:
         """Return the number of target tokens, all of which enter the loss: no window is padded."""
