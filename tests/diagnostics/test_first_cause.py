@@ -17,7 +17,7 @@ from halfstep import (
 )
 from halfstep.diagnostics.nonfinite.first_cause import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import count, inputs, kind_of, operation
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts
 
 INF = math.inf
 

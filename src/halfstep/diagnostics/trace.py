@@ -27,7 +27,7 @@ from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
-from halfstep.precision.casting import simulate
+from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.native import why_not_native
@@ -40,7 +40,7 @@ from halfstep.shown import aligned, as_html
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
-_SIMULATED = simulate.SimulatedProducts.run.__code__
+_SIMULATED = SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
 _STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
