@@ -36,7 +36,7 @@ from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.shown import aligned, as_html
+from halfstep.shown import aligned
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
@@ -105,9 +105,6 @@ class Ran:
             for row in self.operations
         ]
         return aligned([head, *rows], {6})
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def lines(self) -> list[str]:
         """Policy and operations, a line each."""

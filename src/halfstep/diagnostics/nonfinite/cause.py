@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from halfstep.precision.policy.policy import dtype_name
-from halfstep.shown import as_html
 
 REMEDIES = {
     "weights diverged": (
@@ -342,9 +341,6 @@ class Cause:
     def share(self) -> float:
         """The share of the output's elements that are not finite."""
         return (self.nan + self.inf) / self.elements
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         lines = [
