@@ -337,16 +337,11 @@ class Cause:
             operand["dtype"] = dtype_name(operand["dtype"]) if operand["dtype"] else None
         return {**table, "remedy": self.remedy}
 
-    @property
-    def share(self) -> float:
-        """The share of the output's elements that are not finite."""
-        return (self.nan + self.inf) / self.elements
-
     def __str__(self) -> str:
         lines = [
             self._operation(self.kind),
             f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
-            f"({100 * self.share:.3g} %)",
+            f"({100 * (self.nan + self.inf) / self.elements:.3g} %)",
             *map(self._input, self.inputs),
         ]
         where = self._micro_batch()
