@@ -1,4 +1,4 @@
-"""What really ran: formats of operations and storage, against a policy."""
+"""What really ran: formats of operations and storage, against a policy and a golden file."""
 
 from __future__ import annotations
 
@@ -88,6 +88,21 @@ def test_an_operation_that_leaves_the_policy_is_named():
     assert all(line.endswith("bf16-mixed says bf16") for line in found)
     ran, _, _ = traced("bert", "bf16-mixed,keep_fp32=classifier*", plant=plant)
     assert ran.differences() == []
+
+
+def test_a_golden_file_tells_what_changed(tmp_path):
+    golden = tmp_path / "golden.txt"
+    ran, _, _ = traced("gpt", "bf16-mixed")
+    ran.save(golden)
+    again, _, _ = traced("gpt", "bf16-mixed")
+    again.check(golden)
+    other, _, _ = traced("gpt", "bf16-mixed,keep_fp32=layers.1.mlp.up")
+    with pytest.raises(PrecisionError, match=r"differs from .*golden\.txt in \d+ lines") as error:
+        other.check(golden)
+    lines = str(error.value).splitlines()[1:]
+    assert "-addmm in forward of layers.1.mlp.up (Linear): 3 bf16 -> bf16, 1 call" in lines
+    assert "+addmm in forward of layers.1.mlp.up (Linear): 3 fp32 -> fp32, 1 call" in lines
+    assert not any("layers.0" in line for line in lines)
 
 
 def test_a_trace_changes_no_bit_and_leaves_no_hook(monkeypatch):
