@@ -1,0 +1,161 @@
+"""A run's folder for a loop that is not halfstep's own: what the trainer writes, in its formats.
+
+::
+
+    config.toml     the precision
+    metrics.jsonl   one line per step: loss, norm, scale, whether it was applied and why not
+    exclude.jsonl   the batches of steps that spiked, and of those that were undone with them
+    causes.jsonl    where the first cause of a step was searched
+
+``halfstep report`` reads the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self, get_args
+
+import torch.distributed as dist
+
+from halfstep.diagnostics.metrics import (
+    CAUSES,
+    METRICS,
+    Excluded,
+    MetricsFile,
+    Record,
+    append_line,
+)
+from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
+from halfstep.precision.border import require
+from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import Judged
+from halfstep.precision.scaling.spikes import Spiking
+from halfstep.precision.step import Precision
+
+
+class Recorder:
+    """Writes what the trainer writes for a loop of one's own: metrics, and batches that spiked.
+
+    Example:
+        >>> import tempfile, torch, halfstep
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> precision = halfstep.Precision("fp32", model, optimizer, on_nonfinite="skip:9")
+        >>> folder = tempfile.mkdtemp()
+        >>> with Recorder(precision, folder) as recorder:
+        ...     for x in (torch.ones(2, 4), torch.full((2, 4), torch.nan)):
+        ...         recorder.batch()
+        ...         with precision.autocast():
+        ...             loss = model(x).square().mean()
+        ...         result = recorder.step(precision.step(loss))
+        >>> result.applied, result.reason
+        (False, 'nonfinite_loss')
+    """
+
+    def __init__(self, precision: Precision, folder: Path | str) -> None:
+        """Begin, or go on, in a folder.
+
+        Args:
+            precision: What takes the steps. After a resume load its state first, so that lines of
+                steps that run again are dropped.
+            folder: The run's folder; made if absent. With several ranks all share it.
+
+        Raises:
+            PrecisionError: If ``precision`` is not a Precision, or records already.
+            CheckpointError: If the folder cannot be written.
+        """
+        self._precision = require(
+            precision, Precision, "Recorder(precision)", "a halfstep.Precision"
+        )
+        if precision.outcome.on_incurable is not None:
+            raise PrecisionError("this Precision has a Recorder already; close it first")
+        self._folder = Path(folder)
+        self._given: dict[str, list[Any]] = {}
+        self._batches = 0
+        self._written = -1  # the last step with a line
+        self._metrics: MetricsFile | None = None
+        self._excluded: Excluded | None = None
+        self._last: tuple[int, Judged] | None = None  # a step that may end the loop
+        self._open()
+        precision.outcome.on_incurable = self._failed
+
+    def _open(self) -> None:
+        """Open the files for the steps to come, whose lines a resume writes again."""
+        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            policy = f"precision = {json.dumps(str(self._precision.policy))}\n"
+            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
+        spikes, step = self._precision.recovery["on_spike"], self._step
+        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=step)
+        self._excluded = Excluded(self._folder, lambda _: self._given, spikes, last_step=step)
+
+    @property
+    def _step(self) -> int:
+        """Steps taken, skipped ones included."""
+        return self._precision.progress.steps
+
+    def batch(self, **where: Any) -> None:
+        """Number a micro-batch; call it before its forward.
+
+        Args:
+            where: Where it is found again, such as ``epoch=3, rows=[17, 4]``, for exclude.jsonl.
+        """
+        self._precision.settle()
+        if not self._precision.has_loss:
+            self._given = {}
+        for key, value in {"batch": self._batches, **where}.items():
+            self._given.setdefault(key, []).append(value)
+        self._batches += 1
+
+    def step(self, result: StepResult) -> StepResult:
+        """Write the step's line; returns the result, so that it can stand around the step."""
+        self._write(Record.of(self._step, result))
+        if self._excluded is not None:
+            self._excluded.stepped(self._step, result)
+        self._last = None
+        return result
+
+    def _failed(self, judged: Judged) -> None:
+        self._last = self._step + 1, judged
+
+    def _stopped(self, step: int, last: Judged, cause: Cause | None) -> None:
+        """Write the line of the step that ended the loop, and its batches if it spiked."""
+        summary = None if cause is None else cause.summary
+        reason = str(last.reason)
+        record = Record(
+            step=step, applied=False, loss=last.loss, grad_norm=last.norm, skip_reason=reason,
+            first_cause=summary,
+        )  # fmt: skip
+        self._write(record)
+        if cause is not None and self._metrics is not None:
+            line = {"step": step, **cause.to_json(), "text": str(cause)}
+            append_line(self._folder / CAUSES, line)
+        if self._excluded is not None and reason in get_args(Spiking):
+            self._excluded.spiked(step, reason)
+
+    def _write(self, record: Record) -> None:
+        if self._metrics is not None and record.step > self._written:
+            self._metrics.write(record)
+            self._written = record.step
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._precision.outcome.on_incurable = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Close, after the line of the step that ended the loop."""
+        if isinstance(error, NonFiniteError | SpikeError) and self._last is not None:
+            self._stopped(*self._last, getattr(error, "first_cause", None))
+        self.close()
