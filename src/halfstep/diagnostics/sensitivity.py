@@ -1,0 +1,199 @@
+"""Measures how much gradient error each linear layer and matmul makes in a format below 16 bits.
+
+A batch's gradient is computed once in bf16, and once for each matmul (``fprop``, ``dgrad``,
+``wgrad``) of each linear layer with that matmul alone in the other format. With G the gradient of
+all parameters and dG its change, the error is ``|dG|^2 / |G|^2``.
+
+Where a format rounds stochastically, the gradient is the mean of several draws, as an optimizer
+averages over steps: without that, stochastic rounding would look worse than rounding to nearest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import PrecisionError
+from halfstep.files import write_whole
+from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
+from halfstep.precision.policy.rules import place, unfilled
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.step import Precision
+
+LossFn = Callable[[Any, Any], Tensor]
+"""From model and batch to the mean loss, a scalar."""
+REFERENCE = "bf16-mixed"
+_DRAWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulError:
+    """What one matmul of one layer changes of the gradient.
+
+    Attributes:
+        layer: The layer's qualified name.
+        matmul: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        error: Square of the gradient's change, relative to its own; infinite where it is not
+            finite.
+    """
+
+    layer: str
+    matmul: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The errors of every linear layer in a format.
+
+    A matmul is missing where the layer's features fill no whole blocks of the format.
+    """
+
+    format: str
+    layers: tuple[str, ...]
+    errors: tuple[MatmulError, ...]
+
+    def toml(self, most: float) -> str:
+        """Spell a policy: bf16 for matmuls with an error above ``most``, else the format."""
+        found = {(row.layer, row.matmul): row.error for row in self.errors}
+        typical = {
+            matmul: median([row.error for row in self.errors if row.matmul == matmul] or [0.0])
+            for matmul in PRODUCTS
+        }
+        rules = []
+        for layer in self.layers:
+            kept = {}
+            for matmul in PRODUCTS:
+                error = found.get((layer, matmul))
+                if error is None:
+                    kept[matmul] = f"its features fill no whole blocks of {self.format}"
+                elif not error <= most:
+                    kept[matmul] = f"gradient error {error:.2g}, median {typical[matmul]:.2g}"
+            if kept:
+                forms = "/".join(KEPT if m in kept else self.format for m in PRODUCTS)
+                why = "; ".join(f"{matmul}: {text}" for matmul, text in kept.items())
+                rules += [f"# {why}", f'"{layer}" = "{forms}"']
+        lines = [
+            f'base = "{self.format}"',
+            "simulate = true  # where the device does not multiply this format",
+            *(["", "[rules]", *rules] if rules else []),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, path: str | Path, most: float) -> None:
+        """Write :meth:`toml` to a file, which ``--precision`` and ``Precision`` read."""
+        write_whole(Path(path), self.toml(most))
+
+
+def sensitivity(
+    model: nn.Module, batches: Sequence[Any], loss_fn: LossFn, form: str = "nvfp4"
+) -> Sensitivity:
+    """Measure the gradient error that each linear layer and matmul makes alone in a format.
+
+    It takes three passes over each batch for a linear layer, eight times as many for a format that
+    rounds stochastically.
+
+    Args:
+        model: Plain, on its device, with trained weights: a new model's errors are others. It is
+            not changed; copies of it run.
+        batches: What ``loss_fn`` takes; errors are averaged over them.
+        loss_fn: A function of model, batch and torch's random numbers alone.
+        form: A format that recipes have, such as ``"mxfp8"`` or ``"nvfp4"``.
+
+    Raises:
+        PrecisionError: If the format is unknown, there is no linear layer, or a gradient in bf16
+            is 0 or not finite.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        >>> batches = [torch.randn(64, 32) for _ in range(2)]
+        >>> found = sensitivity(model, batches, lambda model, x: (model(x) - x).square().mean())
+        >>> len(found.errors)
+        6
+    """
+    if form not in SCHEMES:
+        raise PrecisionError(f"format {form!r}; allowed: {', '.join(SCHEMES)}")
+    if not batches:
+        raise PrecisionError("batches is empty; give at least one")
+    layers = {
+        placement.name: placement.module
+        for placement in place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model).low
+    }
+    references = [_reference(model, batch, loss_fn) for batch in batches]
+    errors = [
+        _error(model, batches, references, loss_fn, form, name, matmul)
+        for name, layer in layers.items()
+        for matmul in PRODUCTS
+        if not unfilled(layer, matmul, form)
+    ]
+    return Sensitivity(form, tuple(layers), tuple(errors))
+
+
+def _error(
+    model: nn.Module,
+    batches: Sequence[Any],
+    references: Sequence[dict[str, Tensor]],
+    loss_fn: LossFn,
+    form: str,
+    name: str,
+    matmul: str,
+) -> MatmulError:
+    """Measure one matmul of one layer with all others in the reference's format."""
+    recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
+    policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
+    draws = _DRAWS if SCHEMES[form].stochastic else 1
+    errors = []
+    for batch, reference in zip(batches, references, strict=True):
+        found = gradients(policy, model, batch, loss_fn, draws)
+        change = _square(found[n] - g for n, g in reference.items()) / _square(reference.values())
+        errors.append(change if math.isfinite(change) else math.inf)
+    return MatmulError(name, matmul, fmean(errors))
+
+
+def _reference(model: nn.Module, batch: Any, loss_fn: LossFn) -> dict[str, Tensor]:
+    """Compute the gradients that errors are measured against; refuse those that have none."""
+    found = gradients(REFERENCE, model, batch, loss_fn)
+    size = _square(found.values())
+    if not 0 < size < math.inf:
+        raise PrecisionError(
+            f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
+            "measured; give weights and batches where it is finite and above 0"
+        )
+    return found
+
+
+def gradients(
+    policy: str, model: nn.Module, batch: Any, loss_fn: LossFn, draws: int = 1
+) -> dict[str, Tensor]:
+    """Compute the gradients of a batch under a policy, the mean over draws of its random bits."""
+    copied = copy.deepcopy(model)
+    trained = [p for p in copied.parameters() if p.requires_grad]
+    precision = Precision(policy, copied, torch.optim.SGD(trained, lr=1.0))
+    found: dict[str, Tensor] = {}
+    try:
+        for draw in range(draws):
+            precision.clock.step = draw
+            copied.zero_grad()
+            torch.manual_seed(0)  # the same dropout in every pass
+            with precision.autocast():
+                loss = loss_fn(precision.model, batch)
+            precision.backward(loss)
+            for name, p in precision.model.named_parameters():
+                if p.grad is not None:
+                    found[name] = found.get(name, 0.0) + p.grad.double() / draws
+    finally:
+        precision.close()
+    return found
+
+
+def _square(parts: Iterable[Tensor]) -> float:
+    return sum(float(part.double().square().sum()) for part in parts)
