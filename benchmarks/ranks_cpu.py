@@ -38,8 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import save, summary
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import choose_strategy, plan_of
-from halfstep.precision.casting.autocast import cpu_has_bf16
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts, cpu_has_bf16
 from halfstep.precision.step import Precision
 from halfstep.trainer.environment import keep_freed_memory
 from halfstep.trainer.models.gpt import GPT, GPTConfig

@@ -229,28 +229,3 @@ def test_the_aliases_are_those_of_the_page():
     for alias, name in ALIASES.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"`{alias}`" in row, alias
-
-
-def fences(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-def test_the_blocks_of_python_run(tmp_path, monkeypatch):
-    """Those of docs/ are tried in tests/docs/test_blocks.py."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
-
-    def check(page, number, block):
-        have = reader(block)
-        before = [p.detach().clone() for p in have["model"].parameters()]
-        model = have["model"]
-        exec(compile(block, f"{page}, block {number}", "exec"), have)
-        if "precision.step(" in block:  # a loop that trains nothing would run as well
-            assert any(
-                not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)
-            )
-
-    blocks = [(page, n, block) for page in NAMES for n, block in enumerate(fences(page))]
-    assert len(blocks) > 1
-    every(blocks, check)

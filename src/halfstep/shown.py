@@ -1,28 +1,8 @@
-r"""Makes what halfstep returns readable: in a notebook, and in the columns of a terminal.
-
-A notebook shows the ``repr`` of other objects, where a string of several lines would stand as one,
-with ``\n`` in it.
-"""
+"""Text in the columns of a terminal."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Collection, Sequence
-
-_PRE = "font-family:monospace;white-space:pre;overflow-x:auto;font-size:12px;line-height:1.35"
-"""Notebooks' own styles break lines, and some show ``pre`` in letters of unequal width."""
-
-
-class Text(str):
-    """Text of several lines: a string like any other, which a notebook shows as it is printed."""
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
-
-
-def as_html(text: str) -> str:
-    """Show text as a notebook should: with its lines and columns, and nothing of it as a tag."""
-    return f'<pre style="{_PRE}">{html.escape(text)}</pre>'
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -7,7 +7,6 @@ has ``<!-- task: NAME -->`` above it. Commands are taken from the page.
 
 from __future__ import annotations
 
-import ast
 import csv
 import re
 import runpy
@@ -22,7 +21,7 @@ from tests.trainer.lm_folders import alpaca, save_base, write
 
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")}
-MARKED = re.compile(r"<!-- task: ([^>]*?) -->\n```(\w+)\n(.*?)```", re.DOTALL)
+MARKED = re.compile(r"<!-- task: ([^>]*?) -->\n```sh\n(.*?)```", re.DOTALL)
 MANY = re.compile(r"<!-- tasks -->\n```sh\n(.*?)```", re.DOTALL)
 
 # Products of what ``auto`` takes, by README's table of devices: 16 bits on a GPU, which has fp16 at
@@ -65,28 +64,25 @@ OUTCOMES = {
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
     "curves": (["Written: runs/book/report.html"], ["runs/book/report.html"]),
-    "notebook": ([r"<(table|pre)[^>]*>policy +bf16-split"], []),
     "mac": ([r"take fp32: .*Apple M"], []),
 }  # fmt: skip
 
 
 class Task(NamedTuple):
-    language: str
     lines: list[str]
     after: str
     exit: int
 
 
 def tasks_of(page: str) -> dict[str, Task]:
-    found = {name: Task(language, lines_of(block), "", 0)
-             for name, language, block in MARKED.findall(page)}  # fmt: skip
+    found = {name: Task(lines_of(block), "", 0) for name, block in MARKED.findall(page)}
     (many,) = MANY.findall(page)
     for title, block in re.findall(r"^# (.*)\n((?:[^#\n].*\n)+)", many, re.MULTILINE):
         name = re.split(r"[:,\uff1a]", title)[0]
         assert name not in found, f"{name} is there twice"
         (after,) = re.findall(r"after (\w+)", title) or [""]
         (code,) = re.findall(r"exit code (\d)", title) or ["0"]
-        found[name] = Task("sh", lines_of(block), after, int(code))
+        found[name] = Task(lines_of(block), after, int(code))
     return found
 
 
@@ -149,12 +145,8 @@ class Newcomer:
             self.do(task.after, halfstep, capsys)
         if name in self.done:
             return
-        ways = {"python": self.cell, "sh": self.commands}
-        check(name, task, *ways[task.language](task.lines, halfstep, capsys), self.room)
+        check(name, task, *self.commands(task.lines, halfstep, capsys), self.room)
         self.done.add(name)
-
-    def cell(self, lines, *_):
-        return [0] * len(lines), shown("\n".join(lines))
 
     def commands(self, lines, halfstep, capsys):
         codes, output = [], ""
@@ -173,15 +165,6 @@ class Newcomer:
                 codes.append(code)
                 output += out + err
         return codes, output
-
-
-def shown(block: str) -> str:
-    """What a notebook shows of a cell: its last expression as HTML."""
-    body = ast.parse(block).body
-    names: dict[str, object] = {}
-    exec(compile(ast.Module(body[:-1], []), "cell", "exec"), names)
-    assert isinstance(body[-1], ast.Expr)
-    return eval(compile(ast.Expression(body[-1].value), "cell", "eval"), names)._repr_html_()
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from every import every
 from halfstep.distributed.tensor_parallel import parallelize_, sum_over_ranks
 from halfstep.errors import ConfigError, DataError
-from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.autocast import Autocast, SimulatedProducts
 from halfstep.precision.casting.cast import add_regions_, cast_parameters_
-from halfstep.precision.casting.simulate import SimulatedProducts
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.models.gpt import GPT, GPTConfig

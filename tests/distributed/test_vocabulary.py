@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from halfstep.distributed.tensor_parallel import ShardedVocabulary
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.trainer.models.cross_entropy import (
     linear_cross_entropy_sum,
 )

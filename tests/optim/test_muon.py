@@ -13,7 +13,7 @@ from halfstep.optim import Muon, muon_groups
 from halfstep.optim.moments import decode
 from halfstep.optim.muon import newton_schulz
 from halfstep.optim.state import stored_moment
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
 from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter

@@ -50,7 +50,7 @@ def test_importing_halfstep_imports_no_torch_and_starts_nothing():
 
 
 def test_examples_in_docstrings_are_right():
-    for name in ("step", "explain", "casting.simulate", "policy.spelling"):
+    for name in ("step", "explain", "casting.autocast", "policy.spelling"):
         module = importlib.import_module(f"halfstep.precision.{name}")
         result = doctest.testmod(module)
         assert result.attempted >= 1, name

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts
 from reference.products import U16, U32, assert_within
 from reference.witness import Witness, low_products
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import Precision, StepResult
-from halfstep.precision.casting.autocast import cpu_has_bf16
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts, cpu_has_bf16
 from reference.training import (
     CPU_POLICIES,
     DYNAMIC,

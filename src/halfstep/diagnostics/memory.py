@@ -18,7 +18,7 @@ from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
-from halfstep.shown import aligned, as_html
+from halfstep.shown import aligned
 
 PARTS = {
     "weights": "parameters and buffers",
@@ -84,9 +84,6 @@ class Memory:
         if not self.rows or not grows:
             return 0
         return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]

@@ -42,7 +42,6 @@ from halfstep.optim.state import stored_moment
 from halfstep.precision.border import require
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.step import Precision
-from halfstep.shown import as_html
 
 _RULES: Mapping[type[Optimizer], Algorithm] = {
     optim.AdamW: ADAMW,
@@ -131,9 +130,6 @@ class LostUpdateMeter:
         return lost_table(reports) if reports else "no step has been measured yet"
 
     __str__ = lost_table
-
-    def _repr_html_(self) -> str:
-        return as_html(self.lost_table())
 
     def close(self) -> None:
         """Remove the hooks; existing measurements can still be read."""

@@ -27,7 +27,7 @@ from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
-from halfstep.precision.casting import simulate
+from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import AUTOCAST, MIXED
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.native import why_not_native
@@ -36,11 +36,11 @@ from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
-from halfstep.shown import aligned, as_html
+from halfstep.shown import aligned
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
-_SIMULATED = simulate.SimulatedProducts.run.__code__
+_SIMULATED = SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
 _STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -105,9 +105,6 @@ class Ran:
             for row in self.operations
         ]
         return aligned([head, *rows], {6})
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def lines(self) -> list[str]:
         """Policy and operations, a line each."""

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.formats.floats import E2M1, E4M3FN, E5M2, FP32, FloatFormat
-from halfstep.shown import Text
 
 ScaleRule = Literal["rceil", "amax", "two-level"]
 
@@ -217,7 +216,7 @@ class BlockFormat:
             relative = error / abs(value) if value else error
             cells = (f"{value:.9g}", f"0x{int(code):02x}", f"{inside:g}", f"{becomes:.9g}")
             lines.append(_ROW.format(*cells, f"{error:.3g}", f"{relative:.3g}"))
-        return Text("\n".join(lines))
+        return "\n".join(lines)
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """A view with dims of its own for the columns of blocks, and for the rows of tall ones."""

@@ -19,7 +19,7 @@ from halfstep.optim.options import require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import StepTask, dense, flat
 from halfstep.precision.agreement import MARK
-from halfstep.precision.casting.simulate import SimulatedProducts
+from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
 from halfstep.precision.policy.devices import cpu_has_bf16
 

@@ -17,7 +17,7 @@ from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
 from halfstep.precision.policy.rules import Placement, place
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
-from halfstep.shown import Text, aligned
+from halfstep.shown import aligned
 
 _MOMENTS = {
     "bf16": "the optimizer's running averages, rounded stochastically",
@@ -25,7 +25,7 @@ _MOMENTS = {
 }
 
 
-def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> Text:
+def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> str:
     """The policy as a table of text: formats, loss scale, bytes, and how the device runs it.
 
     Args:
@@ -45,10 +45,10 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     auto = [("auto", "", choose(where).reason)] if asked else []
     rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
     rows.append((where.type, found.status, reason))
-    return Text("\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows))
+    return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
 
 
-def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
+def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
     """Which format a policy gives each module of a model, as a table of text; changes nothing.
 
     There is a row for each module that holds parameters itself or that a rule names: its name and
@@ -80,7 +80,7 @@ def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> Text:
         total += size
         rows.append(_row(value, placement, f"{size:.0f}", has_weights=bool(own)))
     rows.append(("total", "", "", "", "", f"{total:.0f}"))
-    return Text(aligned(rows, {5}))
+    return aligned(rows, {5})
 
 
 def _size(policy: PrecisionPolicy, parameter: torch.Tensor, kept: bool) -> float:

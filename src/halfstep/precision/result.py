@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from halfstep.shown import as_html
-
 Reason = Literal["overflow", "nan_gradients", "nonfinite_loss", "loss_spike", "gradient_spike"]
 
 
@@ -67,7 +65,3 @@ class StepResult(_ReadLater):
     yet; a skip is expected then."""
     nonfinite_parameters: tuple[str, ...] = ()
     """Parameters whose gradients were not finite, NaN first."""
-
-    def _repr_html_(self) -> str:
-        rows = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return as_html("\n".join(f"{name:<21}{value}" for name, value in rows))

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from halfstep.precision.policy.policy import dtype_name
-from halfstep.shown import as_html
 
 REMEDIES = {
     "weights diverged": (
@@ -338,19 +337,11 @@ class Cause:
             operand["dtype"] = dtype_name(operand["dtype"]) if operand["dtype"] else None
         return {**table, "remedy": self.remedy}
 
-    @property
-    def share(self) -> float:
-        """The share of the output's elements that are not finite."""
-        return (self.nan + self.inf) / self.elements
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
-
     def __str__(self) -> str:
         lines = [
             self._operation(self.kind),
             f"output: {self.inf:,} inf and {self.nan:,} NaN of {self.elements:,} elements "
-            f"({100 * self.share:.3g} %)",
+            f"({100 * (self.nan + self.inf) / self.elements:.3g} %)",
             *map(self._input, self.inputs),
         ]
         where = self._micro_batch()

@@ -70,7 +70,7 @@ from halfstep.diagnostics.nonfinite.operations import (
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require, require_model
-from halfstep.precision.casting import op_casts, simulate
+from halfstep.precision.casting import autocast, op_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.recovery import FIND_IT
@@ -81,7 +81,7 @@ from halfstep.precision.step import Precision
 _TORCH = str(Path(torch.__file__).parent)
 _HALFSTEP = str(Path(__file__).parents[2])
 _OURS = (str(Path(__file__).parent),)
-_NOT_THE_CALLER = (_TORCH, *_OURS, simulate.__file__, op_casts.__file__)
+_NOT_THE_CALLER = (_TORCH, *_OURS, autocast.__file__, op_casts.__file__)
 # Code that looks for overflows, so that it is never the cause.
 _CHECKS = gradients.__file__
 
@@ -337,7 +337,7 @@ class NonFiniteTrace(TorchDispatchMode):
         frame: FrameType | None = sys._current_frames().get(self._thread)
         while frame is not None:
             code = frame.f_code
-            if code is simulate.SimulatedProducts.run.__code__:
+            if code is autocast.SimulatedProducts.run.__code__:
                 if simulated is None and "wide" in frame.f_locals:
                     simulated = frame.f_locals  # its operands are converted to fp32
             elif not code.co_filename.startswith(_NOT_THE_CALLER):

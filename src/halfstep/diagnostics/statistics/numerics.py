@@ -22,7 +22,7 @@ from halfstep.diagnostics.statistics.what_if import (
 )
 from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
-from halfstep.shown import aligned, as_html
+from halfstep.shown import aligned
 
 SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
 """What a loss scale multiplies."""
@@ -137,9 +137,6 @@ class StepNumerics:
 
     def __str__(self) -> str:
         return self.table()
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
     def to_json(self) -> str:
         """One line of strict JSON."""

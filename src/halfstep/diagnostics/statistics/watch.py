@@ -39,7 +39,6 @@ from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
-from halfstep.shown import as_html
 
 _NOTHING = "no step has been watched yet"
 
@@ -105,9 +104,6 @@ class Watch:
 
     def __str__(self) -> str:
         return self.table()
-
-    def _repr_html_(self) -> str:
-        return as_html(_NOTHING) if self._last is None else self._last._repr_html_()
 
     # What the loop's steps tell.
 
