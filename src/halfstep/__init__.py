@@ -17,7 +17,7 @@ _TRAINER = ("Trainer", "TrainResult")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name."""
+    """Load the module of a public name when the name is first used, so that importing is fast."""
     try:
         return _load(name)
     except ModuleNotFoundError as error:

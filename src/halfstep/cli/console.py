@@ -34,7 +34,7 @@ class RunDisplay:
             self._print("")
 
     def say(self, text: str) -> None:
-        """Print one line."""
+        """Print a line that stays, where the progress line is written over."""
         self._print(f"{text}\n")
 
     def prepared(self, what: str, done: int, total: int) -> None:

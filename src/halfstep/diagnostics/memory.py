@@ -71,7 +71,7 @@ class Memory:
         return sum(map(self.part, SAVED))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return all fields and the total in bytes, as values that JSON has."""
         return {**asdict(self), "total": self.total}
 
     def largest_batch(self, have: int) -> int:

@@ -118,7 +118,7 @@ class Recorder:
             self._written = record.step
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Close the files, and no longer watch the Precision for a step that ends the run."""
         self._precision.outcome.on_incurable = None
         if self._metrics is not None:
             self._metrics.close()

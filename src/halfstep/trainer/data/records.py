@@ -114,7 +114,6 @@ Rows: TypeAlias = Iterator[tuple[str, Any]]
 Lines: TypeAlias = Iterable[tuple[int, str]]
 """Pairs (line number from 1, line with its line end)."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-TABLE_SUFFIXES = (".csv", ".tsv")
 HUB_PREFIX = "datasets:"
 
 
