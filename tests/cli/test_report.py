@@ -18,7 +18,7 @@ def test_a_run_ends_with_its_verdict_and_has_a_page_in_both_languages(tmp_path, 
     assert done.stdout.splitlines() == [f"run: {healthy}", f"Written: {run / 'report.html'}"]
     assert (run / "report.html").read_text().count("<svg") >= 3
     done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.html")
-    assert "正常" in done.stdout
+    assert "数值正常" in done.stdout
     assert 'lang="zh-CN"' in (tmp_path / "r.html").read_text()
 
 

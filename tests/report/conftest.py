@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-CONFIG = """task = "pretrain"
+CONFIG = """task = "{task}"
 name = "gpt-tiny"
 precision = "{precision}"
 [run]
 max_steps = {steps}
 [model]
 n_layer = 4
+vocab_size = {vocabulary}
 """
 
 
@@ -25,11 +26,14 @@ def line(step, **values):
 def folder(tmp_path):
     """Writes a run folder; returns its path."""
 
-    def write(lines, name="run", precision="bf16-mixed", steps=None, environment=None):
+    def write(
+        lines, name="run", precision="bf16-mixed", steps=None, environment=None, task="pretrain",
+        vocabulary=0,
+    ):  # fmt: skip
         path = tmp_path / name
         path.mkdir(parents=True)
         planned = len(lines) if steps is None else steps
-        text = CONFIG.format(precision=precision, steps=planned)
+        text = CONFIG.format(precision=precision, steps=planned, task=task, vocabulary=vocabulary)
         (path / "config.toml").write_text(text, encoding="utf-8")
         (path / "env.json").write_text(json.dumps(environment or {"cpu": {"name": "A CPU"}}))
         metrics = "".join(json.dumps(each) + "\n" for each in lines)

@@ -23,6 +23,8 @@ NOT_ARITHMETIC = frozenset(
     )
 ) | {"name"}
 """Keys that may differ between repetitions of one configuration."""
+_OF_THE_LOSS = frozenset({"task", "model.source", "model.vocab_size"})
+"""Keys besides those of the data by which a validation loss measures another thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +107,11 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
         return None
     groups = grouped(runs)
     differs = _differences(groups)
-    unlike = [k for k in differs if k == "task" or k.startswith("data.") or k == "model.source"]
-    measure, step = ("", 0) if unlike else _measure(runs)
-    if not measure:
-        why = gettext(
-            "These runs cannot be ranked: they differ in {keys}, so their losses do not measure "
-            "the same thing.",
-            language,
-        ).format(keys=", ".join(unlike))
-        if not unlike:
-            why = gettext(
-                "These runs cannot be ranked: there is no step at which all of them were "
-                "evaluated. Give them the same run.eval_every.",
-                language,
-            )
-        return Comparison("", 0, groups, differs, [why])
+    why = _unranked(runs, differs, language)
+    if why:
+        text = gettext("These runs cannot be ranked: {why}.", language)
+        return Comparison("", 0, groups, differs, [text.format(why=why)])
+    measure, step = _measure(runs)
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
     groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
@@ -132,6 +124,43 @@ def _differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     keys = dict.fromkeys(key for each in flat for key in each if key not in NOT_ARITHMETIC)
     rows = {key: [each.get(key, "") for each in flat] for key in keys}
     return {key: values for key, values in rows.items() if len({*values}) > 1}
+
+
+def _unranked(
+    runs: Sequence[RunRecord], differs: Mapping[str, Sequence[str]], language: str
+) -> str:
+    """Why runs cannot be ranked, by what they have recorded; empty where they can be."""
+    lacking = [run for run in runs if not _evaluated(run)]
+    if lacking:
+        return "; ".join(_without_results(run, language) for run in lacking)
+    unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
+    # another seed may hold out other examples of the same files
+    held = {(flattened(run.config).get("run.seed"), run.scores.get("data")) for run in runs}
+    if not unlike and len(held) > len({seed for seed, _ in held}):
+        unlike = [gettext("what the files of their data held", language)]
+    if unlike:
+        text = gettext("they differ in {keys}, so they do not measure the same thing", language)
+        return text.format(keys=", ".join(unlike))
+    if _measure(runs)[0]:
+        return ""
+    text = gettext("{run} was evaluated at step {steps}", language)
+    return "; ".join(
+        text.format(run=run.name, steps=", ".join(map(str, _evaluated(run)[-3:]))) for run in runs
+    )
+
+
+def _evaluated(run: RunRecord) -> list[int]:
+    """The steps at which a run was evaluated."""
+    return run.series("val_loss")[0] or run.series("val_accuracy")[0]
+
+
+def _without_results(run: RunRecord, language: str) -> str:
+    last, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps or 0
+    every = int(flattened(run.config).get("run.eval_every", "0")) or planned
+    text = gettext("{run} has no validation results", language)
+    if last < min(every, planned):
+        text = gettext("{run} ended at step {last}, before its first evaluation", language)
+    return text.format(run=run.name, last=last)
 
 
 def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:

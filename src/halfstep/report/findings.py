@@ -34,6 +34,15 @@ FEW = 20
 """Steps below which a run tells nothing of its health."""
 RISE = 1.2
 """Factor over its best smoothed value at which a loss counts as diverged."""
+ENOUGH = 200
+"""Steps below which a model that is still near a guess is called short of steps, not wrong."""
+WORSE = 1.05
+"""Factor over its best from which on a validation loss is called worse."""
+SLOWER = N_("See whether the targets follow from the inputs; then try a smaller learning rate.")
+BY_HEART = N_(
+    "It learns the training data by heart: give more data, take fewer steps, or set more dropout "
+    "or weight decay."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class RunFinding:
         what: The sentence in English, with names in braces.
         do: What to do about it, likewise.
         values: What takes the names' places.
+        command: What to type for that, or empty.
+        of_numbers: Whether it is about the arithmetic, and not about what was learned.
     """
 
     level: Level
@@ -53,6 +64,8 @@ class RunFinding:
     what: str
     do: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
+    of_numbers: bool = True
 
     def text(self, language: str) -> str:
         """The sentence."""
@@ -70,37 +83,57 @@ class RunFinding:
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
-    """What a run's user should know, worst first."""
+    """What a run's user should know, worst first.
+
+    What it learned is judged where it took its steps and nothing is wrong with its numbers.
+    """
     found = [finding for rule in RULES for finding in rule(run)]
+    if run.steps and all(f.level == "note" and f.name != "unfinished" for f in found):
+        worse = _overfitted(run)
+        found += [worse] if worse else []
+        if not worse or worse.level == "note":
+            found += filter(None, [_guessing(run)])
     return sorted(found, key=lambda finding: ORDER.index(finding.level))
 
 
 def verdict(run: RunRecord, language: str = "en") -> str:
-    """The run in one line: healthy, or the worst finding; with skips and lost updates."""
+    """The run in a line: its numerics, then what it learned; in another line what to type."""
     if not run.steps:
         return gettext("the run took no step", language)
-    counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
     found = findings(run)
-    worst = next((f for f in found if f.level != "note"), None)
+    worst = next((f for f in found if f.level != "note" and f.of_numbers), None)
+    text = _numerics(run, worst, language)
+    learned = (f for f in found if f.level != "note" and not f.of_numbers)
+    also = next(learned, next((f for f in found if f.name == "unfinished"), None))
+    if also is not None:
+        said = gettext("{said}. {also}", language)
+        text = said.format(said=text, also=also.text(language))
+    commands = [f"try: {f.command}" for f in (worst, also) if f is not None and f.command]
+    return "\n".join([text, *commands[:1]])
+
+
+def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
+    """What happened to the numbers: the worst that was found, or skips and lost updates."""
+    counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
     if worst is not None:
-        return gettext("{worst} ({skipped} of {steps} steps skipped)", language).format(
-            **counts, worst=worst.text(language)
-        )
+        text = gettext("{worst} ({skipped} of {steps} steps skipped)", language)
+        return text.format(**counts, worst=worst.text(language))
     shares = [*lost_shares(run).values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
+    elif max(shares, default=0.0) > LOUD:  # of fp32 masters, than which no format keeps more
+        text = gettext("numerics: ok: {skipped} of {steps} steps skipped", language)
     elif shares:
         text = gettext(
-            "healthy: {skipped} of {steps} steps skipped, {lost} of updates lost", language
+            "numerics: ok: {skipped} of {steps} steps skipped, {lost} of updates lost", language
         )
         counts["lost"] = f"{fmean(shares):.1%}"
     else:
         text = gettext(
-            "healthy: {skipped} of {steps} steps skipped; lost updates were not measured", language
+            "numerics: ok: {skipped} of {steps} steps skipped; lost updates were not measured",
+            language,
         )
-    said = text.format(**counts)
-    ended = [f.text(language) for f in found if f.name == "unfinished"]
-    return gettext("{said}. {also}", language).format(said=said, also=ended[0]) if ended else said
+    return text.format(**counts)
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -118,22 +151,20 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
             "fault",
             "stopped_spike",
             N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
-            N_(
-                "To go on without its batch, set "
-                'run.on_spike = "skip:10" (--on-spike skip:10): {resume}.'
-            ),
-            {"step": step, "resume": _resume(run)},
+            N_('To go on without its batch, set run.on_spike = "skip:10".'),
+            {"step": step},
+            _again(run, on_spike="skip:10"),
         )
     elif kind in ("nonfinite", "overflow"):
         yield _not_finite(run, step)
     elif planned is not None and step < planned:
-        values = {"step": step, "planned": planned, "resume": _resume(run)}
         yield RunFinding(
             "note",
             "unfinished",
             N_("The run ended at step {step} of {planned}"),
-            N_("To go on with it: {resume}."),
-            values,
+            N_("A resume goes on from the last checkpoint."),
+            {"step": step, "planned": planned},
+            _again(run),
         )
 
 
@@ -163,15 +194,35 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     )
 
 
-def _resume(run: RunRecord) -> str:
-    """What goes on with a run: a command, or the line of its program."""
+def _again(run: RunRecord, **changes: object) -> str:
+    """What goes on with a run, with other settings: a command, or the line of its program."""
+    command, given = COMMANDS.get(str(run.config.get("task"))), [*changes.items()]
+    if command is None:
+        settings = ", ".join(f"{key}={value!r}" for key, value in given)
+        return (
+            f"Trainer({settings}, ...).train(resume=True)"
+            if given
+            else ("Trainer.train(resume=True)")
+        )
+    words = [f"--{key.replace('_', '-')} {value}" for key, value in given]
+    return " ".join([f"halfstep {command} --resume --output-dir {_place(run)}", *words])
+
+
+def _anew(run: RunRecord, **changes: object) -> str:
+    """What trains the same from the start with other settings, into another folder."""
     command = COMMANDS.get(str(run.config.get("task")))
     if command is None:
-        return "Trainer.train(resume=True)"
+        return f"Trainer({', '.join(f'{key}={value!r}' for key, value in changes.items())}, ...)"
+    words = [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
+    named = f"halfstep {command} --config {_place(run, '/config.toml')}"
+    return " ".join([named, f"--output-dir {_place(run, '-2')}", *words])
+
+
+def _place(run: RunRecord, after: str = "") -> str:
+    """The run's folder as a word of a command line, with what comes after its name."""
     table = run.config.get("run")
     folder = table.get("output_dir") if isinstance(table, dict) else None
-    name = folder if isinstance(folder, str) and folder else run.name
-    return f"halfstep {command} --resume --output-dir {quote(name)}"
+    return quote((folder if isinstance(folder, str) and folder else run.name) + after)
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
@@ -247,26 +298,14 @@ def lost_shares(run: RunRecord) -> dict[str, float]:
 
 
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
+    """Updates that a wider format would have kept: no format keeps more than an fp32 master."""
     policy = run.parsed
+    if policy.master_dtype == torch.float32:
+        return
     fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
     for group, share in sorted(lost_shares(run).items(), key=lambda item: -item[1])[:3]:
-        values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
-        if share > LOUD and policy.master_dtype == torch.float32:
-            yield RunFinding(
-                "warning",
-                "lost_in_fp32",
-                N_(
-                    "{share} of the updates of {group} were lost to rounding, although its weights "
-                    "are kept in fp32"
-                ),
-                N_(
-                    "No policy keeps more than fp32: if the loss does not fall either, raise "
-                    "optimizer.learning_rate."
-                ),
-                values,
-            )
-        elif share > LOUD:
+        if share > LOUD:
             yield RunFinding(
                 "warning",
                 "lost_updates",
@@ -275,7 +314,8 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
                     'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or '
                     '"{wide}" (fp32 weights).'
                 ),
-                values,
+                {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide},
+                _anew(run, precision=exact),
             )
 
 
@@ -323,6 +363,114 @@ def _headroom(run: RunRecord) -> Iterator[RunFinding]:
                 "module": most.name.partition("[")[0],
             },
         )
+
+
+def _overfitted(run: RunRecord) -> RunFinding | None:
+    """A validation loss above its best: overfitting where the training loss fell meanwhile.
+
+    Where a classifier is as often right as then, only its probabilities are too sure: a note.
+    """
+    steps, found = run.series("val_loss")
+    best = min(range(len(found)), key=lambda i: (not math.isfinite(found[i]), found[i]), default=0)
+    if not found or not math.inf > found[-1] > found[best] * WORSE:
+        return None
+    values = {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]}
+    losses = dict(zip(*run.series("loss"), strict=True))
+    wide = range(min(20, steps[-1] - steps[best]))
+    then = median(losses.get(steps[best] - i, math.inf) for i in wide)
+    now = median(losses.get(steps[-1] - i, math.inf) for i in wide)
+    if len(wide) >= 5 and now * WORSE < then < math.inf:
+        right = dict(zip(*run.series("val_accuracy"), strict=True))
+        sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
+        what = N_(
+            "The validation loss rose from {best} at step {step} to {last}, while the training "
+            "loss fell from {then} to {now}"
+        )
+        values |= {"then": f"{then:.4g}", "now": f"{now:.4g}"}
+        level, name = ("note", "too_sure") if sure else ("warning", "overfitted")
+        more = _anew(run, max_steps=steps[best])
+        return RunFinding(level, name, what, BY_HEART, values, more, of_numbers=False)
+    if len(found) < 3 or not found[-2] > found[best] * WORSE:
+        return None  # one of a noisy curve
+    what = N_("The validation loss rose from {best} at step {step} to {last}")
+    slower = _anew(run, learning_rate=_slower(run))
+    return RunFinding("warning", "worsened", what, SLOWER, values, slower, of_numbers=False)
+
+
+def _slower(run: RunRecord) -> str:
+    """A third of the run's peak learning rate."""
+    return f"{max(run.series('learning_rate')[1], default=3e-4) / 3:.1g}"
+
+
+def _guessing(run: RunRecord) -> RunFinding | None:
+    """A model that is no better than knowing nothing, or hardly so after few steps.
+
+    Known are the loss of a uniform guess over a vocabulary, that a classifier's labels can be had
+    by always answering one, and that a text model begins near the former on whatever text.
+    """
+    few, count = len(run.steps) < ENOUGH, len(run.steps)
+    found = _classified(run, few) if run.scores else _at_start(run, few)
+    if found is None:
+        return None
+    what, values = found
+    losses, checked = run.series("loss")[1], run.series("val_loss")[1]
+    values |= {"steps": f"{count:,}", "more": max(300, 2 * count)}
+    do = N_("{steps} steps are few to learn from: train for {more}.")
+    command = _again(run, max_steps=values["more"])
+    if losses and checked and median(losses[-5:]) < 0.8 * checked[-1]:
+        do, command = BY_HEART, _anew(run, max_steps=max(1, count // 2))
+    elif not few:
+        do, command = SLOWER, _anew(run, learning_rate=_slower(run))
+    return RunFinding("warning", "guessing", what, do, values, command, of_numbers=False)
+
+
+def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
+    """What is wrong with the best state's answers: one class for all, or as good as drawn."""
+    rows, labels = run.scores["confusion"], run.scores["labels"]
+    answers, sizes = [*map(sum, zip(*rows, strict=True))], [*map(sum, rows)]
+    top, total = max(range(len(rows)), key=answers.__getitem__), sum(sizes)
+    others = total - sizes[top]
+    values = {"label": labels[top], "count": f"{total:,}", "others": f"{others:,}"}
+    if others >= 5 and total - answers[top] <= others / 10:
+        said = N_(
+            "The classifier answers {label} for {answers} of {count} validation examples, {others} "
+            "of which have another label"
+        )
+        return said, values | {"answers": f"{answers[top]:,}"}
+    hits = [row[i] for i, row in enumerate(rows)]
+    recalls = [hit / size for hit, size in zip(hits, sizes, strict=True) if size]
+    chance = 1 / len(recalls)
+    near = fmean(recalls) - chance <= (0.25 if few else 0.05) * (1 - chance)
+    if near and total - max(sizes) >= 5:
+        said = N_(
+            "The classifier is right for {right} of {count} validation examples, of which {most} "
+            "have one label"
+        )
+        shares = {"right": f"{sum(hits) / total:.1%}", "most": f"{max(sizes) / total:.1%}"}
+        return said, values | shares
+    return None
+
+
+def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
+    """Whether the last validation loss is that of a guess, or above where training began."""
+    found, losses = run.series("val_loss")[1], run.series("loss")[1]
+    if not found or not math.isfinite(found[-1]) or len(losses) < FEW:
+        return None
+    text, model = run.config.get("task") == "pretrain", run.config.get("model")
+    size = model.get("vocab_size") if text and isinstance(model, dict) else None
+    values = {"loss": f"{found[-1]:.4g}"}
+    if isinstance(size, int) and size > 1:
+        guess = math.log(size)
+        values |= {"guess": f"{guess:.4g}", "count": f"{size:,}"}
+        said = N_("The validation loss is {loss}; a guess among {count} tokens has {guess}")
+        return (said, values) if found[-1] >= guess * (0.9 if few else 1.0) else None
+    start = max(losses[:5])
+    # what began with trained weights may be validated on harder data: nothing must have fallen
+    fell = not text and (min(found) < found[0] / WORSE or median(losses[-5:]) < start / WORSE)
+    if fell or not found[-1] > start * WORSE:
+        return None
+    said = N_("The validation loss is {loss}, above the {start} of the first training steps")
+    return said, values | {"start": f"{start:.4g}"}
 
 
 def _damaged(run: RunRecord) -> Iterator[RunFinding]:

@@ -58,6 +58,7 @@ class RunRecord:
         steps: The lines of ``metrics.jsonl``, by step.
         numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
+        scores: ``report.json``: a classifier's answers to its validation examples, at their best.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -68,6 +69,7 @@ class RunRecord:
     steps: Sequence[Line]
     numerics: Sequence[statistics.StepNumerics] = ()
     causes: Sequence[Line] = ()
+    scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -173,7 +175,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES)}
-    by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
+    by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged),
@@ -181,6 +183,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         steps=[by_step[step] for step in sorted(by_step)],
         numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
+        scores=_scores(folder / "report.json", damaged),
         damaged=damaged,
         known_policy=policy,
     )
@@ -195,7 +198,17 @@ def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[statistics.StepNu
     return found.steps
 
 
-def _is_step(value: Any) -> bool:
+def _scores(path: Path, damaged: dict[str, int]) -> Line:
+    """A classifier's labels and confusion matrix; empty unless both are whole."""
+    found = _json(path, damaged)
+    rows, labels = found.get("confusion"), found.get("labels")
+    if not isinstance(labels, list) or not isinstance(rows, list) or len(rows) != len(labels):
+        return {}
+    square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+    return found if square and all(_is_count(n) for row in rows for n in row) else {}
+
+
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
