@@ -145,6 +145,7 @@ class Outcome:
     Attributes:
         on_broken: See :data:`OnBroken`.
         on_incurable: Called with a step that no loss scale can help, before it is answered.
+        on_stop: Called with such a step, counted, and its error, before that is raised.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Outcome:
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
+        self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
@@ -190,7 +192,12 @@ class Outcome:
             self.on_broken(judged, error, scale.value, row, progress.calibrating)
         progress.skip()
         if error is not None:
-            self._leave_out(error)
+            try:
+                self._leave_out(error)
+            except (NonFiniteError, SpikeError) as stop:
+                if self.on_stop is not None:
+                    self.on_stop(judged, stop)
+                raise
         return progress.skipped(judged)
 
     def _leave_out(self, error: NonFiniteError | SpikeError) -> None:

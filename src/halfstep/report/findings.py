@@ -37,7 +37,7 @@ RISE = 1.2
 ENOUGH = 200
 """Steps below which a model that is still near a guess is called short of steps, not wrong."""
 WORSE = 1.05
-"""Factor over its best from which on a validation loss is called worse."""
+"""Factor over another from which on a loss is called worse."""
 SLOWER = N_("See whether the targets follow from the inputs; then try a smaller learning rate.")
 BY_HEART = N_(
     "It learns the training data by heart: give more data, take fewer steps, or set more dropout "
@@ -121,7 +121,8 @@ def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
     shares = [*lost_shares(run).values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
-    elif max(shares, default=0.0) > LOUD:  # of fp32 masters, than which no format keeps more
+    elif run.parsed.param_dtype == torch.float32 or max(shares, default=0.0) > LOUD:
+        # no format keeps more than fp32 weights, or than the fp32 masters that may be left here
         text = gettext("numerics: ok: {skipped} of {steps} steps skipped", language)
     elif shares:
         text = gettext(
@@ -372,16 +373,16 @@ def _overfitted(run: RunRecord) -> RunFinding | None:
     """
     steps, found = run.series("val_loss")
     best = min(range(len(found)), key=lambda i: (not math.isfinite(found[i]), found[i]), default=0)
-    if not found or not math.inf > found[-1] > found[best] * WORSE:
+    if not found or not math.isfinite(found[-1]) or found[-1] - found[best] <= _margin(run, best):
         return None
     values = {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]}
+    right = dict(zip(*run.series("val_accuracy"), strict=True))
+    sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
     losses = dict(zip(*run.series("loss"), strict=True))
     wide = range(min(20, steps[-1] - steps[best]))
     then = median(losses.get(steps[best] - i, math.inf) for i in wide)
     now = median(losses.get(steps[-1] - i, math.inf) for i in wide)
     if len(wide) >= 5 and now * WORSE < then < math.inf:
-        right = dict(zip(*run.series("val_accuracy"), strict=True))
-        sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
         what = N_(
             "The validation loss rose from {best} at step {step} to {last}, while the training "
             "loss fell from {then} to {now}"
@@ -390,11 +391,18 @@ def _overfitted(run: RunRecord) -> RunFinding | None:
         level, name = ("note", "too_sure") if sure else ("warning", "overfitted")
         more = _anew(run, max_steps=steps[best])
         return RunFinding(level, name, what, BY_HEART, values, more, of_numbers=False)
-    if len(found) < 3 or not found[-2] > found[best] * WORSE:
-        return None  # one of a noisy curve
+    if sure or len(found) < 3 or found[-2] - found[best] <= _margin(run, best):
+        return None  # or one of a noisy curve
     what = N_("The validation loss rose from {best} at step {step} to {last}")
     slower = _anew(run, learning_rate=_slower(run))
     return RunFinding("warning", "worsened", what, SLOWER, values, slower, of_numbers=False)
+
+
+def _margin(run: RunRecord, best: int) -> float:
+    """What a validation loss must rise by: a share of its best, and of what it had fallen."""
+    found, losses = run.series("val_loss")[1], run.series("loss")[1]
+    start = max(filter(math.isfinite, [found[0], *losses[:5]]))
+    return (WORSE - 1) * max(abs(found[best]), start - found[best])
 
 
 def _slower(run: RunRecord) -> str:
