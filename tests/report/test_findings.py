@@ -304,7 +304,7 @@ FEWER = "try: halfstep train --config run/config.toml --output-dir run-2 --max-s
         (curve({100: 4.0, 200: 4.01, 300: 4.3}, losses=[4.0] * 300), [], ""),
         (
             curve({100: 0.3, 300: 0.4}, **SURE, accuracies={100: 0.8, 300: 0.81}),
-            ["too_sure"],
+            ["overfitted"],
             "0 of 300 steps skipped",
         ),
         (

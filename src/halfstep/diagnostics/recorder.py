@@ -58,7 +58,9 @@ class Recorder:
             precision, Precision, "Recorder(precision)", "a halfstep.Precision"
         )
         if precision.outcome.on_stop is not None:
-            raise PrecisionError("this Precision has a Recorder already; close it first")
+            raise PrecisionError(
+                "this Precision has a Recorder already; write recorder.close() first"
+            )
         self._folder = Path(folder)
         self._written = -1  # the last step with a line
         self._metrics: MetricsFile | None = None

@@ -38,8 +38,7 @@ from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.plugins import Precision as LightningPrecision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
@@ -303,11 +302,10 @@ def check_strategy(strategy: object, policy: object) -> None:
         )
 
 
-def check_search(trainer: Trainer, policy: PrecisionPolicy) -> None:
+def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
     """Refuse a search before it rounds the weights that the training after it starts from."""
-    searching = [
-        c for c in trainer.callbacks if isinstance(c, LearningRateFinder | BatchSizeFinder)
-    ]
+    kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+    searching = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
     if searching and policy.param_dtype != torch.float32:
         form = dtype_name(policy.compute_dtype)
         raise PrecisionError(

@@ -20,6 +20,7 @@ from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.scaling.spikes import as_state
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -284,7 +285,7 @@ def check_state(
             f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
             "Precision.state_dict() gave"
         )
-    if state["policy"] != str(policy) and weights is None:
+    if parse_saved(state["policy"]) != policy and weights is None:
         raise PrecisionError(
             f"the saved precision state is from policy {state['policy']!r}, this run uses "
             f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "

@@ -15,6 +15,7 @@ from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
@@ -238,7 +239,7 @@ class Outcome:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`."""
-        self.progress.load(state, other_policy=state["policy"] != str(self._policy))
+        self.progress.load(state, other_policy=parse_saved(state["policy"]) != self._policy)
         if self.spikes is not None:
             self.spikes.restore_(state.get("spikes"))
         self._left_out.clear()

@@ -16,8 +16,9 @@ import torch
 
 import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.report import N_, gettext
-from halfstep.report.record import RunRecord, parsed
+from halfstep.report.record import RunRecord
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -342,7 +343,8 @@ def _underflow(run: RunRecord) -> Iterator[RunFinding]:
 
 
 def _in_fp16(step: statistics.StepNumerics) -> bool:
-    return parsed(step.policy).compute_dtype == torch.float16
+    policy = parse_saved(step.policy)
+    return policy is not None and policy.compute_dtype == torch.float16
 
 
 def _headroom(run: RunRecord) -> Iterator[RunFinding]:
@@ -388,9 +390,9 @@ def _overfitted(run: RunRecord) -> RunFinding | None:
             "loss fell from {then} to {now}"
         )
         values |= {"then": f"{then:.4g}", "now": f"{now:.4g}"}
-        level, name = ("note", "too_sure") if sure else ("warning", "overfitted")
-        more = _anew(run, max_steps=steps[best])
-        return RunFinding(level, name, what, BY_HEART, values, more, of_numbers=False)
+        level: Level = "note" if sure else "warning"
+        fewer = _anew(run, max_steps=steps[best])
+        return RunFinding(level, "overfitted", what, BY_HEART, values, fewer, of_numbers=False)
     if sure or len(found) < 3 or found[-2] - found[best] <= _margin(run, best):
         return None  # or one of a noisy curve
     what = N_("The validation loss rose from {best} at step {step} to {last}")

@@ -12,15 +12,14 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.metrics import CAUSES, METRICS, NUMERICS
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.spelling import parse_saved
 
 Line = Mapping[str, Any]
 
@@ -82,7 +81,7 @@ class RunRecord:
     @property
     def parsed(self) -> PrecisionPolicy:
         """The policy as a value; fp32's where it cannot be read."""
-        return self.known_policy or parsed(self.policy)
+        return self.known_policy or parse_saved(self.policy) or PrecisionPolicy()
 
     @property
     def planned_steps(self) -> int | None:
@@ -136,15 +135,6 @@ def _kind(line: Line) -> EventKind:
     reason = line.get("skip_reason")
     kind = KINDS.get(reason, "nonfinite") if isinstance(reason, str) else "overflow"
     return "calibration" if kind == "overflow" and line.get("calibrating") else kind
-
-
-@cache
-def parsed(policy: str) -> PrecisionPolicy:
-    """Read a policy of a run's files, which name no file of their own; fp32 if it cannot be."""
-    try:
-        return PrecisionPolicy() if policy.endswith(".toml") else parse_policy(policy)
-    except PrecisionError:
-        return PrecisionPolicy()
 
 
 def number(value: Any) -> float | None:
