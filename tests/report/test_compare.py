@@ -79,6 +79,7 @@ def test_the_same_seed_with_other_contents_is_not_ranked(made):
     assert "they differ in what the files of their data held" in said([first, second])
     other = replace(made("bf16-pure", 2, 3.1), scores={"data": "b"})
     assert "is ahead" in said([first, other])
+    assert "is ahead" in said([first, replace(second, scores={})])
 
 
 def test_a_seed_that_comes_twice_is_no_repetition(made):

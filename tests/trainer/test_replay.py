@@ -110,7 +110,7 @@ OWN = np.random.default_rng(0)
     ("draw", "says"),
     [
         (lambda: np.random.rand() + random.random(), "repeats bit for bit"),
-        (lambda: OWN.random(), "two replays differ: it draws from a generator that is not torch's"),
+        (lambda: OWN.random(), "two replays differ: it draws from a generator of its own"),
     ],
 )
 def test_a_loss_that_draws_from_numpy_and_python_repeats(corpus, tmp_path, monkeypatch, draw, says):

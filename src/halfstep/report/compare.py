@@ -135,7 +135,8 @@ def _unranked(
         return "; ".join(_without_results(run, language) for run in lacking)
     unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
     # another seed may hold out other examples of the same files
-    held = {(flattened(run.config).get("run.seed"), run.scores.get("data")) for run in runs}
+    rated = [run for run in runs if run.scores]
+    held = {(flattened(run.config).get("run.seed"), run.scores.get("data")) for run in rated}
     if not unlike and len(held) > len({seed for seed, _ in held}):
         unlike = [gettext("what the files of their data held", language)]
     if unlike:

@@ -14,9 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
-from halfstep.precision.policy.spelling import parse_saved
 from halfstep.report import N_, gettext
 from halfstep.report.record import RunRecord
 
@@ -28,9 +26,6 @@ COMMANDS = {"pretrain": "train", "classify": "finetune classify", "lm": "finetun
 SKIPS = 0.01
 """Share of skipped steps from which a dynamic scale is not what is wrong: with torch's growth every
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
-FLUSHED = 0.01
-"""Share of nonzero gradients that fp16 may round to zero unnoticed."""
-HEADROOM = 65504 / 4
 FEW = 20
 """Steps below which a run tells nothing of its health."""
 RISE = 1.2
@@ -39,10 +34,12 @@ ENOUGH = 200
 """Steps below which a model that is still near a guess is called short of steps, not wrong."""
 WORSE = 1.05
 """Factor over another from which on a loss is called worse."""
+LEARNED = ("worsened", "guessing")
+"""The names of findings about what was learned; the others are about the numbers."""
 SLOWER = N_("See whether the targets follow from the inputs; then try a smaller learning rate.")
 BY_HEART = N_(
-    "It learns the training data by heart: give more data, take fewer steps, or set more dropout "
-    "or weight decay."
+    "The training loss fell meanwhile, so what it learns does not hold for the validation data: "
+    "give more data, take fewer steps, or set more dropout or weight decay."
 )
 
 
@@ -57,7 +54,6 @@ class RunFinding:
         do: What to do about it, likewise.
         values: What takes the names' places.
         command: What to type for that, or empty.
-        of_numbers: Whether it is about the arithmetic, and not about what was learned.
     """
 
     level: Level
@@ -66,7 +62,6 @@ class RunFinding:
     do: str
     values: Mapping[str, Any] = field(default_factory=dict)
     command: str = ""
-    of_numbers: bool = True
 
     def text(self, language: str) -> str:
         """The sentence."""
@@ -90,7 +85,7 @@ def findings(run: RunRecord) -> list[RunFinding]:
     """
     found = [finding for rule in RULES for finding in rule(run)]
     if run.steps and all(f.level == "note" and f.name != "unfinished" for f in found):
-        worse = _overfitted(run)
+        worse = _worsened(run)
         found += [worse] if worse else []
         if not worse or worse.level == "note":
             found += filter(None, [_guessing(run)])
@@ -102,9 +97,9 @@ def verdict(run: RunRecord, language: str = "en") -> str:
     if not run.steps:
         return gettext("the run took no step", language)
     found = findings(run)
-    worst = next((f for f in found if f.level != "note" and f.of_numbers), None)
+    worst = next((f for f in found if f.level != "note" and f.name not in LEARNED), None)
     text = _numerics(run, worst, language)
-    learned = (f for f in found if f.level != "note" and not f.of_numbers)
+    learned = (f for f in found if f.level != "note" and f.name in LEARNED)
     also = next(learned, next((f for f in found if f.name == "unfinished"), None))
     if also is not None:
         said = gettext("{said}. {also}", language)
@@ -155,7 +150,7 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
             N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
             N_('To go on without its batch, set run.on_spike = "skip:10".'),
             {"step": step},
-            _again(run, on_spike="skip:10"),
+            _typed(run, True, on_spike="skip:10"),
         )
     elif kind in ("nonfinite", "overflow"):
         yield _not_finite(run, step)
@@ -166,7 +161,7 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
             N_("The run ended at step {step} of {planned}"),
             N_("A resume goes on from the last checkpoint."),
             {"step": step, "planned": planned},
-            _again(run),
+            _typed(run, True),
         )
 
 
@@ -196,35 +191,22 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     )
 
 
-def _again(run: RunRecord, **changes: object) -> str:
-    """What goes on with a run, with other settings: a command, or the line of its program."""
-    command, given = COMMANDS.get(str(run.config.get("task"))), [*changes.items()]
-    if command is None:
-        settings = ", ".join(f"{key}={value!r}" for key, value in given)
-        return (
-            f"Trainer({settings}, ...).train(resume=True)"
-            if given
-            else ("Trainer.train(resume=True)")
-        )
-    words = [f"--{key.replace('_', '-')} {value}" for key, value in given]
-    return " ".join([f"halfstep {command} --resume --output-dir {_place(run)}", *words])
-
-
-def _anew(run: RunRecord, **changes: object) -> str:
-    """What trains the same from the start with other settings, into another folder."""
-    command = COMMANDS.get(str(run.config.get("task")))
-    if command is None:
-        return f"Trainer({', '.join(f'{key}={value!r}' for key, value in changes.items())}, ...)"
-    words = [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
-    named = f"halfstep {command} --config {_place(run, '/config.toml')}"
-    return " ".join([named, f"--output-dir {_place(run, '-2')}", *words])
-
-
-def _place(run: RunRecord, after: str = "") -> str:
-    """The run's folder as a word of a command line, with what comes after its name."""
-    table = run.config.get("run")
-    folder = table.get("output_dir") if isinstance(table, dict) else None
-    return quote((folder if isinstance(folder, str) and folder else run.name) + after)
+def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
+    """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
+    task, table = str(run.config.get("task")), run.config.get("run")
+    if task == "module":
+        settings = "".join(f"{key}={value!r}, " for key, value in changes.items())
+        return f"Trainer({settings}...).train({'resume=True' * resume})"
+    if task not in COMMANDS:
+        return ""
+    given = table.get("output_dir") if isinstance(table, dict) else ""
+    folder = str(given or run.name)
+    words = [f"halfstep {COMMANDS[task]}"]
+    words += [] if resume else ["--config", quote(f"{folder}/config.toml")]
+    words += ["--resume"] if resume else []
+    words += ["--output-dir", quote(folder if resume else f"{folder}-2")]
+    words += [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
+    return " ".join(words)
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
@@ -317,94 +299,47 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
                     '"{wide}" (fp32 weights).'
                 ),
                 {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide},
-                _anew(run, precision=exact),
+                _typed(run, False, precision=exact),
             )
 
 
-def _underflow(run: RunRecord) -> Iterator[RunFinding]:
-    """fp16 gradients that the loss scale in force did not save, in the last watched step."""
-    step = run.numerics[-1] if run.numerics else None
-    if step is None or not _in_fp16(step) or not 0 < step.loss_scale < math.inf:
-        return
-    k = round(math.log2(step.loss_scale))
-    found = [(share, name) for name, share in step.flushed("fp16", k).items()]
-    share, name = max(found, default=(0.0, ""))
-    if share > FLUSHED:
-        yield RunFinding(
-            "warning",
-            "fp16_underflow",
-            N_("fp16 flushes {share} of {tensor} to 0 at the loss scale in force"),
-            N_(
-                'Set precision = "bf16-mixed", whose range is that of fp32; or a larger loss '
-                "scale, where the table of the numbers names one that fits."
-            ),
-            {"share": f"{share:.1%}", "tensor": name},
-        )
-
-
-def _in_fp16(step: statistics.StepNumerics) -> bool:
-    policy = parse_saved(step.policy)
-    return policy is not None and policy.compute_dtype == torch.float16
-
-
-def _headroom(run: RunRecord) -> Iterator[RunFinding]:
-    """Outputs of modules near the end of fp16, in any watched step."""
-    outputs = [t for step in run.numerics if _in_fp16(step) for t in step.of("activation")]
-    most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
-    if most is not None and most.absmax > HEADROOM:
-        yield RunFinding(
-            "warning",
-            "fp16_headroom",
-            N_("{tensor} reaches {largest}, within a factor of four of fp16's 65,504"),
-            N_(
-                "Keep this module in fp32 by adding ,keep_fp32={module} to the precision; or set "
-                'precision = "bf16-mixed".'
-            ),
-            {
-                "tensor": most.name,
-                "largest": f"{most.absmax:,.0f}",
-                "module": most.name.partition("[")[0],
-            },
-        )
-
-
-def _overfitted(run: RunRecord) -> RunFinding | None:
+def _worsened(run: RunRecord) -> RunFinding | None:
     """A validation loss above its best: overfitting where the training loss fell meanwhile.
 
     Where a classifier is as often right as then, only its probabilities are too sure: a note.
     """
     steps, found = run.series("val_loss")
     best = min(range(len(found)), key=lambda i: (not math.isfinite(found[i]), found[i]), default=0)
-    if not found or not math.isfinite(found[-1]) or found[-1] - found[best] <= _margin(run, best):
+    losses = run.series("loss")[1]
+    if not losses or not all(map(math.isfinite, found[-1:])) or best >= len(found) - 1:
         return None
-    values = {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]}
+    start = max(filter(math.isfinite, [found[0], *losses[:5]]))
+    least = found[best] + (WORSE - 1) * max(abs(found[best]), start - found[best])
+    by_step = dict(zip(*run.series("loss"), strict=True))
+    then, now = (
+        median(
+            by_step.get(at - i, math.nan) for i in range(max(5, min(20, steps[-1] - steps[best])))
+        )
+        for at in (steps[best], steps[-1])
+    )
+    fell = _above(then, now)
+    if found[-1] <= least or not (fell or found[-2] > least):  # or one of a noisy curve
+        return None
     right = dict(zip(*run.series("val_accuracy"), strict=True))
     sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
-    losses = dict(zip(*run.series("loss"), strict=True))
-    wide = range(min(20, steps[-1] - steps[best]))
-    then = median(losses.get(steps[best] - i, math.inf) for i in wide)
-    now = median(losses.get(steps[-1] - i, math.inf) for i in wide)
-    if len(wide) >= 5 and now * WORSE < then < math.inf:
-        what = N_(
-            "The validation loss rose from {best} at step {step} to {last}, while the training "
-            "loss fell from {then} to {now}"
-        )
-        values |= {"then": f"{then:.4g}", "now": f"{now:.4g}"}
-        level: Level = "note" if sure else "warning"
-        fewer = _anew(run, max_steps=steps[best])
-        return RunFinding(level, "overfitted", what, BY_HEART, values, fewer, of_numbers=False)
-    if sure or len(found) < 3 or found[-2] - found[best] <= _margin(run, best):
-        return None  # or one of a noisy curve
-    what = N_("The validation loss rose from {best} at step {step} to {last}")
-    slower = _anew(run, learning_rate=_slower(run))
-    return RunFinding("warning", "worsened", what, SLOWER, values, slower, of_numbers=False)
+    anew = {"max_steps": steps[best]} if fell else {"learning_rate": _slower(run)}
+    return RunFinding(
+        "note" if sure else "warning",
+        "worsened",
+        N_("The validation loss rose from {best} at step {step} to {last}"),
+        BY_HEART if fell else SLOWER,
+        {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]},
+        _typed(run, False, **anew),
+    )
 
 
-def _margin(run: RunRecord, best: int) -> float:
-    """What a validation loss must rise by: a share of its best, and of what it had fallen."""
-    found, losses = run.series("val_loss")[1], run.series("loss")[1]
-    start = max(filter(math.isfinite, [found[0], *losses[:5]]))
-    return (WORSE - 1) * max(abs(found[best]), start - found[best])
+def _above(loss: float, other: float) -> bool:
+    return loss > other + (WORSE - 1) * abs(other)
 
 
 def _slower(run: RunRecord) -> str:
@@ -418,20 +353,20 @@ def _guessing(run: RunRecord) -> RunFinding | None:
     Known are the loss of a uniform guess over a vocabulary, that a classifier's labels can be had
     by always answering one, and that a text model begins near the former on whatever text.
     """
-    few, count = len(run.steps) < ENOUGH, len(run.steps)
-    found = _classified(run, few) if run.scores else _at_start(run, few)
+    count, losses, checked = len(run.steps), run.series("loss")[1], run.series("val_loss")[1]
+    found = (_classified if run.scores else _at_start)(run, few=count < ENOUGH)
     if found is None:
         return None
     what, values = found
-    losses, checked = run.series("loss")[1], run.series("val_loss")[1]
-    values |= {"steps": f"{count:,}", "more": max(300, 2 * count)}
-    do = N_("{steps} steps are few to learn from: train for {more}.")
-    command = _again(run, max_steps=values["more"])
     if losses and checked and median(losses[-5:]) < 0.8 * checked[-1]:
-        do, command = BY_HEART, _anew(run, max_steps=max(1, count // 2))
-    elif not few:
-        do, command = SLOWER, _anew(run, learning_rate=_slower(run))
-    return RunFinding("warning", "guessing", what, do, values, command, of_numbers=False)
+        do, command = BY_HEART, _typed(run, False, max_steps=max(1, count // 2))
+    elif count < ENOUGH:
+        do = N_("{steps} steps are few to learn from: train for {more}.")
+        values |= {"steps": count, "more": max(300, 2 * count)}
+        command = _typed(run, True, max_steps=values["more"])
+    else:
+        do, command = SLOWER, _typed(run, False, learning_rate=_slower(run))
+    return RunFinding("warning", "guessing", what, do, values, command)
 
 
 def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
@@ -476,8 +411,8 @@ def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
         return (said, values) if found[-1] >= guess * (0.9 if few else 1.0) else None
     start = max(losses[:5])
     # what began with trained weights may be validated on harder data: nothing must have fallen
-    fell = not text and (min(found) < found[0] / WORSE or median(losses[-5:]) < start / WORSE)
-    if fell or not found[-1] > start * WORSE:
+    fell = _above(found[0], min(found)) or _above(start, median(losses[-5:]))
+    if (fell and not text) or not _above(found[-1], start):
         return None
     said = N_("The validation loss is {loss}, above the {start} of the first training steps")
     return said, values | {"start": f"{start:.4g}"}
@@ -503,7 +438,5 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _left_out,
     _skips,
     _lost,
-    _underflow,
-    _headroom,
     _damaged,
 )

@@ -164,8 +164,8 @@ class Replayed:
             return "the step repeats bit for bit: the batch, the weights or the model make it"
         if not self.steady:
             return (
-                "the step does not repeat, and two replays differ: it draws from a generator that "
-                "is not torch's, NumPy's or Python's own, or sums in another order each time"
+                "the step does not repeat, and two replays differ: it draws from a generator of "
+                "its own, or sums in another order each time"
             )
         if self.torch != torch.__version__:
             how = f"torch {self.torch} took it, and torch {torch.__version__} replayed it"
