@@ -61,23 +61,21 @@ class Recorder:
             raise PrecisionError(
                 "this Precision has a Recorder already; write recorder.close() first"
             )
-        self._folder = Path(folder)
         self._written = -1  # the last step with a line
         self._metrics: MetricsFile | None = None
-        self._open()
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            self._metrics = self._opened(Path(folder))
         precision.outcome.on_stop = self._stop
 
-    def _open(self) -> None:
-        """Open the files for the steps to come, whose lines a resume writes again."""
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
-            return
+    def _opened(self, folder: Path) -> MetricsFile:
+        """Open the metrics for the steps to come, whose lines a resume writes again."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             policy = f"precision = {json.dumps(str(self._precision.policy))}\n"
-            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
+            (folder / "config.toml").write_text(policy, encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
-        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=self._step)
+            raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+        return MetricsFile(folder / METRICS, keep_until_step=self._step)
 
     @property
     def _step(self) -> int:

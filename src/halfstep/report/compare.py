@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -34,28 +34,13 @@ class Group:
     Attributes:
         name: Its precision policy where that tells it from the others, or its first run's name.
         runs: Its runs.
-        by_seed: Their measure at the common step by seed, where it is finite. A seed that comes
-            twice counts once: it repeats the same numbers.
+        values: Their measure at the common step, where it is finite. A seed that comes twice counts
+            once: it repeats the same numbers.
     """
 
     name: str
     runs: Sequence[RunRecord]
-    by_seed: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def values(self) -> list[float]:
-        """The measure of each seed."""
-        return [*self.by_seed.values()]
-
-    @property
-    def mean(self) -> float:
-        """Mean of the runs; NaN without any."""
-        return fmean(self.values) if self.values else math.nan
-
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation over the runs; None for fewer than two."""
-        return stdev(self.values) if len(self.values) > 1 else None
+    values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +99,7 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
     measure, step = _measure(runs)
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
-    groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
+    groups.sort(key=lambda group: sign * fmean(group.values) if group.values else math.inf)
     said = _verdict(groups, measure, step, language)
     return Comparison(measure, step, groups, _differences(groups), said)
 
@@ -173,14 +158,14 @@ def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
     return "", 0
 
 
-def _values(runs: Sequence[RunRecord], measure: str, step: int) -> dict[str, float]:
+def _values(runs: Sequence[RunRecord], measure: str, step: int) -> list[float]:
     """The finite values at a step by seed; a run without a seed counts as another one."""
     found: dict[str, float] = {}
     for i, run in enumerate(runs):
         value = dict(zip(*run.series(measure), strict=True))[step]
         if math.isfinite(value):
             found.setdefault(flattened(run.config).get("run.seed", f"run {i}"), value)
-    return found
+    return [*found.values()]
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -206,7 +191,10 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
         best = sound[0]
         values = {"best": best.name, "other": other.name, "step": step}
         values |= {"a": shown[best.name], "b": shown[other.name], "n": len(best.values)}
-        values |= {"gap": _digits(abs(other.mean - best.mean)), "m": len(other.values)}
+        values |= {
+            "gap": _digits(abs(fmean(other.values) - fmean(best.values))),
+            "m": len(other.values),
+        }
         text = gettext(
             "{best} ({a}; seeds: {n}) is ahead of {other} ({b}; seeds: {m}) by {gap} at step "
             "{step}. Of one seed nobody can tell whether that is more than its noise.",
@@ -225,5 +213,5 @@ def shown_value(group: Group, measure: str) -> str:
     if not group.values:
         return "-"
     form = "{:.2%}" if measure == "val_accuracy" else "{:.4f}"
-    mean = form.format(group.mean)
-    return mean if group.spread is None else f"{mean} ± {form.format(group.spread)}"
+    mean = form.format(fmean(group.values))
+    return mean if len(group.values) < 2 else f"{mean} ± {form.format(stdev(group.values))}"

@@ -186,20 +186,17 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         axes.autoscale_view(scaley=False)
 
 
-def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:
-    """Draw a number of each run."""
+def _each(axes: Any, runs: Sequence[RunRecord], key: str, **how: Any) -> bool:
+    """Draw a number of each run in which it is ever other than 1."""
     drawn = False
     for run, colour in zip(runs, _colours(runs), strict=True):
-        drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour)
+        if any(value != 1.0 for value in run.series(key)[1]):
+            drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour, **how)
     return drawn
 
 
 def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        if any(value != 1.0 for value in run.series("loss_scale")[1]):
-            how = {"color": colour, "drawstyle": "steps-post"}
-            drawn |= _plot(axes, run, "loss_scale", label=_label(run, runs), **how)
+    drawn = _each(axes, runs, "loss_scale", drawstyle="steps-post")
     if drawn:
         axes.set_yscale("log", base=2)
     return drawn
@@ -229,19 +226,11 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     return drawn
 
 
-def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = _each(axes, runs, "tokens_per_second")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(gettext("tokens per second", language))
-    return drawn
-
-
 CURVES: dict[str, Draw] = {
     N_("Loss"): _loss,
     N_("Loss scale"): _scale,
     N_("Gradient norm (before clipping)"): _norm,
     N_("Lost updates"): _lost,
-    N_("Speed"): _speed,
 }
 """A figure's title to the function that draws it."""
 
