@@ -142,10 +142,10 @@ def test_a_run_is_told_that_it_is_no_capture(capture, tmp_path):
     for folder in (run, capture.parent):
         with pytest.raises(CheckpointError) as told:
             replay(folder)
-        said = f"{folder} is no capture, but has captures of the steps 26; write: halfstep replay "
-        assert str(told.value) == f"{said}{capture}"
+        said = f"is no capture, but holds some: {capture.name}; write: halfstep replay {capture}"
+        assert str(told.value) == f"{folder} {said}"
     shutil.copy(run / "config.toml", tmp_path)
-    with pytest.raises(CheckpointError, match=r"is a run, and has no captures: .* --capture 3"):
+    with pytest.raises(CheckpointError, match=r"is a run without captures; .* --capture 3"):
         replay(tmp_path)
 
 

@@ -130,9 +130,8 @@ def _unranked(
     if _measure(runs)[0]:
         return ""
     text = gettext("{run} was evaluated at step {steps}", language)
-    return "; ".join(
-        text.format(run=run.name, steps=", ".join(map(str, _evaluated(run)[-3:]))) for run in runs
-    )
+    steps = {run.name: ", ".join(map(str, _evaluated(run)[-3:])) for run in runs}
+    return "; ".join(text.format(run=name, steps=at) for name, at in steps.items())
 
 
 def _evaluated(run: RunRecord) -> list[int]:

@@ -195,18 +195,15 @@ def replay(path: Path, precision: str = "") -> Replayed:
 
 def _require_capture(path: Path) -> None:
     """Refuse a run, and the folder of its captures, with what to type instead."""
-    within = path if path.name == CAPTURES else path / CAPTURES
-    kept = list_checkpoints(within)
+    kept = list_checkpoints(path if path.name == CAPTURES else path / CAPTURES)
     if kept:
-        steps = ", ".join(str(int(each.name.rpartition("-")[2]) + 1) for each in kept)
+        names = ", ".join(each.name for each in kept)
         raise CheckpointError(
-            f"{path} is no capture, but has captures of the steps {steps}; write: halfstep replay "
-            f"{kept[-1]}"
+            f"{path} is no capture, but holds some: {names}; write: halfstep replay {kept[-1]}"
         )
     if (path / "config.toml").is_file():
         raise CheckpointError(
-            f"{path} is a run, and has no captures: halfstep train --capture 3 keeps those of the "
-            "last three steps that were not finite or spiked"
+            f"{path} is a run without captures; halfstep train --capture 3 keeps three"
         )
 
 
