@@ -94,7 +94,7 @@ def require_fresh(path: Path) -> None:
     if is_run(path):
         raise ConfigError(
             f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
-            "another --output-dir"
+            "another --output-dir; in a program: Trainer.train(resume=True), or another output_dir="
         )
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - _UNFINISHED):
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
