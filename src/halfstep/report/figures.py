@@ -226,11 +226,19 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     return drawn
 
 
+def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = _each(axes, runs, "tokens_per_second")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(gettext("tokens per second", language))
+    return drawn
+
+
 CURVES: dict[str, Draw] = {
     N_("Loss"): _loss,
     N_("Loss scale"): _scale,
     N_("Gradient norm (before clipping)"): _norm,
     N_("Lost updates"): _lost,
+    N_("Speed"): _speed,
 }
 """A figure's title to the function that draws it."""
 
