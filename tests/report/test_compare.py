@@ -67,6 +67,8 @@ def test_what_cannot_be_ranked_says_why(made, folder):
         "bf16-pure-1-pretrain-a.txt-3.5 was evaluated at step 15."
     )
     broken = read_run(folder([line(s) for s in range(1, 5)], "nan", steps=20))
+    table = {**broken.config, "run": {"max_steps": 20, "eval_every": "x"}}
+    assert "before its first" in said([runs[0], replace(broken, config=table)])
     assert "cannot be ranked: nan ended at step 4, before its first" in said([runs[0], broken])
     loop = read_run(folder([line(s) for s in range(1, 30)], "loop"))
     text = said([runs[0], loop, broken])

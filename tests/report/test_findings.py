@@ -297,6 +297,7 @@ def test_what_was_learned_is_said_beside_the_numerics(folder, run, found, ends):
         ([[28, 2], [3, 27]], 20, ""),
         ([["x", 30], [0, 30]], 20, ""),  # no scores at all
         ([[0, 30]], 20, ""),
+        ([[0, 0], [0, 0]], 20, ""),
     ],
 )
 def test_a_classifier_that_guesses(folder, rows, steps, says):

@@ -121,7 +121,7 @@ def _unranked(
     unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
     # another seed may hold out other examples of the same files
     rated = [run for run in runs if run.scores]
-    held = {(flattened(run.config).get("run.seed"), run.scores.get("data")) for run in rated}
+    held = {(flattened(run.config).get("run.seed"), str(run.scores.get("data"))) for run in rated}
     if not unlike and len(held) > len({seed for seed, _ in held}):
         unlike = [gettext("what the files of their data held", language)]
     if unlike:
@@ -141,7 +141,7 @@ def _evaluated(run: RunRecord) -> list[int]:
 
 def _without_results(run: RunRecord, language: str) -> str:
     last, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps or 0
-    every = int(flattened(run.config).get("run.eval_every", "0")) or planned
+    every = run.count("eval_every") or planned
     text = gettext("{run} has no validation results", language)
     if last < min(every, planned):
         text = gettext("{run} ended at step {last}, before its first evaluation", language)

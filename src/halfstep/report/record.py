@@ -86,8 +86,12 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to take."""
+        return self.count("max_steps")
+
+    def count(self, key: str) -> int | None:
+        """A number above 0 in the configuration's table ``run``."""
         run = self.config.get("run")
-        found = run.get("max_steps") if isinstance(run, dict) else None
+        found = run.get(key) if isinstance(run, dict) else None
         return found if isinstance(found, int) and found > 0 else None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -195,7 +199,8 @@ def _scores(path: Path, damaged: dict[str, int]) -> Line:
     if not isinstance(labels, list) or not isinstance(rows, list) or len(rows) != len(labels):
         return {}
     square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-    return found if square and all(_is_count(n) for row in rows for n in row) else {}
+    whole = square and all(_is_count(n) for row in rows for n in row)
+    return found if whole and any(map(any, rows)) else {}
 
 
 def _is_count(value: Any) -> bool:
