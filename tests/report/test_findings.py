@@ -282,6 +282,13 @@ def test_what_was_learned_is_said_beside_the_numerics(folder, run, found, ends):
     assert text.endswith(ends)
 
 
+def test_outputs_that_are_not_finite_in_the_evaluation_alone_are_a_fault(folder):
+    path = folder(**curve({100: 4.0, 300: "nan"}))
+    assert names(path) == ["unscored"]
+    said = "The validation loss is nan at step 300 (0 of 300 steps skipped)\ntry: halfstep evaluate"
+    assert verdict(read_run(path)) == f"{said} --run run --precision fp32"
+
+
 @pytest.mark.parametrize(
     ("rows", "steps", "says"),
     [

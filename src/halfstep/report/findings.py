@@ -193,20 +193,23 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
 
 def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
-    task, table = str(run.config.get("task")), run.config.get("run")
+    task, folder = str(run.config.get("task")), _folder(run)
     if task == "module":
         settings = "".join(f"{key}={value!r}, " for key, value in changes.items())
         return f"Trainer({settings}...).train({'resume=True' * resume})"
     if task not in COMMANDS:
         return ""
-    given = table.get("output_dir") if isinstance(table, dict) else ""
-    folder = str(given or run.name)
     words = [f"halfstep {COMMANDS[task]}"]
     words += [] if resume else ["--config", quote(f"{folder}/config.toml")]
     words += ["--resume"] if resume else []
     words += ["--output-dir", quote(folder if resume else f"{folder}-2")]
     words += [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
     return " ".join(words)
+
+
+def _folder(run: RunRecord) -> str:
+    table = run.config.get("run")
+    return str((table.get("output_dir") if isinstance(table, dict) else "") or run.name)
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
@@ -303,6 +306,24 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
             )
 
 
+def _unscored(run: RunRecord) -> Iterator[RunFinding]:
+    """Outputs that were not finite in the last evaluation, of which training steps know nothing."""
+    steps, found = run.series("val_loss")
+    if found and not math.isfinite(found[-1]):
+        low = run.parsed.compute_dtype != torch.float32
+        ours = low and run.config.get("task") in COMMANDS
+        yield RunFinding(
+            "fault",
+            "unscored",
+            N_("The validation loss is {loss} at step {step}"),
+            N_("See whether the model's outputs are finite in fp32.")
+            if low
+            else N_("Look for the validation example whose outputs leave fp32."),
+            {"loss": found[-1], "step": steps[-1]},
+            f"halfstep evaluate --run {quote(_folder(run))} --precision fp32" if ours else "",
+        )
+
+
 def _worsened(run: RunRecord) -> RunFinding | None:
     """A validation loss above its best: overfitting where the training loss fell meanwhile.
 
@@ -311,7 +332,7 @@ def _worsened(run: RunRecord) -> RunFinding | None:
     steps, found = run.series("val_loss")
     best = min(range(len(found)), key=lambda i: (not math.isfinite(found[i]), found[i]), default=0)
     losses = run.series("loss")[1]
-    if not losses or not all(map(math.isfinite, found[-1:])) or best >= len(found) - 1:
+    if not losses or best >= len(found) - 1:
         return None
     start = max(filter(math.isfinite, [found[0], *losses[:5]]))
     least = found[best] + (WORSE - 1) * max(abs(found[best]), start - found[best])
@@ -399,7 +420,7 @@ def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
 def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
     """Whether the last validation loss is that of a guess, or above where training began."""
     found, losses = run.series("val_loss")[1], run.series("loss")[1]
-    if not found or not math.isfinite(found[-1]) or len(losses) < FEW:
+    if not found or len(losses) < FEW:
         return None
     text, model = run.config.get("task") == "pretrain", run.config.get("model")
     size = model.get("vocab_size") if text and isinstance(model, dict) else None
@@ -438,5 +459,6 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _left_out,
     _skips,
     _lost,
+    _unscored,
     _damaged,
 )
