@@ -41,19 +41,3 @@ def folder(tmp_path):
         return path
 
     return write
-
-
-def tensor(name="layer", kind="activation_gradient", exponents=None, absmax=1e-6, **more):
-    """A tensor's part of a line of numerics.jsonl."""
-    counts = exponents or {"-21": 80, "-26": 20}
-    made = {"kind": kind, "name": name, "dtype": "float16", "elements": sum(counts.values())}
-    made |= {"absmax": absmax, "rms": absmax / 2, "zeros": 0, "subnormal": 0, "nan": 0, "inf": 0}
-    made["mantissa_bits"] = 10
-    return {**made, "exponents": counts, **more}
-
-
-def watch(path, *tensors, policy="fp16-mixed", scale=1.0, step=1, **more):
-    """Append a watched step to a run's folder."""
-    table = {"step": step, "applied": True, "loss_scale": scale, "policy": policy, **more}
-    with (path / "numerics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**table, "tensors": tensors}) + "\n")

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import halfstep.diagnostics.statistics as statistics
-from halfstep.diagnostics.metrics import CAUSES, METRICS, NUMERICS
+from halfstep.diagnostics.metrics import CAUSES, METRICS
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_saved
@@ -55,7 +54,6 @@ class RunRecord:
         config: The resolved configuration, by table and key; empty where it cannot be read.
         environment: ``env.json``: the machine that the run began on.
         steps: The lines of ``metrics.jsonl``, by step.
-        numerics: The watched steps of ``numerics.jsonl``.
         causes: What made a step's loss or gradients not finite, where that was found out.
         scores: ``report.json``: a classifier's answers to its validation examples, at their best.
         damaged: File name to the number of its lines that could not be read.
@@ -66,7 +64,6 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: Sequence[Line]
-    numerics: Sequence[statistics.StepNumerics] = ()
     causes: Sequence[Line] = ()
     scores: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
@@ -175,21 +172,11 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         config=_toml(folder / "config.toml", damaged),
         environment=_json(folder / "env.json", damaged),
         steps=[by_step[step] for step in sorted(by_step)],
-        numerics=_numerics(folder / NUMERICS, damaged),
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
         damaged=damaged,
         known_policy=policy,
     )
-
-
-def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[statistics.StepNumerics]:
-    if _text(path) is None:
-        return ()
-    found = statistics.load_numerics(path)
-    if found.damaged:
-        damaged[path.name] = found.damaged
-    return found.steps
 
 
 def _scores(path: Path, damaged: dict[str, int]) -> Line:
