@@ -77,11 +77,12 @@ def test_what_cannot_be_ranked_says_why(made, folder):
 
 
 def test_the_same_seed_with_other_contents_is_not_ranked(made):
-    first, second = (replace(made(p, 1, 3.0), scores={"data": p}) for p in ("fp32", "bf16-pure"))
-    assert "they differ in what the files of their data held" in said([first, second])
-    other = replace(made("bf16-pure", 2, 3.1), scores={"data": "b"})
+    first, second = (replace(made(p, 1, 3.0), made_with={"data": p, "model": p})
+                     for p in ("fp32", "bf16-pure"))  # fmt: skip
+    assert "they differ in what their data held" in said([first, second])
+    other = replace(made("bf16-pure", 2, 3.1), made_with={"data": "b"})
     assert "is ahead" in said([first, other])
-    assert "is ahead" in said([first, replace(second, scores={})])
+    assert "is ahead" in said([first, replace(second, made_with={"model": 3})])
 
 
 def test_a_seed_that_comes_twice_is_no_repetition(made):

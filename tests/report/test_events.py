@@ -81,5 +81,7 @@ def test_curves_on_one_axis_say_where_they_are_not_the_same_quantity(folder):
         file.write("label_smoothing = 0.1\n")
     CURVES["Loss"](axes, [read_run(path)], "en")
     assert axes.get_legend_handles_labels()[1][2] == "training, with label smoothing 0.1"
-    CURVES["Loss"](axes, [read_run(folder([line(1)], "own", task="module"))], "zh")
-    assert axes.get_ylabel() == "损失"
+    own = read_run(folder([line(s, val_loss=3.0) for s in (1, 2)], "own", task="module"))
+    CURVES["Loss"](axes, [own], "en")
+    assert axes.get_legend_handles_labels()[1][5] == "validation, by Trainer(evaluate) if given"
+    assert axes.get_ylabel() == "loss"

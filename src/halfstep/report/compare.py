@@ -120,10 +120,11 @@ def _unranked(
         return "; ".join(_without_results(run, language) for run in lacking)
     unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
     # another seed may hold out other examples of the same files
-    rated = [run for run in runs if run.scores]
-    held = {(flattened(run.config).get("run.seed"), str(run.scores.get("data"))) for run in rated}
-    if not unlike and len(held) > len({seed for seed, _ in held}):
-        unlike = [gettext("what the files of their data held", language)]
+    for name in sorted({n for run in runs for n in run.made_with} - {"model", "base model"}):
+        known = [run for run in runs if name in run.made_with]
+        held = {(flattened(r.config).get("run.seed"), str(r.made_with[name])) for r in known}
+        if not unlike and len(held) > len({seed for seed, _ in held}):
+            unlike = [gettext("what their {name} held", language).format(name=name)]
     if unlike:
         text = gettext("they differ in {keys}, so they do not measure the same thing", language)
         return text.format(keys=", ".join(unlike))

@@ -149,8 +149,8 @@ def _measured_as(run: RunRecord, language: str) -> tuple[str, str]:
         training = gettext("training, with label smoothing {share}", language).format(share=share)
     if flat.get("run.ema_decay", "0.0") != "0.0":
         validation = gettext("validation, of the averaged weights", language)
-    if run.groups("val_measures"):
-        validation = gettext("validation, by Trainer(evaluate)", language)
+    if flat.get("task") == "module":
+        validation = gettext("validation, by Trainer(evaluate) if given", language)
     return training, validation
 
 

@@ -56,6 +56,7 @@ class RunRecord:
         steps: The lines of ``metrics.jsonl``, by step.
         causes: What made a step's loss or gradients not finite, where that was found out.
         scores: ``report.json``: a classifier's answers to its validation examples, at their best.
+        made_with: The hashes of data and tokenizer by name, from the newest checkpoint.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -66,6 +67,7 @@ class RunRecord:
     steps: Sequence[Line]
     causes: Sequence[Line] = ()
     scores: Line = field(default_factory=dict)
+    made_with: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -174,6 +176,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         steps=[by_step[step] for step in sorted(by_step)],
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
+        made_with=_made_with(folder, damaged),
         damaged=damaged,
         known_policy=policy,
     )
@@ -188,6 +191,12 @@ def _scores(path: Path, damaged: dict[str, int]) -> Line:
     square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
     whole = square and all(_is_count(n) for row in rows for n in row)
     return found if whole and any(map(any, rows)) else {}
+
+
+def _made_with(folder: Path, damaged: dict[str, int]) -> Line:
+    states = sorted(folder.glob("checkpoints/step-*/state.json"))
+    found = _json(states[-1], damaged).get("made_with") if states else None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_count(value: Any) -> bool:
