@@ -47,3 +47,10 @@ def test_where_nothing_is_lost_nothing_is_said_and_the_run_is_the_same(corpus, t
     _, ticks = run(config_for(corpus, policy, run__lost_update_every=0), tmp_path / "not")
     assert not any(tick.record.lost_updates for tick in ticks)
     assert_same_tensors(newest(tmp_path / "measured").weights, newest(tmp_path / "not").weights)
+
+
+def test_fp32_weights_lose_nothing_to_their_format(corpus, tmp_path):
+    config = config_for(corpus, "fp32", optimizer__learning_rate=1e-10)
+    _, ticks = run(config, tmp_path / "run")
+    assert min(ticks[2].record.lost_updates.values()) > 0.5
+    assert not any(tick.verdicts for tick in ticks)

@@ -131,8 +131,8 @@ def _unranked(
     if _measure(runs)[0]:
         return ""
     text = gettext("{run} was evaluated at step {steps}", language)
-    steps = {run.name: ", ".join(map(str, _evaluated(run)[-3:])) for run in runs}
-    return "; ".join(text.format(run=name, steps=at) for name, at in steps.items())
+    steps = [", ".join(map(str, _evaluated(run)[-3:])) for run in runs]
+    return "; ".join(text.format(run=r.name, steps=at) for r, at in zip(runs, steps, strict=True))
 
 
 def _evaluated(run: RunRecord) -> list[int]:
