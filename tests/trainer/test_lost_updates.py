@@ -52,5 +52,5 @@ def test_where_nothing_is_lost_nothing_is_said_and_the_run_is_the_same(corpus, t
 def test_fp32_weights_lose_nothing_to_their_format(corpus, tmp_path):
     config = config_for(corpus, "fp32", optimizer__learning_rate=1e-10)
     _, ticks = run(config, tmp_path / "run")
-    assert min(ticks[2].record.lost_updates.values()) > 0.5
+    assert max(ticks[2].record.lost_updates.values()) > 0.5
     assert not any(tick.verdicts for tick in ticks)
