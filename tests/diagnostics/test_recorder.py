@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import (
     CheckpointError,
+    ConfigError,
     NonFiniteError,
     Precision,
     PrecisionError,
@@ -16,6 +17,7 @@ from halfstep import (
 )
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
+from halfstep.trainer.run import run_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
 
@@ -63,6 +65,8 @@ def test_the_folder_is_what_the_report_reads(tmp_path):
     assert record.policy == "bf16-mixed"
     assert [line["step"] for line in record.skipped] == [30]
     assert record.series("loss")[1] == [r.loss for r in results]
+    with pytest.raises(ConfigError, match=r"a run of halfstep\.Recorder.*: halfstep report"):
+        run_config(tmp_path)
 
 
 def test_a_stop_writes_the_last_line(tmp_path):
