@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -144,6 +145,8 @@ def with_saved(
     Raises:
         PrecisionError: If the forward cannot be run on shapes alone.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of its own
+    before, log.disabled = log.disabled, True
     try:
         saved = _saved(model, policy, batch, run, logits)
     except PrecisionError:
@@ -151,9 +154,11 @@ def with_saved(
     except Exception as error:  # whatever a stranger's forward raises on shapes alone
         raise PrecisionError(
             f"estimate(model): its forward cannot be run on shapes alone "
-            f"({type(error).__name__}: {str(error)[:160]}); measure a real step by "
-            "halfstep.MemoryMeter"
+            f"({type(error).__name__}: {' '.join(str(error).split())[:160]}); measure a real step "
+            "by halfstep.MemoryMeter"
         ) from error
+    finally:
+        log.disabled = before
     tensors = list(tensors_in(batch))
     sizes: dict[str, int] = {}
     for tensor in tensors:
@@ -185,7 +190,7 @@ def _saved(
         batched = given(batch)
         inputs = cast_floating(batched, policy.compute_dtype) if low else batched
         counted = SavedTensors(twin, tensors_in(batched), logits)
-        with _FusedAttention(), _casts(policy), counted:
+        with _OnShapes(), _casts(policy), counted:
             result = run(twin, inputs)
             found = counted.bytes
             del result
@@ -234,21 +239,32 @@ def _casts(policy: PrecisionPolicy) -> Iterator[None]:
         yield
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Lets attention on shapes save what the fused kernels save, not every probability."""
+class _OnShapes(TorchFunctionMode):
+    """Lets three operations save what their kernels save, where torch's shapes know less."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
+        if func is torch.lstm:
+            raise PrecisionError(
+                "estimate(model): an LSTM's kernel saves a workspace of its own, whose size shapes "
+                "do not tell; measure a real step by halfstep.MemoryMeter"
+            )
+        if func in (functional.grouped_mm, torch._grouped_mm):
+            a, b = (*args, *options.values())[:2]
+            if (a.dim(), b.dim()) == (2, 3):
+                with torch.autocast("cpu", enabled=False):  # the policy's casts are done
+                    return a @ b[0]  # saves both too, whole; torch's shapes are for bf16 alone
         if func is functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             options |= dict(zip(names, args, strict=False))
             q, k, v = (options[name] for name in names[:3])
-            if not options.get("dropout_p") and q.dim() == 4:
+            mask = options.get("attn_mask")
+            learned = mask is not None and mask.requires_grad  # T5's: torch computes it plainly
+            if not options.get("dropout_p") and q.dim() == 4 and not learned:
                 if torch.is_autocast_enabled("cpu"):
                     q, k, v = (t.to(torch.get_autocast_dtype("cpu")) for t in (q, k, v))
-                mask = options.get("attn_mask")
                 if mask is not None and mask.dtype == torch.bool:
                     mask = torch.zeros_like(mask, dtype=q.dtype)  # what torch adds to the scores
                 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -117,7 +117,8 @@ def size_text(size: float) -> str:
 
 
 _VIEWS = frozenset({"TBackward0", "ViewBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-                    "AsStridedBackward0", "ExpandBackward0", "PermuteBackward0"})  # fmt: skip
+                    "AsStridedBackward0", "ExpandBackward0", "PermuteBackward0",
+                    "SelectBackward0"})  # fmt: skip
 _CASTS = frozenset({"ToCopyBackward0"})
 Bytes = dict[str, dict[str, int]]
 
