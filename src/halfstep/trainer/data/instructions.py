@@ -248,12 +248,12 @@ class _Writer:
             return self._text(record)
         if not isinstance(record, dict):
             raise DataError(f"a JSON {type(record).__name__}, not an object; write {{...}}")
-        record = {key: value for key, value in record.items() if value is not None}
+        record = {key.strip().casefold(): v for key, v in record.items() if v is not None}
         format = next((f for f, must in FIELDS.items() if record.keys() >= set(must)), "")
         if not format:
             found = ", ".join(map(repr, record)) or "none"
             allowed = "; or ".join(", ".join(must) for must in FIELDS.values())
-            raise DataError(f"unknown fields: found {found:.200}; allowed: {allowed}; rename them")
+            raise DataError(f"unknown fields: found {found:.200}; allowed: {allowed}; convert it")
         self._take_format(format, place)
         if format == CHAT:
             messages = _messages(record["messages"])

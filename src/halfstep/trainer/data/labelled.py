@@ -36,6 +36,7 @@ USUAL = {
 SURE = {"text", "文本", "label", "labels", "标签"}
 """Those that are taken though a column with another usual name is there."""
 STREAM = "standard input"
+_FILL = "correct it, or leave rows with an empty field out by --drop-empty"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -106,30 +107,22 @@ def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
 def _read(
     inputs: tuple[str, ...], config: LabelledConfig, role: str, notes: list[str] | None = None
 ) -> list[tuple[str, str, str]]:
-    """Reads (place, text, name of the label) of all inputs; adds what a user should know."""
+    """Reads (place, text, name of the label) of all inputs; notes what a user should know."""
     notes = [] if notes is None else notes
     columns = {"text": config.text_column, "label": config.label_column}
     found, dropped, renamed = list[tuple[str, str, str]](), 0, ""
     for given in inputs:
-        for place, values in _values(open_records(given, role), columns, notes):
-            if any(map(_is_empty, values)):
-                if not config.drop_empty:
-                    what = "text must be a string"
-                    what = what if _is_empty(values[0]) else "label must be a string or an integer"
-                    raise DataError(
-                        f"{place}: the {what}, got an empty one; fill it, or leave such rows out "
-                        f"by --drop-empty"
-                    )
+        for place, (text, value) in _values(open_records(given, role), columns, notes):
+            if config.drop_empty and (_is_empty(text) or _is_empty(value)):
                 dropped += 1
                 continue
-            label = _label(values[1], place)
-            if isinstance(values[1], str | float) and label != values[1]:
-                renamed = renamed or f"{role}: labels such as {values[1]!r} are read as {label!r}"
-            found.append((place, _text(values[0], place), label))
+            found.append((place, _text(text, place, _FILL), label := _label(value, place)))
+            if isinstance(value, str | float) and label != value:
+                renamed = renamed or f"{role}: labels such as {value!r} are read as {label!r}"
     if not found:
         raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
-    notes += [renamed] if renamed else []
-    notes += [f"{role}: {dropped} rows without text or label are left out"] if dropped else []
+    notes += [renamed] * bool(renamed)
+    notes += [f"{role}: {dropped} rows without text or label are left out"] * bool(dropped)
     return found
 
 
@@ -137,11 +130,14 @@ def _is_empty(value: object) -> bool:
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
-def _text(text: object, place: str) -> str:
+def _kind(value: object) -> str:
+    return "an empty one" if _is_empty(value) else type(value).__name__
+
+
+def _text(text: object, place: str, do: str = "correct or remove it") -> str:
     if isinstance(text, str) and text.strip():
         return text
-    kind = "an empty one" if _is_empty(text) else type(text).__name__
-    raise DataError(f"{place}: the text must be a string, got {kind}; correct or remove it")
+    raise DataError(f"{place}: the text must be a string, got {_kind(text)}; {do}")
 
 
 def _label(value: object, place: str) -> str:
@@ -150,10 +146,10 @@ def _label(value: object, place: str) -> str:
         value = int(value)
     if isinstance(value, int):
         return str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, str):
+    if isinstance(value, str) and value.strip():
         return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", value)
-    kind = type(value).__name__
-    raise DataError(f"{place}: the label must be a string or an integer, got {kind}; correct it")
+    got = _kind(value)
+    raise DataError(f"{place}: the label must be a string or an integer, got {got}; {_FILL}")
 
 
 def _values(
@@ -202,7 +198,7 @@ def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[
         )
     both = f"{option} {shlex.quote('+'.join(usual))} joins them"
     if len(usual) > 1 and len(sure) != 1:
-        do = f"write {option} {shlex.quote(usual[0])}, or another"
+        do = f"write {option} {shlex.quote(usual[0])} or another"
         do += f"; {both}" if what == "text" else ""
         raise DataError(f"{place}: several columns could hold the {what} ({_shown(usual)}); {do}")
     if len(usual) > 1 and what == "text":
