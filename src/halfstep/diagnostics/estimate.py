@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory import Bytes, Memory, SavedTensors
+from halfstep.diagnostics.memory import Memory, SavedTensors
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
@@ -148,7 +148,15 @@ def with_saved(
     log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of its own
     before, log.disabled = log.disabled, True
     try:
-        saved = _saved(model, policy, batch, run, logits)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin, given = _twin(model, policy), _without_memory(batch)
+            low = policy.param_dtype != torch.float32
+            inputs = cast_floating(given, policy.compute_dtype) if low else given
+            counted = SavedTensors(twin, tensors_in(given), logits)
+            with _OnShapes(), _casts(policy), counted:
+                result = run(twin, inputs)
+                saved = counted.bytes  # while the graph is alive
+                del result
     except PrecisionError:
         raise
     except Exception as error:  # whatever a stranger's forward raises on shapes alone
@@ -159,8 +167,7 @@ def with_saved(
         ) from error
     finally:
         log.disabled = before
-    tensors = list(tensors_in(batch))
-    sizes: dict[str, int] = {}
+    tensors, sizes = list(tensors_in(batch)), dict[str, int]()
     for tensor in tensors:
         name = dtype_name(tensor.dtype)
         sizes[name] = sizes.get(name, 0) + tensor.nbytes
@@ -168,33 +175,12 @@ def with_saved(
     return Memory(state.policy, False, {**state.bytes, **saved, "batch": sizes}, rows, state.ranks)
 
 
-def _saved(
-    model: nn.Module,
-    policy: PrecisionPolicy,
-    batch: object,
-    run: Callable[[nn.Module, Any], Tensor],
-    logits: int,
-) -> Bytes:
-    """What one forward saves for its backward, by part."""
-    low = policy.param_dtype != torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = _twin(model, policy)
-
-        def given(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            if isinstance(value, Mapping):
-                return {key: given(part) for key, part in value.items()}
-            return tuple(map(given, value)) if isinstance(value, list | tuple) else value
-
-        batched = given(batch)
-        inputs = cast_floating(batched, policy.compute_dtype) if low else batched
-        counted = SavedTensors(twin, tensors_in(batched), logits)
-        with _OnShapes(), _casts(policy), counted:
-            result = run(twin, inputs)
-            found = counted.bytes
-            del result
-    return found
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    if isinstance(value, Mapping):
+        return {key: _without_memory(part) for key, part in value.items()}
+    return tuple(map(_without_memory, value)) if isinstance(value, list | tuple) else value
 
 
 def _twin(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:

@@ -137,7 +137,7 @@ def read_count(text: str, option: str) -> int:
     found = re.fullmatch(r"([\d._]+(?:e\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
     try:
         number, unit, binary = found.groups() if found else ("", "", "")
-        count = float(number) * (1024 if binary else 1000) ** _POWERS[unit]
+        count = float(number) * (1024.0 if binary else 1000.0) ** _POWERS[unit]
     except ValueError:
         count = 0.0
     if not (1 if unit else 10**6) <= count < 2**60:
