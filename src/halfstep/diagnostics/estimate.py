@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory import Memory, SavedTensors
+from halfstep.diagnostics.memory import Memory, SavedTensors, sums
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
@@ -95,33 +95,29 @@ def estimate_state(
     """Count what is kept between steps, with all gradients: weights, masters and moments."""
     kept, ranks = place(policy, model).kept(), max(1, ranks)
     names = {id(p): n for n, p in model.named_parameters()}
-    found: dict[str, dict[str, int]] = {}
-
-    def add(part: str, form: str, size: float) -> None:
-        if size:
-            forms = found.setdefault(part, {})
-            forms[form] = forms.get(form, 0) + round(size)
-
+    rows = list[tuple[str, str, float]]()
     for parameter in dict.fromkeys(model.parameters()):
         count, is_kept = parameter.numel() / ranks, names[id(parameter)] in kept
         stored = parameter.dtype
         if parameter.is_floating_point() and policy.param_dtype != torch.float32:
             stored = torch.float32 if is_kept else policy.param_dtype
-        add("weights", dtype_name(stored), count * stored.itemsize)
+        rows.append(("weights", dtype_name(stored), count * stored.itemsize))
         if not parameter.requires_grad:
             continue
         each = bytes_per_parameter(policy, kept=is_kept, several=micro_batches > 1)
         grad = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each["gradients"])]
-        add("masters", "fp32", count * each["masters"])
-        add("masters", "remainder", count * each["remainder"])
-        add("gradients", grad, count * each["gradients"])
+        rows += [
+            ("masters", "fp32", count * each["masters"]),
+            ("masters", "remainder", count * each["remainder"]),
+            ("gradients", grad, count * each["gradients"]),
+        ]
         moments = "fp32" if is_kept and not policy.needs_own_optimizer else policy.moment_format
         number = averages
         if isinstance(number, Mapping):
             number = number.get(names[id(parameter)], 0)
-        add("moments", moments, number * _moment_bytes(count, moments))
-    for buffer in model.buffers():
-        add("weights", dtype_name(buffer.dtype), buffer.nbytes)
+        rows.append(("moments", moments, number * _moment_bytes(count, moments)))
+    rows += [("weights", dtype_name(buffer.dtype), buffer.nbytes) for buffer in model.buffers()]
+    found = sums((part, form, round(size)) for part, form, size in rows if size)
     return Memory(str(policy), False, found, 0, ranks)
 
 
@@ -167,12 +163,10 @@ def with_saved(
         ) from error
     finally:
         log.disabled = before
-    tensors, sizes = list(tensors_in(batch)), dict[str, int]()
-    for tensor in tensors:
-        name = dtype_name(tensor.dtype)
-        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    tensors = list(tensors_in(batch))
+    sizes = sums(("batch", dtype_name(t.dtype), t.nbytes) for t in tensors)
     rows = len(tensors[0]) if tensors[0].dim() else 0
-    return Memory(state.policy, False, {**state.bytes, **saved, "batch": sizes}, rows, state.ranks)
+    return Memory(state.policy, False, {**state.bytes, **saved, **sizes}, rows, state.ranks)
 
 
 def _without_memory(value: Any) -> Any:

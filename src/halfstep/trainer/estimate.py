@@ -90,16 +90,11 @@ def estimate_config(
 ) -> list[Memory]:
     """Estimate what a step of a configuration's GPT holds on each rank, under each policy.
 
-    Args:
-        spec: As for :func:`halfstep.trainer.config.config.load_config`.
-        policies: The policies.
-        rows: Sequences of one micro-batch; 0: the configuration's.
-        layout: How ranks share the work; activations count as without tensor parallelism.
-        optimizer: None: the configuration's.
+    A micro-batch has ``rows`` sequences, 0: the configuration's; activations count as without
+    tensor parallelism.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration.
-        PrecisionError: For moments that the optimizer does not keep.
     """
     config = load_config(spec)
     if not isinstance(config, TrainConfig):
