@@ -17,21 +17,14 @@ from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
 from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
 
-USUAL = {
-    "text": frozenset(
-        {"text", "texta", "sentence", "content", "contents", "review", "reviews", "reviewtext",
-         "reviewbody", "body", "comment", "comments", "commenttext", "tweet", "post", "message",
-         "sms", "question", "utterance", "phrase", "query", "document", "abstract", "summary",
-         "description", "shortdescription", "title", "headline", "文本", "内容", "评论", "评论内容",
-         "评价", "正文", "句子", "留言", "微博", "弹幕", "问题", "摘要", "标题"}
-    ),
-    "label": frozenset(
-        {"label", "labels", "class", "classes", "classindex", "classlabel", "category",
-         "categories", "target", "emotion", "sentiment", "polarity", "rating", "ratings", "overall",
-         "star", "stars", "starrating", "score", "intent", "topic", "y", "标签", "类别", "分类",
-         "情感", "情绪", "情感倾向", "评分", "星级", "意图", "主题"}
-    ),
-}  # fmt: skip
+_TEXT = """text texta sentence content contents review reviews reviewtext reviewbody body comment
+    comments commenttext tweet tweettext post message sms question utterance phrase query document
+    abstract summary description shortdescription title headline
+    文本 内容 评论 评论内容 评价 评价内容 正文 句子 留言 微博 微博内容 弹幕 问题 摘要 标题"""
+_LABEL = """label labels class classes classindex classlabel category categories target emotion
+    sentiment polarity rating ratings overall star stars starrating score intent topic y
+    标签 类别 分类 情感 情绪 情感倾向 评分 星级 意图 主题"""
+USUAL = {"text": frozenset(_TEXT.split()), "label": frozenset(_LABEL.split())}
 """Names of columns where the user gives none, without case, blanks, "-" and "_"."""
 SURE = {"text", "文本", "label", "labels", "标签"}
 """Those that are taken though a column with another usual name is there."""
