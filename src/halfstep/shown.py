@@ -9,14 +9,13 @@ from unicodedata import east_asian_width
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Align rows in columns, those with an index in ``right`` flush right."""
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = []
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            gap = " " * (width - _width(cell))
-            cells.append(gap + cell if i in right else cell + gap)
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join(
+        "  ".join(
+            (cell.rjust if i in right else cell.ljust)(width - _width(cell) + len(cell))
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _width(cell: str) -> int:

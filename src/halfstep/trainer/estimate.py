@@ -54,7 +54,9 @@ def estimate_count(
         stored = dataclasses.replace(policy, recipe=Recipe())
         parts = dict(estimate_state(model, stored, ranks, averages=kept).bytes)
         low = policy.compute_dtype
-        if low != policy.param_dtype:  # autograd keeps them whole, also where weights are sharded
+        if (
+            low != policy.param_dtype and policy.casts != "module"
+        ):  # whole where sharded
             parts["cast copies"] = {dtype_name(low): round(trained * low.itemsize / layout.tensor)}
         if adapters:
             size, form = (_4BIT, "4bit") if base else (low.itemsize, "frozen " + dtype_name(low))
@@ -129,7 +131,7 @@ def read_count(text: str, option: str) -> int:
     Raises:
         ConfigError: Naming the option.
     """
-    found = re.fullmatch(r"([\d._]+(?:e\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
+    found = re.fullmatch(r"([\d._]+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
     try:
         number, unit, binary = found.groups() if found else ("", "", "")
         count = float(number) * (1024.0 if binary else 1000.0) ** _POWERS[unit]
