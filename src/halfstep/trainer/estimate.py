@@ -54,9 +54,7 @@ def estimate_count(
         stored = dataclasses.replace(policy, recipe=Recipe())
         parts = dict(estimate_state(model, stored, ranks, averages=kept).bytes)
         low = policy.compute_dtype
-        if (
-            low != policy.param_dtype and policy.casts != "module"
-        ):  # whole where sharded
+        if low != policy.param_dtype and policy.casts != "module":  # whole where sharded
             parts["cast copies"] = {dtype_name(low): round(trained * low.itemsize / layout.tensor)}
         if adapters:
             size, form = (_4BIT, "4bit") if base else (low.itemsize, "frozen " + dtype_name(low))
