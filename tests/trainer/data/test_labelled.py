@@ -195,12 +195,6 @@ def test_every_format_gives_the_same_texts_to_predict(write, name, content, colu
     assert list(read_texts(write(name, content), column)) == ["x y", "z"]
 
 
-@pytest.mark.parametrize("content", ["x y\nz\n", '{"text": "x y"}\n{"text":"z"}'])
-def test_a_stream_is_lines_or_objects(content):
-    assert list(read_texts(io.BytesIO(content.encode()))) == ["x y", "z"]
-    assert list(read_texts(io.BytesIO())) == []
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [

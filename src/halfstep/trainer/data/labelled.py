@@ -244,9 +244,8 @@ def _take(part: LabelledTexts, places: Indices) -> LabelledTexts:
 def stratified_split(labels: Sequence[int], fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Holds out a share of the examples of every class, at least one; the seed decides which.
 
-    A class with a single example keeps it in train. (scikit-learn's ``train_test_split`` refuses
-    such a class, seeds from 2**32 on, and fewer examples held out than there are classes.) Returns
-    the places of both parts in ``labels``, ascending.
+    A class with a single example keeps it in train, where scikit-learn's ``train_test_split``
+    refuses. Returns the places of both parts in ``labels``, ascending.
     """
     found = np.asarray(labels, dtype=np.int64)
     order = permutation("held out", seed, 0, len(found))
