@@ -5,6 +5,7 @@ A door is a way by which a model leaves a run: the ``model/`` of its end, and an
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 
@@ -201,9 +202,13 @@ def test_targets_that_cannot_be_merged_are_refused_first(tmp_path):
     lm = open_causal_lm(save_base(tmp_path / "l"))
     lm.core.model.conv = torch.nn.Conv1d(2, 2, 1)
     lm.core.model.attention = torch.nn.MultiheadAttention(4, 2)
-    for target, why in (("conv", "no linear layer has"), ("attention.out_proj", "does not call")):
+    lm.core.model.twin = lm.core.model.layers[0].self_attn.k_proj
+    for target, why in (
+        ("conv", "no linear layer has"), ("attention.out_proj", "does not call"),
+        ("k_proj", "another layer has its weight"),
+    ):  # fmt: skip
         with pytest.raises(Exception, match=why):
-            add_lora(lm, targets=["q_proj", target])
+            add_lora(copy.deepcopy(lm), targets=["q_proj", target])
 
 
 # Hashes.

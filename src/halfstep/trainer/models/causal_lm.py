@@ -19,6 +19,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -265,12 +266,13 @@ def _layers(model: nn.Module) -> dict[str, str]:
     """
     conv1d = require_library("transformers").pytorch_utils.Conv1D  # GPT-2's linear layer
     modules, found = dict(model.named_modules()), {}
-    users = Counter(id(p) for module in modules.values() for p in module._parameters.values())
+    held = ((*m._parameters.values(), *m._modules.values()) for m in modules.values())
+    users = Counter(map(id, chain.from_iterable(held)))
     for name, module in modules.items():
         if not isinstance(module, nn.Linear | nn.Embedding | conv1d):
             continue
         found[name] = ""
-        if users[id(module.weight)] != 1:
+        if max(users[id(module.weight)], users[id(module)]) > 1:
             found[name] = "another layer has its weight too, as where the head shares its table"
         elif isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
             found[name] = "attention reads its weight and does not call it"
