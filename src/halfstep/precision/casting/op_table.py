@@ -74,8 +74,8 @@ OPS: dict[str, Row] = {
         softmin log_softmax logsumexp sum cumsum prod cumprod trapezoid trapz cumulative_trapezoid
         norm frobenius_norm linalg_vector_norm norm_except_dim renorm normalize upsample_bicubic2d
         upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
-        upsample_nearest3d upsample_trilinear3d _upsample_bicubic2d_aa _upsample_nearest_exact1d
-        _upsample_nearest_exact2d _upsample_nearest_exact3d
+        upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d
     """),
     "norm": Row("fp32", "fp32_of_two", """
         group_norm layer_norm native_group_norm native_layer_norm rms_norm cosine_similarity dist
@@ -97,25 +97,26 @@ OPS: dict[str, Row] = {
         sparse_sampled_addmm cdist cholesky cholesky_inverse cholesky_solve complex det geqrf
         histogram histogramdd inverse logdet lu lu_solve nanquantile ormqr orgqr pca_lowrank pdist
         pinverse polar qr quantile slogdet stft svd svd_lowrank triangular_solve vander
-        view_as_complex _upsample_bilinear2d_aa linalg_cholesky linalg_cholesky_ex linalg_cond
-        linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product
-        linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve
-        linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_solve linalg_lu_factor_ex
-        linalg_matrix_exp linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr
-        linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd
-        linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander matrix_exp matrix_power
-        nuclear_norm fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2
-        fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft
-        fft_rfft2 fft_rfftn special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0
-        special_bessel_y1 special_erfcx special_i1 special_i1e special_chebyshev_polynomial_t
-        special_chebyshev_polynomial_u special_chebyshev_polynomial_v
-        special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
-        special_laguerre_polynomial_l special_legendre_polynomial_p special_log_ndtr
-        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
-        special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
-        special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t
-        special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
-        special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_zeta
+        view_as_complex _upsample_bilinear2d_aa _upsample_bicubic2d_aa _dirichlet_grad
+        _sample_dirichlet _standard_gamma linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det
+        linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+        linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq
+        linalg_lu linalg_lu_factor linalg_lu_solve linalg_lu_factor_ex linalg_matrix_exp
+        linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve
+        linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
+        linalg_tensorsolve linalg_vander matrix_exp matrix_power nuclear_norm fft_fft fft_fft2
+        fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2
+        fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn special_airy_ai
+        special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx
+        special_i1 special_i1e special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+        special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+        special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+        special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+        special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+        special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+        special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+        special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+        special_spherical_bessel_j0 special_zeta
     """),
     # The same where a forward goes on in 16 bits. A 16-bit grid_sample rounds positions in pixels.
     "rounded": Row("rounded", "rounded", """
