@@ -151,6 +151,14 @@ def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
     nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
 
 
+@idiom
+def hook_from_before_that_clips(kit: Kit) -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    train(kit.take(model, kit.sgd(model.parameters())))
+
+
 @by_loss
 def gradient_reversal(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     hidden = model[1](model[0](x))
