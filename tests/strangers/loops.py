@@ -51,6 +51,10 @@ class Loop:
     def autocast(self) -> Any:
         return contextlib.nullcontext()
 
+    def around(self) -> Any:
+        """A context for the whole loop, where a policy's may be so."""
+        return contextlib.nullcontext()
+
     def backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
 
@@ -193,6 +197,9 @@ class HalfLoop(Loop):
         self.precision = halfstep.Precision(policy, model, chosen, **skips)
 
     def autocast(self) -> Any:
+        return self.precision.autocast()
+
+    def around(self) -> Any:
         return self.precision.autocast()
 
     def backward(self, loss: Tensor, **options: Any) -> None:

@@ -16,6 +16,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -471,10 +472,14 @@ def program(seed: int) -> Idiom:
         for _ in range(generator.randint(12, 28))
     ]
 
+    if outer := "save_and_load" not in actions and generator.random() < 0.3:
+        actions = ["in_one_context", *actions]
+
     def train(kit: Kit) -> None:
         started = Run(kit, kind, optimizer)
-        for action in ("step", *actions, "step"):
-            getattr(started, action)()
+        with started.loop.around() if outer else nullcontext():
+            for action in ("step", *actions[outer:], "step"):
+                getattr(started, action)()
 
     train.__doc__ = " ".join((kind, optimizer, *actions))
     return train
