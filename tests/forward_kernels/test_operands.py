@@ -159,7 +159,9 @@ def test_nothing_at_all_is_no_result_or_refused():
     def check(name, operand, size):
         given = ENTRIES[name].given[operand]
         empty = given.new_zeros(size[: given.ndim])
-        with contextlib.suppress(PrecisionError, TypeError, ValueError, ArithmeticError, LookupError):
+        with contextlib.suppress(
+            PrecisionError, TypeError, ValueError, ArithmeticError, LookupError
+        ):
             assert all(part.isfinite().all() for part in run(ENTRIES[name], **{operand: empty}))
 
     every(((*case, size) for case in OPERANDS for size in ((0, C), (N, 0), (0, 0, 0, 0))), check)

@@ -58,9 +58,6 @@ class Loop:
     def backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
 
-    def unscale_(self) -> None:
-        pass
-
     def discard(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -204,9 +201,6 @@ class HalfLoop(Loop):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         self.precision.backward(loss, **options)
-
-    def unscale_(self) -> None:
-        """Do nothing: ``p.grad`` is unscaled already."""
 
     def discard(self) -> None:
         self.precision.discard()

@@ -48,7 +48,7 @@ def test_idioms_under_the_other_policies():
 
 
 def test_most_cells_are_equal():
-    assert len(IDIOMS) >= 28
+    assert len(IDIOMS) >= 23
     assert sum(map(len, REFUSED.values())) <= 52
 
 
