@@ -70,7 +70,10 @@ class Loop:
             optimizer.step()
         self.discard()
         if self.average is not None:
-            self.average.update_(self.model.named_parameters())
+            keep, averages = self.average.decay, self.average.averages
+            for name, p in self.model.named_parameters():
+                if name in averages:
+                    averages[name] = keep * averages[name] + (1 - keep) * p.detach()
 
     def skipped_step(self) -> None:
         """A step whose gradients are not finite."""

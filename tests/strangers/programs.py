@@ -429,7 +429,7 @@ class Run:
         self.model.load_state_dict(kept.state_dict())
 
     def look_at_a_copy(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # one may be around the loop
             self.kit.seen.append(float(loss_of(copy.deepcopy(self.model).eval(), 3)))
 
     def evaluate(self) -> None:

@@ -23,6 +23,7 @@ def require_equal(seed: int) -> None:
     assert {cell[0]: cell[1:] for cell in cells(seed, QUICK) if cell[1] != "equal"} == {}
 
 
+@pytest.mark.filterwarnings("ignore:the step is left out:UserWarning")
 def test_programs():
     every(range(10), require_equal)
 
