@@ -236,7 +236,7 @@ def ratio_of_the_first_update(m, x, y):
     return -(ratio * y.softmax(-1)).sum(-1).mean() + 0.1 * m.a(x).square().mean()
 
 
-@report("espnet, pytorch/pytorch#27696: CTC, and targets of other dtypes")
+@report("speechbrain/speechbrain#1803, NVIDIA/apex#722: CTC, and targets of other dtypes")
 def alignments(m, x, y):
     logits = m.a(x)[:, None].expand(-1, 2, -1).log_softmax(-1)
     lengths = torch.tensor([ROWS, ROWS])
@@ -309,9 +309,7 @@ def norms_without_weights(m, x, y):
     return F.mse_loss(m.l(m.i(m.c(x[:, None]))).mean(-1), y)
 
 
-@report(
-    "facebookresearch/detectron2, pytorch/pytorch#42218", c=lambda: nn.Conv2d(1, 2, 3, padding=1)
-)
+@report("pytorch/pytorch#42218, #94733", c=lambda: nn.Conv2d(1, 2, 3, padding=1))
 def warped_images(m, x, y):
     image = m.c(x.view(1, 1, ROWS, D))
     grid = F.affine_grid(torch.eye(2, 3)[None] * 0.9, [1, 2, 4, 4], align_corners=False)

@@ -25,7 +25,7 @@ def require_equal(seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:the step is left out:UserWarning")
 def test_programs():
-    every(range(10), require_equal)
+    every(range(10, 20), require_equal)
 
 
 def outcomes(first: int) -> list[tuple[int, str, str, str]]:

@@ -47,11 +47,15 @@ def require_equal(name: str, policy: str) -> None:
         assert abs(got - wanted) <= 128 * unit * max(1.0, abs(wanted)), (exact, found)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
+]
 
 
 def test_reports():
-    every(itertools.product(REPORTS, QUICK[1:4]), require_equal)
+    """Layers and derivatives; a sweep of torch's functions and the night have the others."""
+    every(itertools.product([*REPORTS][-12:], QUICK[1:3]), require_equal)
 
 
 @pytest.mark.slow
