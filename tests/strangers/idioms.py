@@ -115,13 +115,6 @@ def plain(kit: Kit) -> None:
 
 
 @idiom
-def adamw(kit: Kit) -> None:
-    model = mlp()
-    loop = kit.take(model, kit.adamw(model.parameters()))
-    train(loop)
-
-
-@idiom
 def accumulate(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):

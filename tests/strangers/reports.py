@@ -162,14 +162,6 @@ def mask_constants(m, x, y):
     return F.mse_loss((far + other + added).to(y.dtype) @ y, x)
 
 
-@report("huggingface/transformers#18057: a row whose every score is the lowest number")
-def rows_without_a_key(m, x, y):
-    scores, low = m.a(x) @ m.b(x).t(), torch.zeros(ROWS, ROWS)
-    low[0] = torch.finfo(torch.float16).min
-    weights = torch.max(scores + low, torch.tensor(torch.finfo(scores.dtype).min)).softmax(-1)
-    return F.mse_loss(weights.to(y.dtype) @ y, x)
-
-
 @report("pytorch/pytorch#110848, #82282: rotations by the matrix exponential", r=linear(3))
 def rotations(m, x, y):
     p, q, r = m.r(x).unbind(-1)
@@ -234,15 +226,6 @@ def ratio_of_the_first_update(m, x, y):
     ratio = (m.a(x).log_softmax(-1) - before).exp()
     assert (ratio - 1).abs().max() < 1e-3
     return -(ratio * y.softmax(-1)).sum(-1).mean() + 0.1 * m.a(x).square().mean()
-
-
-@report("speechbrain/speechbrain#1803, NVIDIA/apex#722: CTC, and targets of other dtypes")
-def alignments(m, x, y):
-    logits = m.a(x)[:, None].expand(-1, 2, -1).log_softmax(-1)
-    lengths = torch.tensor([ROWS, ROWS])
-    loss = F.ctc_loss(logits, torch.tensor([[1, 2], [3, 1]]), lengths, torch.tensor([2, 2]))
-    soft = F.kl_div(m.b(x).log_softmax(-1), y.double().softmax(-1).float(), reduction="batchmean")
-    return 0.1 * loss + soft + F.huber_loss(m.a(x), y.half().float())
 
 
 # --- layers ---------------------------------------------------------------------------------------
