@@ -200,8 +200,10 @@ class NonFiniteTrace(TorchDispatchMode):
         self._made = torch._C._autograd._get_sequence_nr() - 1  # its own node's, if it is new
         if self._made in self._lines or not torch.is_grad_enabled():
             self._made = -1
-        else:
+        elif threading.get_ident() == self._thread:
             self._lines[self._made] = caller(self._thread).source
+        else:  # another thread numbers its own nodes, so that numbers no longer tell
+            self._made, self._lines, self._forwards = -1, {}, {}
         self._look(Call(func, known, args, kwargs, before, written), result)
         return result
 
@@ -276,9 +278,8 @@ class NonFiniteTrace(TorchDispatchMode):
         forward = None if node is None else self._forwards.get(node._sequence_nr())
         if forward and kind in ("0 / 0 or invalid", "x / 0 or log 0"):
             return forward  # the backward of a pole
-        cause = self._cause_of(kind, call.known, given, outputs, called)
-        cause = replace(cause, nan=made, inf=number - made, elements=len(mask))
-        self._suspects.append(cause)
+        counts = {"nan": made, "inf": number - made, "elements": len(mask)}
+        self._suspects.append(self._cause_of(kind, call.known, given, outputs, called, counts))
         self._forwards[self._made] = len(self._suspects)
         return len(self._suspects)
 
@@ -312,6 +313,7 @@ class NonFiniteTrace(TorchDispatchMode):
         given: list[Input],
         outputs: list[Tensor],
         called: Caller,
+        counts: dict[str, Any],
     ) -> Cause:
         """Describe an operation that made NaN or infinities for no fault of its inputs."""
         simulated, dtype, low = called.simulated, outputs[0].dtype, None
@@ -336,12 +338,10 @@ class NonFiniteTrace(TorchDispatchMode):
             kind=kind,
             op=known.name,
             dtype=dtype,
-            nan=0,
-            inf=0,
-            elements=0,
             inputs=operands,
             source=source,
             cause_class=name,
+            **counts,
             **place._asdict(),
         )
 
