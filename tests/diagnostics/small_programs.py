@@ -209,6 +209,8 @@ FAULTS = [
             ("aten.cumprod", "overflow", "scale down"), (4,)),
     Program("cumulative sum", lambda m, x: (m(x) + x * 1e38).abs().cumsum(-1).log().mean(),
             rows(fill=2.0), ("aten.cumsum", "overflow in a sum", "scale down")),
+    Program("two overflows", lambda m, x: m(x * 0).mean() + (x * 2).abs().mean(),
+            rows({3: 2e38}, fill=1e38), ("aten.mul", "overflow", "scale down")),
     Program("residual sum", lambda m, x: (m(x).half() * 0 + x.half() + x.half()).float().mean(),
             rows({3: 6e4}), ("aten.add", "overflow in a sum", "add in fp32"), (3,)),
     Program("one layer of six", lambda m, x: m(x * 1e4).square().mean(), rows(None, 16),

@@ -7,8 +7,8 @@ memory that nothing has written), is only a suspect, since a mask, ``torch.where
 or a softmax may take them out again. Such elements carry the number of their suspect along::
 
     all came of one suspect       the outputs descend from it
-    they came of several, or are  the operation runs again on copies that keep one suspect's alone:
-      a part of the outputs       what is not finite then descends from it; without any, from here
+    they came of several, or are  the operation runs again on copies: of finite numbers alone, what
+      a part of the outputs       is not finite was made here; of one suspect's alone, it reaches it
     the loss, a leaf's gradient   the first suspect that they descend from is the cause
       or a weight is not finite
     no backward runs at all       what nothing has read takes their place
@@ -278,7 +278,9 @@ class NonFiniteTrace(TorchDispatchMode):
         forward = None if node is None else self._forwards.get(node._sequence_nr())
         if forward and kind in ("0 / 0 or invalid", "x / 0 or log 0"):
             return forward  # the backward of a pole
-        counts = {"nan": made, "inf": number - made, "elements": len(mask)}
+        parts = torch.split(mask, [dense(t).numel() for t in outputs])
+        elements = sum(len(part) for part in parts if bool(part.any()))
+        counts = {"nan": made, "inf": number - made, "elements": elements}
         self._suspects.append(self._cause_of(kind, call.known, given, outputs, called, counts))
         self._forwards[self._made] = len(self._suspects)
         return len(self._suspects)

@@ -422,18 +422,18 @@ class Call:
         if made is None:
             return [(order[-1], bad)]
         found = [(None, made), *((label, bad & ~made) for label in order[-1:])]
-        for label in order if len(order) > 1 else ():
-            kept = self._again(bad & ~made, labels, label)
-            found += [] if kept is None else [(label, kept)]
+        for label in order if len(order) > 1 or bool(made.any()) else ():
+            reached = self._again(bad, labels, label)
+            found += [] if reached is None else [(label, reached)]
         return found
 
     def _again(
         self, bad: Tensor, labels: Mapping[int, int | Tensor], keep: int | None
     ) -> Tensor | None:
-        """What is not finite if, of what the inputs have of that, one label alone is kept.
+        """What is not finite of finite inputs, or what one label's elements reach.
 
-        The other elements become 0, and then 0.5, of which a logarithm and a division are finite.
-        None: the operation cannot run on copies.
+        All that is not finite is replaced, or all but the elements of that label: by 0, and then by
+        0.5, of which a logarithm and a division are finite. None: it cannot run on copies.
         """
         tags = getattr(self.func, "tags", ())
         if not self.known.name.startswith("aten.") or torch.Tag.nondeterministic_seeded in tags:
@@ -445,10 +445,12 @@ class Call:
                 if not isinstance(leaf, Tensor) or not any(True for _ in floating(leaf)):
                     return leaf
                 value, label = self.before.get(id(leaf), leaf), labels.get(id(leaf))
-                good = ~not_finite(value)
-                if keep is not None and label is not None:
-                    good = good | torch.as_tensor(label == keep, device=good.device)
-                return copies.setdefault(id(leaf), torch.where(good, value, fill))
+                kept = not_finite(value)
+                if keep is None:
+                    kept = ~kept
+                else:
+                    kept &= torch.as_tensor(label == keep, device=kept.device)
+                return copies.setdefault(id(leaf), torch.where(kept, value, fill))
 
             try:
                 args, kwargs = tree_map(copied, (self.args, dict(self.kwargs)))
