@@ -15,6 +15,7 @@ from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
@@ -141,6 +142,7 @@ class Outcome:
     Attributes:
         on_broken: See :data:`OnBroken`.
         on_incurable: Called with a step that no loss scale can help, before it is answered.
+        on_stop: Called with such a step, counted, and its error, before that is raised.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Outcome:
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
+        self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
@@ -186,7 +189,12 @@ class Outcome:
             self.on_broken(judged, error, scale.value, row, progress.calibrating)
         progress.skip()
         if error is not None:
-            self._leave_out(error)
+            try:
+                self._leave_out(error)
+            except (NonFiniteError, SpikeError) as stop:
+                if self.on_stop is not None:
+                    self.on_stop(judged, stop)
+                raise
         return progress.skipped(judged)
 
     def _leave_out(self, error: NonFiniteError | SpikeError) -> None:
@@ -227,7 +235,7 @@ class Outcome:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`."""
-        self.progress.load(state, other_policy=state["policy"] != str(self._policy))
+        self.progress.load(state, other_policy=parse_saved(state["policy"]) != self._policy)
         if self.spikes is not None:
             self.spikes.restore_(state.get("spikes"))
         self._left_out.clear()
