@@ -93,7 +93,8 @@ OF_OPERATION = {
         "keep the operand within -1 and 1, and off them where it needs a gradient or is a pole: "
         "x.clamp(eps - 1, 1 - eps)"
     )),
-    "sqrt": "keep the operand of the root above zero: (x + eps).sqrt(), x.clamp_min(0).sqrt()",
+    # eps, not 0: at 0 the gradient of a root is infinite
+    "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
     **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
         "leave out what is empty: there is no mean of nothing, nor a variance of one element "
         "(correction=0 where that is 0)"

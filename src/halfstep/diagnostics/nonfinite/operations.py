@@ -56,6 +56,7 @@ SUMS = frozenset(
         *("sum", "nansum", "mean", "cumsum", "embedding_dense_backward", "scatter_add"),
         *("index_add", "index_put", "_index_put_impl", "scatter_reduce", "segment_reduce"),
         *("_embedding_bag", "_embedding_bag_forward_only", "logcumsumexp", "_sparse_sum"),
+        *("_fft_r2c", "_fft_c2r", "_fft_c2c"),
     ]
 )
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")  # namespaces
