@@ -92,7 +92,7 @@ class OpCasts(TorchFunctionMode):
         kwargs = kwargs or {}
         if cast is not None and self._is_on():
             return self._run(cast, func, args, kwargs)
-        if cast == "native":
+        if cast in _PRODUCTS:
             args, kwargs = self._agreed(args, kwargs)
         if plain or torch.compiler.is_compiling() or not self._looks_inside(func):
             return func(*args, **kwargs)
