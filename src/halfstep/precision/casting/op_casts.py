@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache, reduce
 from types import FunctionType
 from typing import Any
@@ -31,6 +32,7 @@ from halfstep.precision.policy.policy import LOW
 Function = Callable[..., Any]
 _NO_16_BITS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_WRITES = ("write", "into_self")
 _entered = threading.local()
 
 
@@ -74,6 +76,9 @@ class OpCasts(TorchFunctionMode):
             # the one method that torch.compile traces only as a call on its tensor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
+        if cast is not None and cast in _WRITES:
+            before_write(args[:1])
+            cast = None if cast == "write" else cast
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -143,8 +148,10 @@ class AutocastCasts(OpCasts):
         return self._is_on() or func in _RUNS_BACKWARD
 
     def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("out") is not None or cast == "product":
-            # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
+        if cast == "product":  # which torch's autocast casts, and keeps the casts of weights
+            before_use((*args, *kwargs.values()))
+            return func(*args, **kwargs)
+        if kwargs.get("out") is not None:  # CUDA's autocast ignores such calls too
             return func(*args, **kwargs)
         if cast == "into_self":
             args, kwargs = _into_self(args, kwargs)
@@ -247,6 +254,66 @@ def _modes() -> list[OpCasts]:
     if found is None:
         found = _entered.modes = []
     return found
+
+
+# --- casts of weights that autocast keeps --------------------------------------------------------
+#
+# torch uses its cast of a weight until the outermost context ends, whatever is written into the
+# weight meanwhile. Here casts go before a written weight is used. On a CPU the mode sees products
+# and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
+# a version of its own: writes through it are known by their memory alone, and not without a mode.
+
+_SEEN: dict[int, tuple[int, int]] = {}  # by id of what may have a cast: its version and address
+_MEMORY: set[int] = set()  # where the memory of these begins
+
+
+def drop_casts() -> None:
+    """Drop all casts, which torch keeps for the whole process."""
+    torch.clear_autocast_cache()
+    _SEEN.clear()
+    _MEMORY.clear()
+
+
+def before_use(values: Iterable[Any]) -> None:
+    """Drop the casts if one of these was written since it was used; only weights have casts."""
+    if torch.compiler.is_compiling():
+        return  # a graph casts weights whenever it runs
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_use(value)
+        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            try:
+                now = value._version, value.data_ptr()
+                if _SEEN.get(id(value)) != now:
+                    if id(value) in _SEEN:
+                        drop_casts()
+                    _SEEN[id(value)] = now
+                    _MEMORY.add(value.untyped_storage().data_ptr())
+            except RuntimeError:  # it has no memory, as in torch.func
+                continue
+
+
+def before_write(values: Iterable[Any]) -> None:
+    """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
+    if not _SEEN or torch.compiler.is_compiling():
+        return
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_write(value)
+        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
+            with suppress(RuntimeError):
+                if value.requires_grad or value.untyped_storage().data_ptr() in _MEMORY:
+                    drop_casts()
+
+
+def before_forward(weights: Iterable[Tensor], *_: object) -> None:
+    """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
+    if not torch.compiler.is_compiling():
+        now = int(torch.is_grad_enabled()), 0
+        if _SEEN.setdefault(0, now) != now:
+            drop_casts()
+            _SEEN[0] = now
+        before_use(weights)
 
 
 # --- values ---------------------------------------------------------------------------------------

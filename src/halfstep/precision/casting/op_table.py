@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-Cast = Literal["half", "fp32", "widest", "as_given", "into_self", "product"]
+Cast = Literal["half", "fp32", "widest", "as_given", "into_self", "product", "write"]
 Mixed = Literal["product", "statistics", "norm", "fp32", "loss", "widest", "into_self"]
 Function = Callable[..., Any]
 
@@ -190,6 +190,12 @@ AUTOCAST_ON_CPU |= {
     f: "widest" for f in functions(n for n in MIXED["widest"] if n not in _CAST_ANYWAY)
 }
 AUTOCAST_ON_CPU |= {f: "into_self" for f in functions(MIXED["into_self"])}
+# What writes in place is cast nowhere, but casts that are kept of what it writes must go.
+_IN_PLACE = {n for space, _ in _NAMESPACES for n in dir(space) if n[-1] == "_" != n[-2:-1]}
+_IN_PLACE |= {"numpy"}  # which shares the memory
+AUTOCAST_ON_CPU |= {f: "write" for f in functions(_IN_PLACE) if f not in AUTOCAST_ON_CPU}
+_data: Any = torch.Tensor.data
+AUTOCAST_ON_CPU[_data.__set__] = "write"
 MIXED_FUNCTIONS: dict[Function, Mixed] = {
     function: mixed
     for mixed, names in MIXED.items()
