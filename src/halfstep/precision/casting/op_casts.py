@@ -246,7 +246,7 @@ class StoredCasts(OpCasts):
 
 def inside_casts() -> bool:
     """Whether this thread has entered any mode of this file."""
-    return bool(_modes())
+    return bool(getattr(_entered, "modes", None))
 
 
 def _modes() -> list[OpCasts]:
