@@ -501,6 +501,11 @@ def _follow_(master: Tensor, visible: Tensor) -> None:
 
     On a GPU all at once and without a look at the result, for which the host would have to wait.
     """
+    if visible.shape != master.shape:
+        raise PrecisionError(
+            f"a parameter has shape {tuple(visible.shape)}, and Precision took it with "
+            f"{tuple(master.shape)}: make optimizer and Precision after the model is changed"
+        )
     if visible.is_cuda:
         written = master.to(visible.dtype).view(torch.int16) != visible.view(torch.int16)
         master.copy_(torch.where(written, visible.float(), master))

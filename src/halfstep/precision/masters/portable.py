@@ -3,8 +3,9 @@
 The same holds of a model whose steps are watched.
 
 * ``copy.deepcopy`` of the model or of a part of it gives fp32 weights with the exact trained
-  values, whose ``lerp_`` takes 16-bit weights too, and no hooks. So an average of weights, a target network or a momentum encoder made from
-  such a copy follows updates that 16 bits would lose. Its layers have no recipe.
+  values, and no hooks. So an average of weights, a target network or a momentum encoder made from
+  such a copy follows updates that 16 bits would lose; its ``lerp_`` takes 16-bit weights, too. Its
+  layers have no recipe.
 * ``pickle`` and ``torch.save`` give the weights as they are stored, and no hooks.
 
 Python learns of this by attributes on each object, which :func:`make_plain_` removes.
