@@ -254,17 +254,6 @@ class OutsideCall(Region):
         return cast_floating(output, torch.float32)
 
 
-def keeping_casts(device: torch.device) -> AbstractContextManager[Any]:
-    """A context around several forwards with the same weights, whose casts it keeps between them.
-
-    ``torch.autocast`` drops its 16-bit copies of the weights when the outermost context ends, which
-    otherwise is each forward's.
-    """
-    if device.type not in WITH_AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 def autocast(
     policy: str | PrecisionPolicy, device: str | torch.device, model: nn.Module | None = None
 ) -> Autocast:

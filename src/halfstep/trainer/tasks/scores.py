@@ -10,7 +10,6 @@ import torch
 from rich.cells import cell_len
 from torch.nn import functional
 
-from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.models.classifier import IGNORED_LABEL
@@ -44,11 +43,10 @@ def classifier_scores(
     size = len(labels)
     confusion = torch.zeros(size * size, dtype=torch.float64)
     total = 0.0
-    with keeping_casts(judge.device):
+    with judge.around():
         for batch in batches:
             *_, labels_B = here = to_device(batch, judge.device)
-            with judge.around():
-                logits_BC = model.logits(here)
+            logits_BC = model.logits(here)
             losses_B = functional.cross_entropy(
                 logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
             )
