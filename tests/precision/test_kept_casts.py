@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from every import every
-from halfstep.precision.casting.op_casts import before_forward, drop_casts
+from halfstep.precision.casting.op_table import before_forward, drop_casts
 
 X = torch.linspace(-2, 2, 48).reshape(6, 8)
 
@@ -133,6 +133,9 @@ def test_a_weight_that_nobody_writes_is_cast_once():
             h.data.mul_(0.9)  # of an activation
             if step == 2:
                 h.sum().backward(retain_graph=True)
+            image = X.clone().requires_grad_()  # another each time, perhaps where one before was
+            layer(image)
+            image.data.mul_(2.0)  # of an input
     assert seen.count == 2
 
 

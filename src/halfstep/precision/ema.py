@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require_model
-from halfstep.precision.casting.op_casts import drop_casts
+from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.masters.local_part import local_part, reshard_
 
 

@@ -32,7 +32,7 @@ from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
 from halfstep.precision.casting.cast import cast_at_border, give_back_, make_clock
-from halfstep.precision.casting.op_casts import before_forward, drop_casts
+from halfstep.precision.casting.op_table import before_forward, drop_casts
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights

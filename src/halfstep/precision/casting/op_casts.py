@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import cache, reduce
 from types import FunctionType
 from typing import Any
@@ -25,7 +24,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.kernels import attention, library, rows
-from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS
+from halfstep.precision.casting.op_table import (
+    AUTOCAST_ON_CPU,
+    MIXED_FUNCTIONS,
+    before_use,
+    before_write,
+)
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
 
@@ -254,66 +258,6 @@ def _modes() -> list[OpCasts]:
     if found is None:
         found = _entered.modes = []
     return found
-
-
-# --- casts of weights that autocast keeps --------------------------------------------------------
-#
-# torch uses its cast of a weight until the outermost context ends, whatever is written into the
-# weight meanwhile. Here casts go before a written weight is used. On a CPU the mode sees products
-# and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
-# a version of its own: writes through it are known by their memory alone, and not without a mode.
-
-_SEEN: dict[int, tuple[int, int]] = {}  # by id of what may have a cast: its version and address
-_MEMORY: set[int] = set()  # where the memory of these begins
-
-
-def drop_casts() -> None:
-    """Drop all casts, which torch keeps for the whole process."""
-    torch.clear_autocast_cache()
-    _SEEN.clear()
-    _MEMORY.clear()
-
-
-def before_use(values: Iterable[Any]) -> None:
-    """Drop the casts if one of these was written since it was used; only weights have casts."""
-    if torch.compiler.is_compiling():
-        return  # a graph casts weights whenever it runs
-    for value in values:
-        if isinstance(value, list | tuple):
-            before_use(value)
-        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-            try:
-                now = value._version, value.data_ptr()
-                if _SEEN.get(id(value)) != now:
-                    if id(value) in _SEEN:
-                        drop_casts()
-                    _SEEN[id(value)] = now
-                    _MEMORY.add(value.untyped_storage().data_ptr())
-            except RuntimeError:  # it has no memory, as in torch.func
-                continue
-
-
-def before_write(values: Iterable[Any]) -> None:
-    """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
-    if not _SEEN or torch.compiler.is_compiling():
-        return
-    for value in values:
-        if isinstance(value, list | tuple):
-            before_write(value)
-        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
-            with suppress(RuntimeError):
-                if value.requires_grad or value.untyped_storage().data_ptr() in _MEMORY:
-                    drop_casts()
-
-
-def before_forward(weights: Iterable[Tensor], *_: object) -> None:
-    """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
-    if not torch.compiler.is_compiling():
-        now = int(torch.is_grad_enabled()), 0
-        if _SEEN.setdefault(0, now) != now:
-            drop_casts()
-            _SEEN[0] = now
-        before_use(weights)
 
 
 # --- values ---------------------------------------------------------------------------------------

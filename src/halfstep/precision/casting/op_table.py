@@ -16,12 +16,15 @@ that torch registers under the dispatch key AutocastCUDA, which are a few more.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 Cast = Literal["half", "fp32", "widest", "as_given", "into_self", "product", "write"]
 Mixed = Literal["product", "statistics", "norm", "fp32", "loss", "widest", "into_self"]
@@ -203,3 +206,67 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
     # F.batch_norm, whose argument order differs, calls torch.batch_norm
     if mixed != "statistics" or not isinstance(function, FunctionType)
 }
+
+# --- casts of weights that autocast keeps --------------------------------------------------------
+#
+# torch uses its cast of a weight until the outermost context ends, whatever is written into the
+# weight meanwhile. Here casts go before a written weight is used. On a CPU the mode sees products
+# and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
+# a version of its own: writes through it are known by their memory alone, and not without a mode.
+
+# by id of what may have a cast: its version and address, and itself if it may die and leave its id
+_SEEN: dict[int, tuple[tuple[int, int], weakref.ref[Tensor] | None]] = {}
+_MEMORY: set[int] = set()  # where the memory of the parameters among these begins
+
+
+def drop_casts() -> None:
+    """Drop all casts, which torch keeps for the whole process."""
+    torch.clear_autocast_cache()
+    _SEEN.clear()
+    _MEMORY.clear()
+
+
+def before_use(values: Iterable[Any]) -> None:
+    """Drop the casts if one of these was written since it was used; only weights have casts."""
+    if torch.compiler.is_compiling():
+        return  # a graph casts weights whenever it runs
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_use(value)
+        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            try:
+                now = value._version, value.data_ptr()
+                seen, whose = _SEEN.get(id(value), (None, None))
+                if seen != now:
+                    if seen is not None and (whose is None or whose() is value):
+                        drop_casts()
+                    if isinstance(value, nn.Parameter):
+                        _SEEN[id(value)] = now, None
+                        _MEMORY.add(value.untyped_storage().data_ptr())
+                    else:
+                        _SEEN[id(value)] = now, weakref.ref(value)
+            except RuntimeError:  # it has no memory, as in torch.func
+                continue
+
+
+def before_write(values: Iterable[Any]) -> None:
+    """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
+    if not _SEEN or torch.compiler.is_compiling():
+        return
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_write(value)
+        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
+            with suppress(RuntimeError):
+                if value.requires_grad or value.untyped_storage().data_ptr() in _MEMORY:
+                    drop_casts()
+
+
+def before_forward(weights: Iterable[Tensor], *_: object) -> None:
+    """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
+    if not torch.compiler.is_compiling():
+        now = (int(torch.is_grad_enabled()), 0), None
+        if _SEEN.setdefault(0, now) != now:
+            drop_casts()
+            _SEEN[0] = now
+        before_use(weights)
