@@ -119,6 +119,8 @@ def test_8_bit_moments_are_read_by_torchs_names_and_no_write_is_lost(cls):
                 write(value)
         with pytest.raises(PrecisionError, match="moments=bf16 or moments=fp32"):
             state[name] = torch.ones(40)
+    ours.load_state_dict(through_a_file(ours.state_dict()))
+    assert torch.equal(ours.state[p][names[0]], wide[names[0]])
     assert state.get("max_exp_avg_sq") is None
     with pytest.raises(KeyError):
         state["max_exp_avg_sq"]

@@ -107,7 +107,7 @@ def test_the_average_of_a_copy_takes_16_bit_weights_and_is_saved_as_a_plain_one(
     with torch.no_grad():
         weight.lerp_(model.time.weight * 2, 0.25)
     assert torch.equal(weight, torch.lerp(old, (model.time.weight * 2).float(), 0.25))
-    assert type(weight.__reduce_ex__(2)[0]) is type(nn.Parameter(old).__reduce_ex__(2)[0])
+    assert weight.__reduce_ex__(2)[0] is nn.Parameter(old).__reduce_ex__(2)[0]
 
 
 def test_closed_the_model_is_torchs_again():
