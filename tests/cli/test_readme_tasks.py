@@ -58,7 +58,7 @@ OUTCOMES = {
         [],
     ),
     "memory": (
-        [r"bf16-mixed .* 20\.8 GB", r"moments=8bit .* 10\.4 GB", r"policy .* activations"],
+        [r"bf16-mixed .* 23\.4 GB", r"moments=8bit .* 10\.4 GB", r"policy .* activations"],
         [],
     ),
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),

@@ -206,7 +206,7 @@ Config = TypeVar("Config", bound=BaseConfig)
 # and how ranks, micro-batches and threads share the same batches.
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
-     "rank_timeout", "threads", "max_steps", "epochs", "eval_every",
+     "rank_timeout", "threads", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir"}
 )  # fmt: skip
 
