@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -49,6 +49,8 @@ from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
 
+Config = TypeVar("Config", bound=BaseConfig)
+
 ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
@@ -63,6 +65,9 @@ _LEFT: dict[str, object] = {
     "data.drop_long": "truncate",
 }
 """Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
+
+_PATHS = ("train", "dev", "validation", "tokenizer", "source")
+"""Keys of the sections ``data`` and ``model`` whose values may be paths."""
 
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
@@ -157,7 +162,33 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
             for key, value in unknown.items()
             if value and value != _LEFT.get(key, "none")
         )
-    return config
+    return reached(config, path)
+
+
+def reached(config: Config, path: Path) -> Config:
+    """Let a run's relative paths begin where it was started, if they lead nowhere from here.
+
+    The place follows from the run's folder, if it was given by a relative path as well.
+    """
+    folder, output = path.resolve(), Path(config.run.output_dir)
+    if output.is_absolute() or folder.parts[-len(output.parts) :] != output.parts:
+        return config
+    start = folder.parents[len(output.parts) - 1]
+
+    def find(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(find, value))
+        return (
+            str(start / value) if not Path(value).exists() and (start / value).exists() else value
+        )
+
+    found = {}
+    for section in ("data", "model"):
+        part: Any = getattr(config, section, None)
+        values = {key: find(getattr(part, key)) for key in _PATHS if hasattr(part, key)}
+        if values:
+            found[section] = replace(part, **values)
+    return replace(config, **found)
 
 
 def finish_run(session: Session, path: Path) -> str:
@@ -199,8 +230,6 @@ def _lock(path: Path) -> IO[str]:
     file.flush()
     return file
 
-
-Config = TypeVar("Config", bound=BaseConfig)
 
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # and how ranks, micro-batches and threads share the same batches.
