@@ -133,6 +133,7 @@ def test_a_weight_that_nobody_writes_is_cast_once():
             h.data.mul_(0.9)  # of an activation
             if step == 2:
                 h.sum().backward(retain_graph=True)
+            torch.func.vmap(lambda x: x.clone().mul_(2.0))(X)  # has no memory to be asked
             image = X.clone().requires_grad_()  # another each time, perhaps where one before was
             layer(image)
             image.data.mul_(2.0)  # of an input

@@ -216,6 +216,7 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
 
 # by id of what may have a cast: its version and address, and itself if it may die and leave its id
 _SEEN: dict[int, tuple[tuple[int, int], weakref.ref[Tensor] | None]] = {}
+_PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
 _MEMORY: set[int] = set()  # where the memory of the parameters among these begins
 
 
@@ -233,14 +234,14 @@ def before_use(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, list | tuple):
             before_use(value)
-        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+        elif type(value) in _PLAIN and value.requires_grad and value.is_leaf:
             try:
                 now = value._version, value.data_ptr()
                 seen, whose = _SEEN.get(id(value), (None, None))
                 if seen != now:
                     if seen is not None and (whose is None or whose() is value):
                         drop_casts()
-                    if isinstance(value, nn.Parameter):
+                    if type(value) is nn.Parameter:
                         _SEEN[id(value)] = now, None
                         _MEMORY.add(value.untyped_storage().data_ptr())
                     else:
@@ -257,8 +258,9 @@ def before_write(values: Iterable[Any]) -> None:
         if isinstance(value, list | tuple):
             before_write(value)
         elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
-            with suppress(RuntimeError):
-                if value.requires_grad or value.untyped_storage().data_ptr() in _MEMORY:
+            with suppress(RuntimeError):  # of what has no memory, as in torch.func
+                known = type(value) in _PLAIN and value.untyped_storage().data_ptr() in _MEMORY
+                if value.requires_grad or known:
                     drop_casts()
 
 
