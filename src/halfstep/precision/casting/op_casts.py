@@ -29,6 +29,7 @@ from halfstep.precision.casting.op_table import (
     MIXED_FUNCTIONS,
     before_use,
     before_write,
+    drop_casts,
 )
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
@@ -68,6 +69,8 @@ class OpCasts(TorchFunctionMode):
         modes.remove(self)
         if modes:
             modes[-1].covered = False
+        else:
+            drop_casts()
 
     def __torch_function__(
         self,

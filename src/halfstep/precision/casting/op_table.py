@@ -214,10 +214,11 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
 # and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
 # a version of its own: writes through it are known by their memory alone, and not without a mode.
 
-# by id of what may have a cast: its version and address, and itself if it may die and leave its id
-_SEEN: dict[int, tuple[tuple[int, int], weakref.ref[Tensor] | None]] = {}
+# by id of what may have a cast: itself, as another may get its id, its version and its address
+_SEEN: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
 _PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
 _MEMORY: set[int] = set()  # where the memory of the parameters among these begins
+_with_gradients = [True]  # in the last call of a model
 
 
 def drop_casts() -> None:
@@ -237,15 +238,13 @@ def before_use(values: Iterable[Any]) -> None:
         elif type(value) in _PLAIN and value.requires_grad and value.is_leaf:
             try:
                 now = value._version, value.data_ptr()
-                seen, whose = _SEEN.get(id(value), (None, None))
-                if seen != now:
-                    if seen is not None and (whose is None or whose() is value):
+                seen = _SEEN.get(id(value))
+                if seen is None or seen[0]() is not value or seen[1:] != now:
+                    if seen is not None and seen[0]() is value:
                         drop_casts()
+                    _SEEN[id(value)] = weakref.ref(value), *now
                     if type(value) is nn.Parameter:
-                        _SEEN[id(value)] = now, None
                         _MEMORY.add(value.untyped_storage().data_ptr())
-                    else:
-                        _SEEN[id(value)] = now, weakref.ref(value)
             except RuntimeError:  # it has no memory, as in torch.func
                 continue
 
@@ -259,16 +258,15 @@ def before_write(values: Iterable[Any]) -> None:
             before_write(value)
         elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
             with suppress(RuntimeError):  # of what has no memory, as in torch.func
-                known = type(value) in _PLAIN and value.untyped_storage().data_ptr() in _MEMORY
-                if value.requires_grad or known:
+                plain = type(value) in _PLAIN
+                if value.untyped_storage().data_ptr() in _MEMORY if plain else value.requires_grad:
                     drop_casts()
 
 
 def before_forward(weights: Iterable[Tensor], *_: object) -> None:
     """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
     if not torch.compiler.is_compiling():
-        now = (int(torch.is_grad_enabled()), 0), None
-        if _SEEN.setdefault(0, now) != now:
+        if _with_gradients[0] != torch.is_grad_enabled():
+            _with_gradients[0] = torch.is_grad_enabled()
             drop_casts()
-            _SEEN[0] = now
         before_use(weights)
