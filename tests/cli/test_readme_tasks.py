@@ -39,7 +39,7 @@ else:
 OUTCOMES = {
     "install": ([rf"take {AUTO}: "], [".venv/bin/halfstep"]),
     "own loop": ([r"step  80  loss 0\.\d+ .* applied"], []),
-    "train": ([r"step 20; validation loss", r"healthy: 0 of 20 steps skipped"], ["runs/book"]),
+    "train": ([r"step 20; validation loss", r"numerics: ok: 0 of 20 steps skipped"], ["runs/book"]),
     "generate": ([r"\w+ \w+"], []),
     "classify": (
         ["accuracy", r"best at"],
@@ -47,7 +47,7 @@ OUTCOMES = {
     ),
     "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
     "nan": (
-        [r"first cause: .* of layers\.", "to do: lower the learning rate"],
+        [r"first cause: .* of layers\.", "to do: ", "try: the same command with --precision bf16"],
         ["runs/nan/report.html"],
     ),
     "policy": (

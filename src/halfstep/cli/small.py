@@ -34,7 +34,6 @@ from halfstep.trainer.environment import (
 )
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.replay import replay
-from halfstep.trainer.run import is_run
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
@@ -276,12 +275,7 @@ def _report(arguments: Report) -> None:
 
 def _replay(arguments: Replay) -> int:
     """Print what a captured step finds in a replay; 1 if it differs."""
-    capture = Path(arguments.capture)
-    if is_run(capture):
-        raise ConfigError(
-            f"{capture} is a run: give the folder of a capture, as {capture}/captures/step-..."
-        )
-    found = replay(capture, arguments.precision)
+    found = replay(Path(arguments.capture), arguments.precision)
     for how, precision, one in (
         (f"step {found.step}", found.captured_precision, found.captured),
         ("replayed", found.precision, found.found),

@@ -68,7 +68,8 @@ def _train(
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
-            print(f"{outcome.verdict}; a page about the run: halfstep report {path}")
+            said, *command = outcome.verdict.splitlines()
+            print(f"{said}; a page about the run: halfstep report {path}", *command, sep="\n")
         if outcome.written:
             print(outcome.written)
     return INTERRUPTED if outcome.interrupted else 0

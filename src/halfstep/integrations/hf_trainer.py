@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.nonfinite.first_cause import search
+from halfstep.diagnostics.nonfinite.first_cause import searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -46,7 +45,8 @@ except ImportError as error:
     ) from error
 
 _LOG = logging.getLogger(__name__)
-_NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler")
+_NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler",
+           "create_accelerator_and_postprocess")  # fmt: skip
 
 
 def attach(
@@ -80,15 +80,12 @@ def attach(
     """
     _check(trainer)
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
-    used = None
-    if wanted:  # the callback has a meter of its own
-        used = attach_scaler(trainer.accelerator, scaler=wanted, lost_updates_every=0, **options)
-    else:
+    if not wanted:
         refuse_scale_options(trainer.accelerator, options)
-    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
-    callback = NumericsCallback(trainer, used, lost_updates_every, ranks, allow_pure=allow_pure)
+    callback = NumericsCallback(trainer, wanted, lost_updates_every, options)
+    callback.install()
     trainer.log, trainer.training_step = callback.log, callback.training_step
-    trainer.accelerator.clip_grad_norm_ = callback.clip
+    trainer.create_accelerator_and_postprocess = callback.begin_trial
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
         trainer.args.logging_nan_inf_filter = False
@@ -107,26 +104,36 @@ class NumericsCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        scaler: LoopScaler | None,
+        wanted: bool,
         every: int,
-        ranks: Ranks | None,
-        *,
-        allow_pure: bool,
+        options: ScaleOptions,
     ) -> None:
-        self.scaler = scaler
+        self.scaler: LoopScaler | None = None
         self.meter: LostUpdateMeter | None = None
-        self._trainer = trainer
+        self._trainer, self._wanted, self._options = trainer, wanted, options
         self._log, self._training_step = trainer.log, trainer.training_step
-        self._accelerator = trainer.accelerator
+        self._new_accelerator = trainer.create_accelerator_and_postprocess
         self._every = every
-        self._ranks = ranks
-        self._allow_pure = allow_pure
-        self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
-        self._clip = trainer.accelerator.clip_grad_norm_
         self._norm: Any = None  # which clipping has found since the last step
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
+
+    def install(self) -> None:
+        """Put the scaler, and the recording of norms, into the Trainer's Accelerator."""
+        accelerator = self._trainer.accelerator
+        if self._wanted:  # the callback has a meter of its own
+            self.scaler = attach_scaler(
+                accelerator, scaler=True, lost_updates_every=0, **self._options
+            )
+        self._scaled = accelerator.scaler is not None  # which skips broken gradients
+        self._clip = accelerator.clip_grad_norm_
+        accelerator.clip_grad_norm_ = self.clip
+
+    def begin_trial(self) -> None:
+        """Make another Accelerator, as ``hyperparameter_search`` does, with halfstep in it."""
+        self._new_accelerator()
+        self.install()
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
@@ -170,19 +177,13 @@ class NumericsCallback(TrainerCallback):
         """Check this training's optimizer and attach the meter to it.
 
         Raises:
-            ConfigError: If the Trainer has made another Accelerator since :func:`attach`.
             PrecisionError: If small updates of 16-bit weights would be lost.
         """
-        if self._trainer.accelerator is not self._accelerator:
-            raise ConfigError(
-                "the Trainer has made another Accelerator since attach(), as hyperparameter_search "
-                "does, and halfstep is not in it; attach() to a Trainer of its own in each trial"
-            )
         self._forget()
         if self.meter is not None:
             self.meter.close()
         optimizer = bare(kwargs["optimizer"])
-        if not self._allow_pure:
+        if not self._options.get("allow_pure", False):
             refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
@@ -231,7 +232,8 @@ class NumericsCallback(TrainerCallback):
             self.meter.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
-        return ranks_of_this_process(device) if self._ranks is None else self._ranks
+        asked = self._options.get("ranks")
+        return ranks_of_this_process(device) if asked is None else asked
 
     def _forget(self) -> None:
         self._micro, self._norm = [], None
@@ -274,25 +276,32 @@ def stopped(
 ) -> NonFiniteError:
     """The error for a step that is not finite, with its first cause if that can be found.
 
-    Args:
-        trainer: A ``transformers.Trainer`` before its optimizer's step; its gradients are cleared.
-        step: The step's number, from 1.
-        micro: Loss and inputs of each micro-batch.
-        values: The losses as numbers, and the norm of the gradients.
-        of_loss: Whether it is a loss that is not finite, on some rank.
+    The Trainer is before its optimizer's step, whose number is from 1; ``values`` are the losses
+    of the micro-batches, and the norm of the gradients. The gradients are cleared.
     """
     named = dict(trainer.model.named_parameters())
     weights = find_nonfinite((n, local_part(p)) for n, p in named.items()).names
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    first, told = None, ""
-    agreed = ranks_of_this_process(micro[0][0].device)  # one rank's weights alone may be broken
-    if not agreed.worst([int(bool(weights))])[0]:
-        first, told, anew = _run_again(trainer, micro, named)
-        broken = anew or broken  # before clipping, which spreads a NaN over all gradients
+    first, told, anew = None, "", list[tuple[str, ...]]()
+    agreed = ranks_of_this_process(micro[0][0].device)
+    loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
+    what = agreed.of_loss(loss.reshape(())) if of_loss else ""
+    # one rank's weights alone may be broken; a forward that gathers weights would hang alone
+    apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
+    if not agreed.worst([int(bool(weights))])[0] and not apart:
+        first, told = searched(
+            trainer.model,
+            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
+            [dict(inputs) for _, inputs in micro],
+            clear=trainer.model.zero_grad,
+            finish=lambda: anew.append(_broken_gradients(named)),
+        )
+        broken = next(iter(anew), ()) or broken  # clipping spreads a NaN over all gradients
     if of_loss:
-        what = _which_loss(values[:-1], index)
+        if index is not None and len(micro) > 1:
+            what += f" in micro-batch {index + 1} of {len(micro)}"
         source = "the forward pass or the data made it, no loss scale can help"
     else:
         what = f"the norm of the gradients is {values[-1]} with a finite loss"
@@ -313,36 +322,3 @@ def _broken_gradients(named: Mapping[str, Tensor]) -> tuple[str, ...]:
     return find_nonfinite(
         (name, local_part(p.grad)) for name, p in named.items() if p.grad is not None
     ).names
-
-
-def _which_loss(losses: Sequence[float], index: int | None) -> str:
-    if index is None:
-        return "the loss of another rank is not finite"
-    place = f" in micro-batch {index + 1} of {len(losses)}" if len(losses) > 1 else ""
-    return f"the loss is {losses[index]}{place}"
-
-
-def _run_again(
-    trainer: Any, micro: Sequence[tuple[Tensor, Any]], named: Mapping[str, Tensor]
-) -> tuple[Cause | None, str, tuple[str, ...]]:
-    """Rerun micro-batches for the first cause, also as text, and the names of broken gradients."""
-    several = not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank)
-    if several and any(map(is_sharded, named.values())):
-        return None, "", ()  # its forward gathers weights, and a rank that fails alone would hang
-    broken: list[tuple[str, ...]] = []
-    failed = ""
-    try:
-        cause = search(
-            trainer.model,
-            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
-            [inputs for _, inputs in micro],
-            clear=trainer.model.zero_grad,
-            finish=lambda: broken.append(_broken_gradients(named)),
-        )
-    except Exception as error:  # a diagnosis must not hide what it is a diagnosis of
-        failed = f". Looking for the first cause failed: {type(error).__name__}: {error}"
-        cause = None
-    finally:
-        trainer.model.zero_grad()
-    told = failed if cause is None else f". First cause: {cause}"
-    return cause, told, broken[0] if broken else ()

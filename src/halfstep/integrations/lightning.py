@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import explained
+from halfstep.diagnostics.nonfinite.first_cause import explain_
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.casting.autocast import Autocast
@@ -30,7 +30,7 @@ from halfstep.precision.casting.cast import (
 )
 from halfstep.precision.checks import one_device
 from halfstep.precision.policy.devices import default_device
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
@@ -38,7 +38,7 @@ from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.plugins import Precision as LightningPrecision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
@@ -106,6 +106,7 @@ class HalfstepPrecision(LightningPrecision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
+        check_search(module.trainer, self.policy)
         if type(module).backward is not LightningModule.backward:
             raise PrecisionError(
                 f"{type(module).__name__} has a backward() of its own, which the plugin would not "
@@ -144,9 +145,10 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            if not automatic:  # the closure does nothing there
-                raise
-            raise explained(error, model, lambda *_: closure(), clear=model.zero_grad) from error
+            if automatic:  # else the closure does nothing
+                run, batch = _with_batch(closure)
+                explain_(error, model, run, [batch], clear=model.zero_grad)
+            raise
         return output
 
     def clip_gradients(
@@ -261,6 +263,24 @@ class HalfstepPrecision(LightningPrecision):
             self.engine.load_state_dict(state_dict)
 
 
+def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object], Any]:
+    """How to run a closure of Lightning's on a part of its batch, and the batch; None: not known.
+
+    Lightning keeps the arguments of ``training_step``, by name, in the closure.
+    """
+    given: dict[str, Any] = getattr(getattr(closure, "_step_fn", None), "args", ({},))[0]
+
+    def run(_: int, part: Any) -> None:
+        whole = given.get("batch")
+        given.update({"batch": part} if "batch" in given else {})
+        try:
+            closure()
+        finally:
+            given.update({"batch": whole} if "batch" in given else {})
+
+    return run, given.get("batch")
+
+
 @contextmanager
 def _others_aside(engine: Precision, optimizer: Optimizer) -> Iterator[None]:
     """Set the other optimizers' gradients, and the loss, aside during one optimizer's step."""
@@ -298,6 +318,19 @@ def check_strategy(strategy: object, policy: object) -> None:
             f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
             f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
             "sharded training use halfstep.distributed (docs/distributed.md)"
+        )
+
+
+def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
+    """Refuse a search before it rounds the weights that the training after it starts from."""
+    kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+    searching = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
+    if searching and policy.param_dtype != torch.float32:
+        form = dtype_name(policy.compute_dtype)
+        raise PrecisionError(
+            f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy {policy} "
+            f"would leave the model's weights rounded to {form} for the training after it. Search "
+            f"with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then train with {policy}"
         )
 
 

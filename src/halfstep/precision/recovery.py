@@ -15,6 +15,7 @@ from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
@@ -28,10 +29,7 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 the error if no loss scale can help, the loss scale, how many steps in a row were not applied, and
 whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = (
-    "; to see which operation made it: print(halfstep.first_cause(precision, lambda: "
-    "your_loss(batch)))"
-)
+FIND_IT = "\ntry: print(halfstep.first_cause(precision, your_loss, batch))"
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
 _UNCHANGED = "; the weights are unchanged"
 
@@ -86,7 +84,7 @@ def failure(
     if judged.spike is not None:
         return _spiking(judged, judged.spike)
     if judged.found is None:
-        return _broken_loss(policy, judged.loss, model, ranks)
+        return _broken_loss(policy, judged, model, ranks)
     found, scale = judged.found, loss_scale.value
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {judged.loss:g}"
@@ -121,22 +119,21 @@ def _spiking(judged: Judged, spike: Spike) -> SpikeError:
 
 
 def _broken_loss(
-    policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
+    policy: PrecisionPolicy, judged: Judged, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
     """The error for a loss that is itself not finite; the same on all ranks."""
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    text = (
-        f"the loss is {loss} before any gradient: the forward pass or the data made it, no loss "
-        f"scale can help (policy {policy}){_UNCHANGED + FIND_IT}"
-    )
+    whose = judged.whose or f"the loss is {judged.loss}"
+    what, end = "the forward pass or the data made it", _UNCHANGED + FIND_IT
     if broken:
-        text = (
-            f"the loss is {loss} before any gradient: the weights {some(broken)} are not finite, "
-            f"no loss scale can help (policy {policy})"
-        )
-    return NonFiniteError(text, cause="forward", parameters=broken)
+        what, end = f"the weights {some(broken)} are not finite", ""
+    return NonFiniteError(
+        f"{whose} before any gradient: {what}, no loss scale can help (policy {policy}){end}",
+        cause="forward",
+        parameters=broken,
+    )
 
 
 class Outcome:
@@ -145,6 +142,7 @@ class Outcome:
     Attributes:
         on_broken: See :data:`OnBroken`.
         on_incurable: Called with a step that no loss scale can help, before it is answered.
+        on_stop: Called with such a step, counted, and its error, before that is raised.
     """
 
     def __init__(
@@ -166,6 +164,7 @@ class Outcome:
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
+        self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
@@ -190,7 +189,12 @@ class Outcome:
             self.on_broken(judged, error, scale.value, row, progress.calibrating)
         progress.skip()
         if error is not None:
-            self._leave_out(error)
+            try:
+                self._leave_out(error)
+            except (NonFiniteError, SpikeError) as stop:
+                if self.on_stop is not None:
+                    self.on_stop(judged, stop)
+                raise
         return progress.skipped(judged)
 
     def _leave_out(self, error: NonFiniteError | SpikeError) -> None:
@@ -231,7 +235,7 @@ class Outcome:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`."""
-        self.progress.load(state, other_policy=state["policy"] != str(self._policy))
+        self.progress.load(state, other_policy=parse_saved(state["policy"]) != self._policy)
         if self.spikes is not None:
             self.spikes.restore_(state.get("spikes"))
         self._left_out.clear()

@@ -149,6 +149,7 @@ def _rate(session: Session) -> Callable[[float], float]:
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin, rate = session.task, time.perf_counter(), _rate(session)
+    books.begin()
     try:
         result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
@@ -177,9 +178,11 @@ class _Books:
         if session.world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
         config = session.config
+        self._capturing: Any = None
         if isinstance(config, TrainConfig) and config.run.capture:
-            recorder = part("trainer.replay:recorder")
-            session.precision.outcome.on_incurable = recorder(session, path, config.run.capture)
+            capturing = part("trainer.replay:Capturing")
+            self._capturing = capturing(session, path, config.run.capture)
+            session.precision.outcome.on_incurable = self._capturing
 
     def __enter__(self) -> _Books:
         return self
@@ -187,6 +190,11 @@ class _Books:
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+    def begin(self) -> None:
+        """Remember what a capture of the step that begins needs."""
+        if self._capturing is not None:
+            self._capturing.begin()
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which only rank 0 has open."""
@@ -223,17 +231,22 @@ class _Books:
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
-        if capture.is_dir():
-            also += f"; take the step again: halfstep replay {capture}"
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
-        told = [f"step {step}: {without_hint(error)}"]
-        if isinstance(error, NonFiniteError) and cause is not None:
-            told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
-            error.first_cause = cause
         # rank 0 writes metrics and completes checkpoints
-        told += [causes.failed, world.share(last + also)]
-        error.args = ("; ".join(filter(None, told)),)
+        told = [f"step {step}: {without_hint(error)}; {world.share(last + also)}", causes.failed]
+        typed = f"halfstep replay {capture}" if capture.is_dir() else ""
+        if isinstance(error, NonFiniteError) and cause is not None:
+            told += [cause.told]
+            error.first_cause = cause
+            again = f"the same command with {'--resume ' if kept else ''}"
+            if cause.leaves_fp16:
+                typed = typed or f"{again}--precision bf16-mixed"
+            elif cause.samples:
+                typed = typed or f"{again}--on-nonfinite skip:3"
+            typed = typed or f"halfstep report {self._folder.parent}"
+        told += [f"try: {typed}" if typed else ""]
+        error.args = ("\n".join(filter(None, told)),)
 
 
 class _Losses:
@@ -255,14 +268,14 @@ class _Losses:
         return self._meter.report() if self._meter.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
-        """Return warnings for groups that lose many updates, once per group."""
+        """Return warnings for groups that lose many updates of a better policy, once per group."""
         peak = self._session.precision.optimizers[0].param_groups[0]["initial_lr"]
         loud = []
         for report in reports:
             measured = self._rates_and_shares.setdefault(report.group, [])
             measured.append((taken.learning_rate, report.lost))
             loses = report.lost > LOUD and lost_share(measured, peak) > LOUD
-            loud += [report] if loses and report.group not in self._told else []
+            loud += [report] if loses and report.advice and report.group not in self._told else []
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
 

@@ -43,7 +43,12 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
 )
-from halfstep.trainer.config.config import config_to_table, config_to_toml, load_config
+from halfstep.trainer.config.config import (
+    config_to_table,
+    config_to_toml,
+    load_config,
+    read_table,
+)
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.loop import Tick, train
@@ -94,7 +99,7 @@ def require_fresh(path: Path) -> None:
     if is_run(path):
         raise ConfigError(
             f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
-            "another --output-dir"
+            "another --output-dir; in a program: Trainer.train(resume=True), or another output_dir="
         )
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - _UNFINISHED):
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
@@ -150,10 +155,15 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
     another value than its default there.
 
     Raises:
-        ConfigError: If the folder holds no run.
+        ConfigError: If the folder holds no run of a trainer.
     """
     if not is_run(path):
         raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
+    if read_table(str(path / "config.toml"))[1].keys() <= {"name", "precision"}:
+        raise ConfigError(
+            f"{path} is a run of halfstep.Recorder, whose model is your program's; allowed: "
+            f"halfstep report {path}"
+        )
     unknown: dict[str, object] = {}
     config = load_config(str(path / "config.toml"), unknown=unknown)
     if notes is not None:
@@ -308,7 +318,7 @@ class RunOutcome:
     written: str
     """A message about the files that the run leaves; empty on ranks other than 0."""
     verdict: str = ""
-    """How the run went, in a line: healthy, or what was wrong; likewise."""
+    """How the run went, in a line, and in another what to type; likewise."""
 
     @property
     def interrupted(self) -> bool:

@@ -69,8 +69,6 @@ class OpCasts(TorchFunctionMode):
         modes.remove(self)
         if modes:
             modes[-1].covered = False
-        else:
-            drop_casts()
 
     def __torch_function__(
         self,
@@ -144,6 +142,11 @@ class AutocastCasts(OpCasts):
     """Applies CUDA's autocast lists on a CPU while ``torch.autocast("cpu")`` is on."""
 
     table = AUTOCAST_ON_CPU
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if not inside_casts():
+            drop_casts()  # also where somebody else's torch.autocast is around it
 
     def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
@@ -518,16 +521,12 @@ def _cross_entropy(
         return NotImplemented
     if len(input) != len(target) or input.numel() < MANY or input.stride(1) != 1:
         return NotImplemented
-    counted = target != ignore_index
-    low, high = (int(t) for t in torch.aminmax(target.masked_fill(~counted, 0)))
-    if low < 0 or high >= input.shape[1]:
-        return NotImplemented
     losses = rows.cross_entropy(input, target, ignore_index)
     if reduction == "none":
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / counted.sum()
+    return losses.sum() / (target != ignore_index).sum()
 
 
 KERNELS: Mapping[Function, Function] = {
