@@ -421,6 +421,7 @@ def _release(
     accumulation.release()
     for hook in hooks:
         hook.remove()
+    drop_casts()  # which may hold the weights
     if model is not None:
         _give_back_(model)
 

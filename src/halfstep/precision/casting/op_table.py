@@ -214,8 +214,9 @@ MIXED_FUNCTIONS: dict[Function, Mixed] = {
 # and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
 # a version of its own: writes through it are known by their memory alone, and not without a mode.
 
-# by id of what may have a cast: itself, as another may get its id, its version and its address
-_SEEN: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+# by id of what may have a cast: itself (inputs weakly), as another may get its id, and its version
+# and address
+_SEEN: dict[int, tuple[Tensor | weakref.ref[Tensor], tuple[int, int]]] = {}
 _PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
 _MEMORY: set[int] = set()  # where the memory of the parameters among these begins
 _with_gradients = [True]  # in the last call of a model
@@ -237,14 +238,16 @@ def before_use(values: Iterable[Any]) -> None:
             before_use(value)
         elif type(value) in _PLAIN and value.requires_grad and value.is_leaf:
             try:
-                now = value._version, value.data_ptr()
-                seen = _SEEN.get(id(value))
-                if seen is None or seen[0]() is not value or seen[1:] != now:
-                    if seen is not None and seen[0]() is value:
-                        drop_casts()
-                    _SEEN[id(value)] = weakref.ref(value), *now
-                    if type(value) is nn.Parameter:
-                        _MEMORY.add(value.untyped_storage().data_ptr())
+                now, seen = (value._version, value.data_ptr()), _SEEN.get(id(value))
+                if seen is not None and seen[0] is value and seen[1] == now:
+                    continue
+                weight = type(value) is nn.Parameter
+                whose = seen and (seen[0]() if isinstance(seen[0], weakref.ref) else seen[0])
+                if seen is not None and whose is value and seen[1] != now:
+                    drop_casts()
+                _SEEN[id(value)] = value if weight else weakref.ref(value), now
+                if weight:
+                    _MEMORY.add(value.untyped_storage().data_ptr())
             except RuntimeError:  # it has no memory, as in torch.func
                 continue
 
