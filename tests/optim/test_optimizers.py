@@ -414,6 +414,10 @@ MISFITS = {
         remainder=torch.zeros(3, dtype=torch.int16)
     ),
     "no tops": lambda s: s["state"][0].pop("exp_avg_tops"),
+    "no values": lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(10, 30, device="meta")),
+    "a number": lambda s: s["state"][0].update(exp_avg_codes=1.0),
+    "sparse": lambda s: s["state"][0].update(exp_avg_codes=torch.zeros(10, 30).to_sparse()),
+    "no count": lambda s: s["state"][0].update(step=torch.tensor(math.nan)),
     "short tops": lambda s: s["state"][0].update(exp_avg_tops=torch.zeros(1, dtype=torch.uint8)),
 }
 

@@ -387,38 +387,6 @@ def test_formats_without_instructions_are_simulated_in_forward_and_backward(
 # --- one context around a whole loop --------------------------------------------------------------
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("name", CPU_POLICIES)
-@pytest.mark.parametrize("how", ["with", "decorator"])
-def test_a_context_around_the_loop_computes_with_the_weights_as_they_are(name, how):
-    def losses(around):
-        torch.manual_seed(0)
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        precision = Precision(scaled(name), model, optimizer)
-        seen = []
-
-        def train():
-            for x, y in batches(4):
-                with contextlib.nullcontext() if around else precision.autocast():
-                    loss = mse(model(x), y)
-                seen.append(loss.item())
-                precision.step(loss)
-            with torch.no_grad(), precision.autocast():
-                seen.append(mse(model(x), y).item())
-
-        if not around:
-            train()
-        elif how == "decorator":
-            precision.autocast()(train)()
-        else:
-            with precision.autocast():
-                train()
-        return seen
-
-    assert losses(True) == losses(False)
-
-
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_an_autocast_to_another_format_inside_of_ours_is_refused(name):
     model = mlp()

@@ -10,16 +10,13 @@ import torch
 from torch import nn
 
 from halfstep import POLICIES, Precision
-from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.cast import (
     cast_at_border,
     cast_floating,
     cast_parameters_,
     give_back_,
-    keeping_casts,
 )
 from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
 from reference.training import MASTERS, PURE, STORED, mlp
 
 BF16 = torch.bfloat16
@@ -153,28 +150,3 @@ def test_a_pickled_model_is_plain_and_needs_no_halfstep(name):
     with precision.autocast(), torch.no_grad():
         x = torch.ones(2, 4)
         assert torch.equal(twin(x).float(), model(x))
-
-
-def test_forwards_of_an_evaluation_cast_each_weight_once(monkeypatch):
-    # where products are simulated, their operands are cast as well
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: True)
-    model, x, device = (
-        nn.Linear(8, 8, bias=False),
-        torch.ones(2, 8, dtype=BF16),
-        torch.device("cpu"),
-    )
-    around = Autocast(parse_policy("bf16-mixed"), model, device)
-
-    def casts() -> int:
-        with torch.profiler.profile() as seen, torch.no_grad():
-            for _ in range(3):
-                with around:
-                    model(x)
-        return sum(event.name == "aten::_to_copy" for event in seen.events())
-
-    assert casts() == 3
-    with keeping_casts(device):
-        assert casts() == 1
-    model.weight.data.zero_()
-    with torch.no_grad(), around:
-        assert not model(x).any()  # what was kept is gone

@@ -108,7 +108,9 @@ def address(x: Tensor | None, count: int, *dtypes: torch.dtype) -> int | None:
     """
     if x is None:
         return None
-    if x.dtype in dtypes and x.numel() == count and x.device.type == "cpu" and x.is_contiguous():
+    row = x.numel() == count and x.is_contiguous()
+    # an address is null where the memory was given back
+    if row and x.dtype in dtypes and x.device.type == "cpu" and (x.data_ptr() or not count):
         return x.data_ptr()
     raise _refused(x, f"{count} adjacent numbers", *dtypes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict, get_args
 
@@ -38,12 +39,14 @@ from halfstep.optim.state import (
     convert,
     dense,
     elements_below,
+    fits,
     flat,
     is_due,
     must_fall_back,
     new_step,
     stored_moment,
     wide_moments,
+    with_names,
     write_back,
     zero_moment,
 )
@@ -342,9 +345,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
         """A parameter's task with this gradient: the kept one, unless something has changed."""
         kept, state = self._kept.get(stream), self.state[parameter]
         if kept is not None and kept.parameter is parameter:
-            if kept.facts == _facts(group, parameter, gradient, state):
-                kept.task.gradient = gradient
-                return kept
+            with suppress(AttributeError, RuntimeError):  # of a state that has no such tensors
+                if kept.facts == _facts(group, parameter, gradient, state):
+                    kept.task.gradient = gradient
+                    return kept
             del self._kept[stream]
         state = self._state(group, parameter)
         rule = self.algorithm_of(group)
@@ -415,9 +419,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
         names = self.param_groups[number].get("param_names")
         return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
-    def _state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def _state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """The parameter's state, created if there is none."""
         state: dict[str, Any] = self.state[parameter]
+        if not fits(state, dense(parameter)):  # as after a change of the memory format
+            state = self.convert(parameter, state)
         if "step" not in state:
             state["step"] = new_step(0)
         for name in self.algorithm_of(group).moments:
@@ -426,7 +432,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
-        return state
+        self.state[parameter] = named = with_names(state)
+        return named
 
     def _task(
         self,
@@ -504,6 +511,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
                     stream += 1
         return id(parameter) in self._places
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as it is stored, in plain dicts."""
+        found = super().state_dict()
+        return {**found, "state": {key: {**state} for key, state in found["state"].items()}}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.
 
@@ -520,7 +532,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         def after(_: Optimizer) -> None:
             self.state.clear()
-            self.state.update(fresh)
+            self.state.update({p: with_names(state) for p, state in fresh.items()})
             for group, options in zip(self.param_groups, own, strict=True):
                 # a group of torch.optim's lacks some options, and those of _OWN stay
                 group.update({k: v for k, v in options.items() if k in _OWN or k not in group})

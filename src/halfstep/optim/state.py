@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,72 @@ def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, T
     """
     values = state.get(codes_of(name))
     return (state.get(name) if values is None else values), state.get(tops_of(name))
+
+
+class DecodedMoment(Tensor):
+    """An 8-bit moment as it is read, in fp32; it refuses to be written, which would be lost."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Give plain tensors, but for what shares memory with a moment."""
+        name, target = func.__name__, args[0]
+        writes = name in ("__set__", "__setitem__") or name[-1] == "_" != name[-2]
+        held = target if isinstance(target, list | tuple) else (target,)
+        if writes and any(isinstance(tensor, cls) for tensor in held):
+            raise PrecisionError(_UNREACHED)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            same = isinstance(found, Tensor) and isinstance(target, cls)
+            if same and found.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+                return found.as_subclass(cls)
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.clone()
+        return plain.__reduce_ex__(protocol)
+
+
+_UNREACHED = (
+    "an 8-bit moment is decoded where it is read, so that a value written into it is lost. To "
+    "write moments, keep them in 16 or 32 bits: moments=bf16 or moments=fp32 in the policy"
+)
+
+
+class EncodedState(dict[str, Any]):
+    """A parameter's state with 8-bit moments, which can be read by their names in torch too."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or super().__contains__(codes_of(str(name)))
+
+    def __missing__(self, name: str) -> Tensor:
+        codes = self[codes_of(name)] if name in self else None
+        if codes is None:
+            raise KeyError(name)
+        values = decode(flat(codes, codes), self[tops_of(name)], signed=name in _SIGNED)
+        return values.as_strided(codes.shape, codes.stride()).as_subclass(DecodedMoment)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What is stored or decoded under a name."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self and not super().__contains__(name):
+            raise PrecisionError(_UNREACHED)
+        super().__setitem__(name, value)
+
+
+def with_names(state: dict[str, Any]) -> dict[str, Any]:
+    """A state whose moments can be read by their names, also where they are 8-bit."""
+    encoded = type(state) is dict and any(key.endswith(CODES) for key in state)
+    return EncodedState(state) if encoded else state
 
 
 def new_step(count: float) -> Tensor:
@@ -87,31 +154,57 @@ def convert(
         state[FELL_BACK] = new_step(float(entry[FELL_BACK]))
     if any(stored_moment(entry, name)[0] is not None for name in names):
         # torch.optim.SGD saves no step; 1 says that its momentum has begun.
-        state["step"] = new_step(float(entry.get("step", 1)))
+        state["step"] = new_step(_count(entry.get("step", 1)))
         draw = partial(random_bits, seed, int(state["step"]), data.numel(), stream=2 * stream + 1)
         for i, name in enumerate(names):
             values, tops = stored_moment(entry, name)
-            where = f"{name} of parameter {stream}"
+            where = f"saved {name} of parameter {stream}"
             values = _of_shape(where, values, data)
             _check_tops(where, values, tops)
             kept, tops = _moment(values, tops, moments, data, draw, signed=i == 0)
             state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
     if held is not None and held.dtype == rounding_mode(update).remainder_dtype:
-        held = _of_shape(f"remainder of parameter {stream}", held, data)
+        held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)
     return state
 
 
-def _of_shape(what: str, saved: Tensor | None, data: Tensor) -> Tensor:
+def _count(step: Any) -> float:
+    """A saved number of steps."""
+    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
+        step = step.item()
+    if not isinstance(step, int | float) or not 0 <= step < math.inf:
+        raise PrecisionError(f"the saved step is {step!r:.60}; allowed: a number of steps, from 0")
+    return float(step)
+
+
+def _of_shape(what: str, saved: Any, data: Tensor) -> Tensor:
     """A saved tensor on the parameter's device, if it has the parameter's shape."""
-    if saved is None or saved.shape != data.shape:
-        shape = None if saved is None else tuple(saved.shape)
+    if not _is_plain(saved) or saved.shape != data.shape:
+        found = f"shape {tuple(saved.shape)}" if _is_plain(saved) else f"no numbers: {saved!r:.60}"
         raise PrecisionError(
-            f"the saved {what} has shape {shape}, the parameter {tuple(data.shape)}: it is from "
-            "another optimizer or model"
+            f"the {what} has {found}, the parameter shape {tuple(data.shape)}: it is from another "
+            "optimizer or model"
         )
-    return saved.to(data.device)
+    plain: Tensor = saved if is_dense(saved) else saved.contiguous()
+    return plain.to(data.device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a tensor with numbers in memory."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def fits(state: Mapping[str, Any], data: Tensor) -> bool:
+    """Whether a step can be taken on the tensors of a parameter's state as they are."""
+    if not all(map(_is_plain, state.values())):
+        return False
+    step, layout = state.get("step"), (data.shape, data.stride())
+    if step is not None and (step.dim() or step.dtype != torch.float64):
+        return False
+    other = ("step", FELL_BACK, *(key for key in state if key.endswith(TOPS)))
+    return all((v.shape, v.stride()) == layout for k, v in state.items() if k not in other)
 
 
 def _check_tops(what: str, codes: Tensor, tops: Tensor | None) -> None:
@@ -119,7 +212,7 @@ def _check_tops(what: str, codes: Tensor, tops: Tensor | None) -> None:
     found = None if tops is None else tuple(tops.shape)
     if found != (None if blocks is None else (blocks,)):
         raise PrecisionError(
-            f"the saved {what} is {codes.dtype} with block tops {found}; 8-bit moments have "
+            f"the {what} is {codes.dtype} with block tops {found}; 8-bit moments have "
             f"{-(-codes.numel() // BLOCK)}, others none: the state is damaged"
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require_model
+from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.masters.local_part import local_part, reshard_
 
 
@@ -138,3 +139,4 @@ class EMA:
 def _copy_(to: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, tensor in to.items():
         tensor.copy_(values[name])
+    drop_casts()  # also those of what FSDP2 gathers from these

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,10 +32,11 @@ from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
 from halfstep.precision.casting.cast import cast_at_border, give_back_, make_clock
+from halfstep.precision.casting.op_table import before_forward, drop_casts
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.masters.portable import make_plain_, make_portable_
+from halfstep.precision.masters.portable import Hook, make_plain_, make_portable_
 from halfstep.precision.masters.stepping import (
     Decision,
     DeviceDecision,
@@ -138,6 +140,9 @@ class Precision:
         self._context = Autocast(policy, model, self.device, self.masters.adopt)
         cast_at_border(placed, self.clock)
         hooks = [*ForwardWatch(policy, self.device).attach(model), *self.masters.handles]
+        if self._context.casts_per_op and self.device.type != "cpu":  # where no mode sees writes
+            look = Hook(partial(before_forward, self.masters.weights))
+            hooks.append(model.register_forward_pre_hook(look))
         if self.path is not None:
             hooks += self.path.attach(weakref.WeakMethod(self.settle))
         # a model with 16-bit weights needs its casts even after this Precision is gone, and its
@@ -203,7 +208,7 @@ class Precision:
         self.masters.clear()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
-            torch.clear_autocast_cache()
+            drop_casts()
 
     def close(self) -> None:
         """Release model and optimizers, whose hooks go; so does the end of a ``with`` block.
@@ -416,6 +421,7 @@ def _release(
     accumulation.release()
     for hook in hooks:
         hook.remove()
+    drop_casts()  # which may hold the weights
     if model is not None:
         _give_back_(model)
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 import halfstep.optim as optim
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import DataError
-from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
@@ -259,10 +258,9 @@ def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
         DataError: If there is no target at all.
     """
     total = count = 0.0
-    with keeping_casts(judge.device):
+    with judge.around():
         for batch in batches:
-            with judge.around():
-                loss, n = judge.loss_sum(to_device(batch, judge.device))
+            loss, n = judge.loss_sum(to_device(batch, judge.device))
             total += float(loss)
             count += float(n)
     total, count = judge.sum([total, count])

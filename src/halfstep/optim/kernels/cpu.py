@@ -89,8 +89,9 @@ class NativeKernel:
                 and row.is_contiguous()
                 and row.numel() == entry.count
                 and row.is_cpu
+                and (begins := row.data_ptr())
             ):
-                entry.gradient = row.data_ptr()
+                entry.gradient = begins
             else:
                 entry.gradient = address(_row(row), entry.count, gradient)
             entries.append(entry)
@@ -113,12 +114,13 @@ class NativeKernel:
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""
         values = [gradient.contiguous() for gradient in gradients]
-        for v in values:  # every step passes here: no call for what is right
-            if not v.is_cpu or v.dtype not in _DTYPES:
+        begins = [v.data_ptr() for v in values]
+        for v, begin in zip(values, begins, strict=True):  # no call for what is right
+            if not v.is_cpu or v.dtype not in _DTYPES or not begin:
                 address(v, v.numel(), *_DTYPES)
         count = len(values)
         total = self._square_sum(
-            (ctypes.c_void_p * count)(*[v.data_ptr() for v in values]),
+            (ctypes.c_void_p * count)(*begins),
             (ctypes.c_int64 * count)(*[v.numel() for v in values]),
             (ctypes.c_int32 * count)(*[_DTYPES[v.dtype] for v in values]),
             count,

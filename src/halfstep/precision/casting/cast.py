@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.op_casts import inside_casts
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
@@ -28,6 +29,8 @@ from halfstep.precision.policy.spelling import parse_policy
 WITH_AUTOCAST = frozenset(
     k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
 )
+
+R = TypeVar("R")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -123,6 +126,13 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
         for part in (placed.modules[0], *recurrent.values()):
             inputs = CastInputs(policy, torch.float32 if part.fp32 else policy.compute_dtype)
             part.module.register_forward_pre_hook(inputs, with_kwargs=True)
+        around = Autocast(policy, placed.model, as_device(_device_type(placed.model, (), {})))
+        for module in placed.model.modules():
+            if (
+                type(module).forward is not nn.Module.forward
+                and next(module.parameters(), None) is not None
+            ):
+                module.forward = OutsideCall(module, around)
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
 
@@ -143,6 +153,12 @@ class Region:
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, whose signature ``inspect`` shows."""
         return self.replaced or MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __code__(self) -> Any:
+        """The code of the module's own forward, which torch.export looks at."""
+        own: Any = self.__wrapped__
+        return own.__code__
 
     def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own forward."""
@@ -216,15 +232,26 @@ class FormatRegion(Region):
         return nullcontext()
 
 
-def keeping_casts(device: torch.device) -> AbstractContextManager[Any]:
-    """A context around several forwards with the same weights, whose casts it keeps between them.
+class OutsideCall(Region):
+    """The forward of a module with 16-bit weights, which may be called outside of every context.
 
-    ``torch.autocast`` drops its 16-bit copies of the weights when the outermost context ends, which
-    otherwise is each forward's.
+    There it runs as inside, and gives fp32 as the whole model does: after training by hand, by a
+    method of the model other than ``forward``, or of an average that copies it.
     """
-    if device.type not in WITH_AUTOCAST:
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+
+    def __init__(self, module: nn.Module, around: Autocast) -> None:
+        super().__init__(module)
+        self._around = around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, in a context if there is none."""
+        if torch.compiler.is_compiling() or inside_casts():
+            return self.inside(args, kwargs)
+        with self._around:
+            output = self.inside(args, kwargs)
+        if torch._C._current_graph_task_id() >= 0:
+            return output  # checkpointing recomputes a part of what was called
+        return cast_floating(output, torch.float32)
 
 
 def autocast(
@@ -273,9 +300,7 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
     placed = place(policy, model)
     wanted = placed.dtypes() if policy.param_dtype != torch.float32 else {}
     wrong = [n for n, p in model.named_parameters() if p.dtype != wanted.get(n, p.dtype)]
-    wrong += [
-        p.name for p in placed.regions if not isinstance(p.module.__dict__.get("forward"), Region)
-    ]
+    wrong += [p.name for p in placed.regions if _region_of(p.module, FormatRegion) is None]
     wrong += [
         p.name for p in placed.low if getattr(low_bit_of(p.module), "recipe", None) != p.recipe
     ]
@@ -288,10 +313,15 @@ def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
 
 def low_bit_of(module: nn.Module) -> low_bit.LowBitLinear | None:
     """What makes a layer multiply below 16 bits, inside of a region if it has one."""
+    return _region_of(module, low_bit.LowBitLinear)
+
+
+def _region_of(module: nn.Module, kind: type[R]) -> R | None:
+    """The region of a kind among those that replace a module's forward, one inside another."""
     forward = module.__dict__.get("forward")
-    while isinstance(forward, Region) and not isinstance(forward, low_bit.LowBitLinear):
+    while isinstance(forward, Region) and not isinstance(forward, kind):
         forward = forward.replaced
-    return forward if isinstance(forward, low_bit.LowBitLinear) else None
+    return forward if isinstance(forward, kind) else None
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.kernels import attention, library, rows
-from halfstep.precision.casting.op_table import MIXED_ON_CPU, STORED, Cast
+from halfstep.precision.casting.op_table import (
+    MIXED_ON_CPU,
+    STORED,
+    Cast,
+    before_use,
+    before_write,
+    drop_casts,
+)
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
 
@@ -33,8 +40,9 @@ Function = Callable[..., Any]
 _DENSE = (torch.strided, torch.jagged, torch._mkldnn)  # type: ignore[attr-defined]
 _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
-_FILLS = ("fill", "into_self", "widest", "as_given")
+_FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _entered = threading.local()
 
 
@@ -81,6 +89,9 @@ class OpCasts(TorchFunctionMode):
             # the one method that torch.compile traces only as a call on its tensor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
+        if cast is not None and cast in _WRITES:
+            before_write(args[:1])
+            cast = None if cast == "write" else cast
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -93,7 +104,7 @@ class OpCasts(TorchFunctionMode):
         if cast is not None and self._is_on():
             return self._run(cast, func, args, kwargs)
         if cast in _PRODUCTS:
-            args, kwargs = self._agreed(args, kwargs)
+            args, kwargs = _agreed(args, kwargs)
         if plain or torch.compiler.is_compiling() or not self._looks_inside(func):
             return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
@@ -129,6 +140,7 @@ class OpCasts(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.layout not in _DENSE:
                     cast = "fp32_inside"
         if cast == "native":
+            before_use((*args, *kwargs.values()))
             return func(*args, **kwargs)
         if cast in _FILLS:
             return self._run_filled(cast, func, args, kwargs)
@@ -150,7 +162,7 @@ class OpCasts(TorchFunctionMode):
         if cast == "into_self":
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
                 args, kwargs = _cast((args, kwargs), args[0].dtype)
-        elif cast != "fill":
+        elif cast not in ("fill", "fill_self"):
             found = _formats((args, kwargs), self.as_autocast)
             if cast == "as_given":
                 result = func(*args, **kwargs)
@@ -202,19 +214,6 @@ class OpCasts(TorchFunctionMode):
             to = compute if out is None else out.dtype
         return _cast((args, kwargs), to, self.as_autocast)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _agreed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
-
-        Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
-        """
-        if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
-            found = _formats((args, kwargs), True)
-            if len(found) == 2 and torch.float32 in found:
-                low = min(found, key=lambda dtype: dtype.itemsize)
-                return _cast((args, kwargs), low, True)  # type: ignore[no-any-return]
-        return args, kwargs
-
     def _inside(
         self, func: Function, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -235,6 +234,11 @@ class AutocastCasts(OpCasts):
 
     table = MIXED_ON_CPU
     as_autocast = True
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if not inside_casts():
+            drop_casts()  # also where somebody else's torch.autocast is around it
 
     def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
@@ -271,7 +275,7 @@ class StoredCasts(OpCasts):
 
 def inside_casts() -> bool:
     """Whether this thread has entered any mode of this file."""
-    return bool(_modes())
+    return bool(getattr(_entered, "modes", None))
 
 
 def _modes() -> list[OpCasts]:
@@ -282,6 +286,19 @@ def _modes() -> list[OpCasts]:
 
 
 # --- values ---------------------------------------------------------------------------------------
+
+
+def _agreed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
+
+    Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
+    """
+    if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
+        found = _formats((args, kwargs), True)
+        if len(found) == 2 and torch.float32 in found:
+            low = min(found, key=lambda dtype: dtype.itemsize)
+            return _cast((args, kwargs), low, True)  # type: ignore[no-any-return]
+    return args, kwargs
 
 
 def _formats(value: Any, as_autocast: bool = False) -> set[torch.dtype]:

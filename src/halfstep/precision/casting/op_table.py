@@ -20,12 +20,15 @@ kernel, or one that is wrong, is found by ``tests/precision/test_every_function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 Cast = Literal[
     "as_torch",  # nothing is cast
@@ -42,6 +45,8 @@ Cast = Literal[
     "statistics",  # as fp32_of_two, but not the running statistics
     "into_self",  # operands are cast to the dtype of the tensor that is written; and fill
     "fill",  # a finite constant beyond the format becomes the format's largest
+    "fill_self",  # the same, in place
+    "write",  # nothing is cast, but casts that are kept of what is written go
     "native",  # under *-mixed on a CPU torch's autocast makes this cast to the compute dtype
 ]
 Function = Callable[..., Any]
@@ -144,9 +149,12 @@ OPS: dict[str, Row] = {
     """),
     # torch raises an error for such a constant, or writes an infinity.
     "fill": Row("fill", "fill", """
-        clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ constant_pad_nd fill
-        fill_ fill_diagonal_ full full_like hardshrink hardtanh hardtanh_ softshrink pad_sequence
-        index_fill index_fill_ masked_fill masked_fill_ new_full threshold threshold_ where
+        clamp clamp_max clamp_min clip constant_pad_nd fill full full_like hardshrink hardtanh
+        softshrink pad_sequence index_fill masked_fill new_full threshold where
+    """),
+    "fill_self": Row("fill_self", "fill_self", """
+        clamp_ clamp_max_ clamp_min_ clip_ fill_ fill_diagonal_ hardtanh_ index_fill_ masked_fill_
+        threshold_
     """),
     "pad": Row("as_given", "fill", "pad"),
 }  # fmt: skip
@@ -190,6 +198,14 @@ MIXED_ON_CPU: dict[Function, Cast] = {
     if row.mixed != "as_torch"
 }
 """What is done under ``*-mixed`` on a CPU."""
+# What writes in place is cast nowhere, but casts that are kept of what it writes must go.
+_IN_PLACE = {n for space, _ in _NAMESPACES for n in dir(space) if n[-1] == "_" != n[-2:-1]}
+_IN_PLACE |= {"numpy"}  # which shares the memory
+for _name in _IN_PLACE:
+    for _, _function in spellings(_name):
+        MIXED_ON_CPU.setdefault(_function, "write")
+_data: Any = torch.Tensor.data
+MIXED_ON_CPU[_data.__set__] = "write"
 STORED: dict[Function, Cast] = {
     function: row.stored
     for row in OPS.values()
@@ -200,3 +216,70 @@ STORED: dict[Function, Cast] = {
     and not (row.stored == "statistics" and isinstance(function, FunctionType))
 }
 """What is done under 16-bit weights on every device."""
+
+# --- casts of weights that autocast keeps --------------------------------------------------------
+#
+# torch uses its cast of a weight until the outermost context ends, whatever is written into the
+# weight meanwhile. Here casts go before a written weight is used. On a CPU the mode sees products
+# and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
+# a version of its own: writes through it are known by their memory alone, and not without a mode.
+
+# by id of what may have a cast: itself (inputs weakly), as another may get its id, and its version
+# and address
+_SEEN: dict[int, tuple[Tensor | weakref.ref[Tensor], tuple[int, int]]] = {}
+_PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
+_MEMORY: set[int] = set()  # where the memory of the parameters among these begins
+_with_gradients = [True]  # in the last call of a model
+
+
+def drop_casts() -> None:
+    """Drop all casts, which torch keeps for the whole process."""
+    torch.clear_autocast_cache()
+    _SEEN.clear()
+    _MEMORY.clear()
+
+
+def before_use(values: Iterable[Any]) -> None:
+    """Drop the casts if one of these was written since it was used; only weights have casts."""
+    if torch.compiler.is_compiling():
+        return  # a graph casts weights whenever it runs
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_use(value)
+        elif type(value) in _PLAIN and value.requires_grad and value.is_leaf:
+            try:
+                now, seen = (value._version, value.data_ptr()), _SEEN.get(id(value))
+                if seen is not None and seen[0] is value and seen[1] == now:
+                    continue
+                weight = type(value) is nn.Parameter
+                whose = seen and (seen[0]() if isinstance(seen[0], weakref.ref) else seen[0])
+                if seen is not None and whose is value and seen[1] != now:
+                    drop_casts()
+                _SEEN[id(value)] = value if weight else weakref.ref(value), now
+                if weight:
+                    _MEMORY.add(value.untyped_storage().data_ptr())
+            except RuntimeError:  # it has no memory, as in torch.func
+                continue
+
+
+def before_write(values: Iterable[Any]) -> None:
+    """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
+    if not _SEEN or torch.compiler.is_compiling():
+        return
+    for value in values:
+        if isinstance(value, list | tuple):
+            before_write(value)
+        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
+            with suppress(RuntimeError):  # of what has no memory, as in torch.func
+                plain = type(value) in _PLAIN
+                if value.untyped_storage().data_ptr() in _MEMORY if plain else value.requires_grad:
+                    drop_casts()
+
+
+def before_forward(weights: Iterable[Tensor], *_: object) -> None:
+    """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
+    if not torch.compiler.is_compiling():
+        if _with_gradients[0] != torch.is_grad_enabled():
+            _with_gradients[0] = torch.is_grad_enabled()
+            drop_casts()
+        before_use(weights)

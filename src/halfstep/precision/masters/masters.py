@@ -107,7 +107,8 @@ class MasterWeights:
         self._model = model
         self._device = next(model.parameters()).device
         self._optimizers = optimizers
-        self._weights: dict[Tensor, Weight] = {}  # by the model's parameter
+        self.weights: dict[Tensor, Weight] = {}
+        """Of the trained parameters, by the model's own."""
         self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters, in order
         self._last: _Held | None = None  # what was last found to be held
         self._to_target: dict[Tensor, nn.Parameter] = {}
@@ -137,7 +138,7 @@ class MasterWeights:
         self._install(False)  # in case loading a state has raised half-way
         # model.to moves a parameter in place, or puts a new one in its place, as on meta
         moved = next(self._model.parameters()).device != self._device
-        if moved or [(p.dtype, p.device) for p in self._weights] != self._kinds:
+        if moved or [(p.dtype, p.device) for p in self.weights] != self._kinds:
             raise PrecisionError(
                 "a parameter has another dtype or device than when Precision took the model "
                 "(model.to, .half, .float): convert it first, then make the optimizer and Precision"
@@ -151,7 +152,7 @@ class MasterWeights:
         with torch.inference_mode(False):  # a master made in inference mode cannot be updated
             self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
         held = self._held().by_parameter
-        strangers = [p for p in held if p.requires_grad and p not in self._weights]
+        strangers = [p for p in held if p.requires_grad and p not in self.weights]
         if strangers:
             raise PrecisionError(
                 f"the optimizer was given a tensor of shape {tuple(strangers[0].shape)} that is "
@@ -165,12 +166,12 @@ class MasterWeights:
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            known = self._weights.get(parameter)
+            known = self.weights.get(parameter)
             if known is None or (parameter in held and not known.held):
                 dtype = dtypes.get(name, parameter.dtype)
-                self._weights[parameter] = self._adopt(name, parameter, dtype, held)
+                self.weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
-        self._kinds = [(p.dtype, p.device) for p in self._weights]
+        self._kinds = [(p.dtype, p.device) for p in self.weights]
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -190,7 +191,7 @@ class MasterWeights:
             target = as_target(local_part(parameter), parameter)
         if target is not parameter:
             self._to_target[parameter], self._to_parameter[target] = target, parameter
-        if parameter not in self._weights:
+        if parameter not in self.weights:
             self.accumulation.watch(parameter)
         if keeper is not None:
             with self.installed():
@@ -208,7 +209,7 @@ class MasterWeights:
             keeper = optimizer if isinstance(optimizer, OwnOptimizer) else None
             for group in optimizer.param_groups:
                 found |= {self.parameter_of(p): keeper for p in group["params"]}
-        known = {parameter: self._weights.get(parameter) for parameter in found}
+        known = {parameter: self.weights.get(parameter) for parameter in found}
         weights = [weight for weight in known.values() if weight is not None]
         self._last = _Held(
             ids,
@@ -271,7 +272,7 @@ class MasterWeights:
             weights = self._held().weights
         else:
             parameters = [self._to_parameter.get(target, target) for target in targets]
-            weights = [self._weights[p] for p in parameters if p in self._weights]
+            weights = [self.weights[p] for p in parameters if p in self.weights]
         found = {}
         for weight in weights:
             parameter = weight.parameter
@@ -291,7 +292,7 @@ class MasterWeights:
     def trains(self, tensors: Sequence[Tensor]) -> bool:
         """Whether any of these tensors is a parameter that an optimizer holds."""
         held = self._held().by_parameter
-        return any(tensor in held and tensor in self._weights for tensor in tensors)
+        return any(tensor in held and tensor in self.weights for tensor in tensors)
 
     def note(self) -> None:
         """Remember the gradients as a backward has left them: :meth:`GradientAccumulation.note`."""
@@ -313,7 +314,7 @@ class MasterWeights:
         A weight that differs from its rounded master was written by the user. With a remainder no
         comparison is needed: see :func:`rounding.join`.
         """
-        for weight in self._weights.values() if self._copies else ():
+        for weight in self.weights.values() if self._copies else ():
             if weight.copied:
                 _follow_(weight.target.detach(), weight.visible)
 
@@ -385,7 +386,7 @@ class MasterWeights:
     @torch.no_grad()
     def push_(self, targets: Iterable[nn.Parameter]) -> None:
         """Round these masters to nearest into their weights."""
-        copies = [w for t in targets if (w := self._weights[self.parameter_of(t)]).copied]
+        copies = [w for t in targets if (w := self.weights[self.parameter_of(t)]).copied]
         if copies:
             torch._foreach_copy_([w.visible for w in copies], [w.target for w in copies])
 
@@ -413,7 +414,7 @@ class MasterWeights:
 
     def _current(self) -> list[Weight]:
         """One weight per name: the newest, in case a module was replaced."""
-        return [*{weight.name: weight for weight in self._weights.values()}.values()]
+        return [*{weight.name: weight for weight in self.weights.values()}.values()]
 
     def _keeper(self, weight: Weight) -> Any:
         """The optimizer that keeps a weight's remainder; None if it no longer holds the weight."""
@@ -422,7 +423,7 @@ class MasterWeights:
     @torch.no_grad()
     def exact(self, parameter: Tensor) -> Tensor:
         """The exact fp32 values that a parameter represents, in new memory."""
-        weight = self._weights.get(parameter)
+        weight = self.weights.get(parameter)
         keeper = None if weight is None else self._keeper(weight)
         if weight is not None and keeper is not None:
             with self.installed():
@@ -450,7 +451,7 @@ class MasterWeights:
                 )
         for weight in self._current():
             self._set_(weight, values[weight.name])
-        self.push_([weight.target for weight in self._weights.values()])
+        self.push_([weight.target for weight in self.weights.values()])
 
     def close(self) -> None:
         """Release the parameters as plain ones; gradients are dropped."""
@@ -500,6 +501,11 @@ def _follow_(master: Tensor, visible: Tensor) -> None:
 
     On a GPU all at once and without a look at the result, for which the host would have to wait.
     """
+    if visible.shape != master.shape:
+        raise PrecisionError(
+            f"a parameter has shape {tuple(visible.shape)}, and Precision took it with "
+            f"{tuple(master.shape)}: make optimizer and Precision after the model is changed"
+        )
     if visible.is_cuda:
         written = master.to(visible.dtype).view(torch.int16) != visible.view(torch.int16)
         master.copy_(torch.where(written, visible.float(), master))

@@ -15,7 +15,6 @@ import torch
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
-from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ClassifyConfig
@@ -199,14 +198,13 @@ class TrainedClassifier(Trained):
             self.tokenizer.encode_batch, LabelledTexts(texts, [0] * len(texts))
         )
         found = np.zeros((len(texts), len(self.labels)))
-        with keeping_casts(self.device):
+        with self.around():
             for indices in evaluation_batches(examples.lengths, batch_size):
                 ids_BT, mask_BT, labels_B = (
                     part.to(self.device)
                     for part in padded(examples, indices, self.tokenizer.pad_id)
                 )
-                with self.around():
-                    logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
+                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
                 found[indices] = in_fp64(logits_BC).softmax(dim=-1).cpu().numpy()
         self._require_finite(bool(np.isfinite(found).all()))
         return found

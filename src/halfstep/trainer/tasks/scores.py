@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.shown import aligned
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
@@ -44,11 +43,10 @@ def classifier_scores(
     size = len(labels)
     confusion = torch.zeros(size * size, dtype=torch.float64)
     total = 0.0
-    with keeping_casts(judge.device):
+    with judge.around():
         for batch in batches:
             *_, labels_B = here = to_device(batch, judge.device)
-            with judge.around():
-                logits_BC = model.logits(here)
+            logits_BC = model.logits(here)
             losses_B = functional.cross_entropy(
                 logits_BC.float(), labels_B, ignore_index=IGNORED_LABEL, reduction="none"
             )

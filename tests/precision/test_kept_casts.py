@@ -1,0 +1,160 @@
+"""In one context around everything, a weight that was written is used as it is from then on."""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from every import every
+from halfstep.precision.casting.op_table import before_forward, drop_casts
+
+X = torch.linspace(-2, 2, 48).reshape(6, 8)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def scaled(model):
+    return {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+
+
+def under_no_grad(write):
+    return torch.no_grad()(write)
+
+
+def step_of_a_plain_optimizer(model, _, optimizer=torch.optim.SGD, **options):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer(model.parameters(), lr=0.5, **options).step()
+    model.zero_grad()
+
+
+def average(model, _):
+    other = halfstep.EMA(net().requires_grad_(True), 0.9)
+    other.averages = {name: value * 1.5 for name, value in other.averages.items()}
+    model.ema = contextlib.ExitStack()
+    model.ema.enter_context(other.applied_to(model))
+
+
+def pruned(model, _):
+    prune.custom_from_mask(model[0], "weight", torch.eye(8))
+    prune.remove(model[0], "weight")
+
+
+WRITES = {
+    "load": lambda m, _: m.load_state_dict(scaled(m)),
+    "load a part": lambda m, _: m[0].load_state_dict(scaled(m[0])),
+    "assign": lambda m, _: m.load_state_dict(scaled(m), assign=True),
+    "copy_": under_no_grad(lambda m, _: m[0].weight.copy_(m[0].weight * 1.5)),
+    "detach": lambda m, _: m[0].weight.detach().mul_(1.5),
+    "state_dict": lambda m, _: m.state_dict()["0.weight"].mul_(1.5),
+    "a row": under_no_grad(lambda m, _: m[0].weight.view(-1)[3:].fill_(1.0)),
+    "out": under_no_grad(lambda m, _: torch.mul(m[0].weight, 1.5, out=m[0].weight)),
+    "data": lambda m, _: m[0].weight.data.mul_(1.5),
+    "a row of data": lambda m, _: m[0].weight.data[1].zero_(),
+    "data that is kept": lambda m, kept: kept.mul_(1.5),
+    "all data": lambda m, _: torch._foreach_mul_([p.data for p in m.parameters()], 1.5),
+    "new data": lambda m, _: setattr(m[0].weight, "data", m[0].weight.data * 1.5),
+    "numpy": lambda m, _: m[0].weight.detach().numpy().fill(1.0),
+    "a vector": lambda m, _: vector_to_parameters(
+        parameters_to_vector(m.parameters()).detach() * 1.5, m.parameters()
+    ),
+    "average": average,
+    "prune": pruned,
+    "sgd": step_of_a_plain_optimizer,
+    "one by one": lambda m, _: step_of_a_plain_optimizer(m, _, foreach=False),
+    "fused": lambda m, _: step_of_a_plain_optimizer(m, _, torch.optim.AdamW, fused=True),
+    "ours": lambda m, _: step_of_a_plain_optimizer(m, _, halfstep.optim.AdamW),
+    "tied": lambda m, _: setattr(m[2], "weight", nn.Parameter(m[2].weight.detach() * 1.5)),
+}  # fmt: skip
+USES = {
+    "call": lambda m: m(X),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (X,)),
+    "linear": lambda m: F.linear(F.linear(X, m[0].weight, m[0].bias), m[2].weight, m[2].bias),
+}
+
+
+def results(write, use, own, one_context):
+    """What a model gives before and after a write, and the gradients after it.
+
+    The context is of the model's own Precision, or of another model's.
+    """
+    model = net()
+    trained = model if own else net()
+    sgd = torch.optim.SGD(trained.parameters(), lr=0.1)
+    precision = halfstep.Precision("bf16-mixed" if own else "fp16-mixed", trained, sgd)
+    kept = model[0].weight.data
+
+    def inside(yes):
+        return precision.autocast() if yes else contextlib.nullcontext()
+
+    with inside(one_context):
+        with inside(not one_context), torch.set_grad_enabled(own):
+            before = USES[use](model).detach()
+        WRITES[write](model, kept)
+        with inside(not one_context):
+            after = USES[use](model)
+        gradient = torch.autograd.grad(after.float().square().sum(), model.parameters())
+    assert not torch.equal(before, after)
+    return before, after, *gradient
+
+
+def require_equal(*case):
+    for one, other in zip(results(*case, False), results(*case, True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_written_weight_is_used_as_it_is():
+    every(((w, use, True) for w in WRITES for use in USES), require_equal)
+    every(((write, "call", False) for write in WRITES), require_equal)
+
+
+class Casts(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and type(args[0]) is nn.Parameter
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_nobody_writes_is_cast_once():
+    layer = nn.Linear(8, 8)
+    precision = halfstep.Precision("bf16-mixed", layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    with Casts() as seen, precision.autocast():
+        h = X
+        for step in range(5):
+            h = layer(h).relu_()
+            h.data.mul_(0.9)  # of an activation
+            if step == 2:
+                h.sum().backward(retain_graph=True)
+            torch.func.vmap(lambda x: x.clone().mul_(2.0))(X)  # has no memory to be asked
+            image = X.clone().requires_grad_()  # another each time, perhaps where one before was
+            layer(image)
+            image.data.mul_(2.0)  # of an input
+    assert seen.count == 2
+
+
+def test_without_a_mode_a_call_of_the_model_looks_at_its_weights():
+    # of data in place, and of torch's fused steps, a version counter knows nothing
+    for write in WRITES.keys() - {
+        "data",
+        "a row of data",
+        "data that is kept",
+        "all data",
+        "fused",
+    }:
+        model = net()
+        model.register_forward_pre_hook(lambda m, _: before_forward(m.parameters()))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(X)
+            WRITES[write](model, None)
+            with torch.set_grad_enabled(write != "numpy"):
+                found = model(X)
+            drop_casts()
+            assert torch.equal(found, model(X)), write
