@@ -44,13 +44,19 @@ class Call(NamedTuple):
 class ModuleCalls:
     """The forwards of a model's modules while its hooks are on.
 
-    ``ended`` is called with each forward that has ended, and with its output.
+    ``ended`` is called with each forward that has ended, and with its output; ``begun`` with the
+    inputs of an outermost one. ``passive``: a module that is computed without a call is not seen.
     """
 
     def __init__(
-        self, model: nn.Module, ended: Callable[[Call, Any], None] = lambda call, output: None
+        self,
+        model: nn.Module,
+        ended: Callable[[Call, Any], None] = lambda call, output: None,
+        *,
+        begun: Callable[[Any], None] = lambda args: None,
+        passive: bool = False,
     ) -> None:
-        self._model, self._ended = model, ended
+        self._model, self._ended, self._begun, self._passive = model, ended, begun, passive
         self._handles: list[RemovableHandle] = []
         self._portable: list[nn.Module] = []
         self._running: list[Call] = []
@@ -64,8 +70,8 @@ class ModuleCalls:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                enter = Hook(partial(self._enter, name))
-                leave = Hook(partial(self._leave, name))
+                enter = Hook(partial(self._enter, name), passive=self._passive)
+                leave = Hook(partial(self._leave, name), passive=self._passive)
                 self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
             self._portable = make_modules_portable_(self._model)
@@ -84,6 +90,8 @@ class ModuleCalls:
         if torch.compiler.is_compiling():
             return
         stack, task = self._running, torch._C._current_graph_task_id()
+        if not stack:
+            self._begun(args)
         # A checkpoint's forward has no gradients on, but is inside of one that has.
         learns = torch.is_grad_enabled() or bool(stack and stack[-1].learns)
         first = torch._C._autograd._get_sequence_nr()
@@ -99,6 +107,11 @@ class ModuleCalls:
         ):  # other threads number their own nodes
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
         self._ended(call, output)
+
+    @property
+    def running(self) -> str | None:
+        """The name of the innermost module whose forward runs; None outside of all."""
+        return self._running[-1].name if self._running else None
 
     @property
     def any_ended(self) -> bool:
