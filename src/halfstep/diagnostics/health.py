@@ -124,12 +124,12 @@ class LayerHealth(StepListener):
         to: str | Path | None = None,
         start: int = 0,
         tell: Callable[[str], object] | None = None,
+        outputs: bool = True,
     ) -> None:
         """Begin to watch the loop's steps, until :meth:`close` or the end of a ``with`` block.
 
         Args:
-            model: The model that is trained. Where ``torch.compile`` runs modules of it, no outputs
-                and logits are measured.
+            model: The model that is trained.
             source: The loop's :class:`halfstep.Precision`, its optimizer, or all of several that
                 step in turn. None: any optimizer that holds one of the model's parameters. With a
                 Precision of several ranks a number is the largest of all ranks, each of which
@@ -140,6 +140,9 @@ class LayerHealth(StepListener):
             start: Steps before this one's first, in a resumed run: its past is read from the file.
             tell: Called with the first alarm, and with another once all are over; None:
                 :func:`warnings.warn`.
+            outputs: Whether outputs and logits are measured, too, by hooks. They never are where
+                ``torch.compile`` runs modules; pass False if it runs the loss as a whole, which
+                would be compiled once more with the hooks.
 
         Raises:
             PrecisionError: If an argument is not one of these.
@@ -149,6 +152,8 @@ class LayerHealth(StepListener):
         self._ranks = OneRank() if self._precision is None else self._precision.ranks
         self._past = _Past([*_in_order(self._model)])
         self._tell = _warn if tell is None else tell
+        compiled = [hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()]
+        self._outputs = outputs and not any(compiled)
         self._now: _Step | None = None
         self.alarms: list[Alarm] = []
         self._begin()
@@ -213,6 +218,7 @@ class LayerHealth(StepListener):
         step = self._now
         self._disarm()
         if step is not None and step.found and applied():
+            self._outputs &= step.called  # or somebody compiles what calls the model
             self._judge(self._read(step))
         self._arm()
 
@@ -250,7 +256,8 @@ class LayerHealth(StepListener):
         between = min(self._every, 1 << max(due.bit_length() - 4, 0))
         if due % between == 0 or self._past.unsure:
             self._now, self.watching = _Step(), True
-            self._now.watch(self._model)
+            if self._outputs:
+                self._now.watch(self._model)
 
     def _disarm(self) -> None:
         if self._now is not None:
@@ -278,12 +285,10 @@ class _Step:
         self._modules: ModuleCalls | None = None
         self._replaced: list[Replaced] = []
         self._last: Tensor | None = None
+        self.called = False
 
     def watch(self, model: nn.Module) -> None:
         """Measure the outputs of modules, and attention, in the forwards that follow."""
-        modules = [*model.modules()]
-        if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
-            return
         self._modules = ModuleCalls(model, self._ended, begun=self._begun, passive=True)
         self._modules.hook()
 
@@ -350,6 +355,7 @@ class _Step:
         held[0] = torch.maximum(held[0], value.float())
 
     def _begun(self, args: Any) -> None:
+        self.called = True
         for x in filter(_is_measured, tensors_in(args)):
             self._largest("activation", INPUT, torch.linalg.vector_norm(_bare(x), math.inf))
         for name, seen in (("scaled_dot_product_attention", self._attend), ("softmax", self._soft)):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import halfstep.diagnostics.statistics as statistics
-from halfstep.diagnostics.metrics import CAUSES, METRICS, NUMERICS
+from halfstep.diagnostics.metrics import CAUSES, HEALTH, METRICS, NUMERICS
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
@@ -57,6 +57,7 @@ class RunRecord:
         environment: ``env.json``: the machine that the run began on.
         steps: The lines of ``metrics.jsonl``, by step.
         numerics: The watched steps of ``numerics.jsonl``.
+        health: The lines of ``health.jsonl``: each layer's numbers, and the alarms.
         causes: What made a step's loss or gradients not finite, where that was found out.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
@@ -67,6 +68,7 @@ class RunRecord:
     environment: Mapping[str, Any]
     steps: Sequence[Line]
     numerics: Sequence[statistics.StepNumerics] = ()
+    health: Sequence[Line] = ()
     causes: Sequence[Line] = ()
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
@@ -172,7 +174,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
             "that run.output_dir names"
         )
     damaged: dict[str, int] = {}
-    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES)}
+    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -180,6 +182,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         environment=_json(folder / "env.json", damaged),
         steps=[by_step[step] for step in sorted(by_step)],
         numerics=_numerics(folder / NUMERICS, damaged),
+        health=lines[HEALTH],
         causes=lines[CAUSES],
         damaged=damaged,
         known_policy=policy,

@@ -400,6 +400,7 @@ def _health(session: Session, path: Path, news: list[str]) -> AbstractContextMan
     health: AbstractContextManager[Any] = part("diagnostics.health:LayerHealth")(
         session.task.model, session.precision, every=every, to=path / HEALTH, start=session.step,
         tell=lambda text: news.append(f"layer health: {text}"),
+        outputs=not session.config.run.compile,
     )  # fmt: skip
     return health
 
