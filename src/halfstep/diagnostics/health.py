@@ -98,20 +98,6 @@ class LayerHealth(StepListener):
 
     Attributes:
         alarms: All so far, in the order in which they were certain.
-
-    Example:
-        >>> _ = torch.manual_seed(0)
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> with LayerHealth(model, optimizer, every=1, tell=lambda text: None) as health:
-        ...     for step in range(50):
-        ...         (model(x := torch.randn(8, 4)) - x[:, :1]).square().mean().backward()
-        ...         optimizer.step()
-        ...         optimizer.zero_grad()
-        ...         if step >= 40:
-        ...             _ = model[0].weight.data.mul_(1.5)
-        >>> health.alarms[0].layer, health.alarms[0].quantity, health.alarms[0].since
-        ('0', 'weight', 45)
     """
 
     def __init__(
@@ -154,7 +140,6 @@ class LayerHealth(StepListener):
         self._tell = _warn if tell is None else tell
         compiled = [hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()]
         self._outputs = outputs and not any(compiled)
-        self._now: _Step | None = None
         self.alarms: list[Alarm] = []
         self._begin()
         # ranks must measure the same steps, and not all of them have the file
@@ -163,12 +148,10 @@ class LayerHealth(StepListener):
                 self._past.remember(self._past.row(json.loads(line)["layers"]))
         if self._precision is not None:
             self._precision.outcome.about_layers = self.about
-        self._arm()
 
     def close(self) -> None:
         """Leave the loop alone again; the alarms can still be read."""
-        self._end()
-        self._disarm()
+        super().close()
         if self._precision is not None:
             self._precision.outcome.about_layers = None
 
@@ -189,38 +172,23 @@ class LayerHealth(StepListener):
             return f"; before it, {self.alarms[-1]}"
         if self._precision is None:
             return ""
-        step, names = _Step(), {p: n for n, p in self._precision.named_parameters().items()}
+        step, names = _Step(None), {p: n for n, p in self._precision.named_parameters().items()}
         for target, gradient in self._precision.masters.gradients().items():
             step.gradient(names[target], gradient.detach(), 1.0)
         highest = self._past.highest(self._past.row(self._read(step)))
         return f"; furthest above its past is {highest}" if highest else ""
 
-    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Measure a parameter's finished gradient."""
-        if self._now is not None:
-            self._now.gradient(name, gradient.detach(), scale)
+    def _collect(self, step: int) -> _Step | None:
+        between = min(self._every, 1 << max(step.bit_length() - 4, 0))
+        if step % between and not self._past.unsure:
+            return None
+        return _Step(self._model if self._outputs else None)
 
-    def before(self, name: str, weight: Tensor) -> None:
-        """Measure a weight, and keep a sample of it."""
-        if self._now is not None:
-            self._now.weight(name, weight)
-
-    def after(self, name: str, weight: Tensor) -> None:
-        """Measure how far the sample moved."""
-        if self._now is not None:
-            self._now.moved(name, weight)
-
-    def finished(self, applied: Callable[[], bool]) -> None:
-        """End a step, and attach hooks if the next one is to be measured."""
-        if self._steps is None:
-            return
-        self._step += 1
-        step = self._now
-        self._disarm()
-        if step is not None and step.found and applied():
-            self._outputs &= step.called  # or somebody compiles what calls the model
+    def _measured(self, applied: bool) -> None:
+        step: _Step = self.collector
+        self._outputs &= step.called  # or somebody compiles what calls the model
+        if applied:
             self._judge(self._read(step))
-        self._arm()
 
     def _judge(self, found: Mapping[str, Mapping[str, float]]) -> None:
         quiet = not self._past.alarmed
@@ -251,19 +219,6 @@ class LayerHealth(StepListener):
                 every.setdefault(layer, {})[q] = value
         return every
 
-    def _arm(self) -> None:
-        due = self._step + 1
-        between = min(self._every, 1 << max(due.bit_length() - 4, 0))
-        if due % between == 0 or self._past.unsure:
-            self._now, self.watching = _Step(), True
-            if self._outputs:
-                self._now.watch(self._model)
-
-    def _disarm(self) -> None:
-        if self._now is not None:
-            self._now.close()
-        self._now, self.watching = None, False
-
 
 def _warn(text: str) -> None:
     warnings.warn(f"layer health: {text}", stacklevel=6)
@@ -279,18 +234,22 @@ def _in_order(module: nn.Module, name: str = "") -> Iterator[str]:
 class _Step:
     """What is measured in one step: scalars on the device until :meth:`read`."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
+        """Begin; of a model's forwards outputs and attention are measured, too."""
         self.found: dict[tuple[str, str], list[Tensor]] = {}
+        self.called = False
         self._samples: dict[str, Tensor] = {}
-        self._modules: ModuleCalls | None = None
         self._replaced: list[Replaced] = []
         self._last: Tensor | None = None
-        self.called = False
+        self._modules: ModuleCalls | None = None
+        if model is not None:
+            self._modules = ModuleCalls(model, self._ended, begun=self._begun, passive=True)
+            self._modules.hook()
 
-    def watch(self, model: nn.Module) -> None:
-        """Measure the outputs of modules, and attention, in the forwards that follow."""
-        self._modules = ModuleCalls(model, self._ended, begun=self._begun, passive=True)
-        self._modules.hook()
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been measured."""
+        return not self.found
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -308,14 +267,14 @@ class _Step:
         norm = torch.linalg.vector_norm(values, dtype=_wide(values))
         self._add("gradient", name.rpartition(".")[0], norm / scale)
 
-    def weight(self, name: str, weight: Tensor) -> None:
+    def before(self, name: str, weight: Tensor) -> None:
         """Measure a weight's largest magnitude, and keep a sample."""
         if weight.numel():
             largest = torch.linalg.vector_norm(weight, math.inf)
             self._add("weight", name.rpartition(".")[0], largest.float())
             self._samples[name] = _sampled(weight).clone()
 
-    def moved(self, name: str, weight: Tensor) -> None:
+    def after(self, name: str, weight: Tensor) -> None:
         """Measure how far a sample of a weight has moved."""
         before = self._samples.pop(name, None)
         if before is not None:

@@ -31,13 +31,14 @@ from halfstep.precision.step import Precision
 
 
 class StepListener:
-    """What measures some steps of anybody's loop; it is told when they begin and end.
+    """What measures some steps of anybody's loop.
 
     Attributes:
-        watching: Whether the running step is measured.
+        collector: Takes the running step's weights (``before``, ``after``) and finished gradients
+            (``gradient``); None on steps that are not measured.
     """
 
-    watching = False
+    collector: Any = None
 
     def __init__(
         self, who: str, model: nn.Module, source: Any, scaler: Any, every: int, to: Any, start: int
@@ -75,23 +76,40 @@ class StepListener:
             names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
             self._steps = OptimizerSteps(self._optimizers, names, self._scaler, self)
 
-    def _end(self) -> None:
-        """Leave the loop alone again."""
+        self._arm()
+
+    def close(self) -> None:
+        """Leave the loop alone again; what was measured can still be read."""
         if self._steps is not None:
             self._steps.close()
         self._steps = None
-
-    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Take a parameter's finished gradient, which is multiplied by a loss scale."""
-
-    def before(self, name: str, weight: Tensor) -> None:
-        """Take this rank's part of a weight before the update."""
-
-    def after(self, name: str, weight: Tensor) -> None:
-        """Take it after the update."""
+        self._disarm()
 
     def finished(self, applied: Callable[[], bool]) -> None:
-        """End a step; not called any more by what has ended."""
+        """End a step, and collect the next one if it is to be measured."""
+        if self._steps is None:  # a method that was replaced after ours still calls it
+            return
+        self._step += 1
+        if self.collector is not None and not self.collector.empty:
+            self._measured(applied())
+        self._disarm()
+        self._arm()
+
+    def _arm(self) -> None:
+        self.collector = self._collect(self._step + 1)
+
+    def _disarm(self) -> None:
+        if self.collector is not None:
+            self.collector.close()
+        self.collector = None
+
+    def _collect(self, step: int) -> Any:
+        """A collector for a step, or None."""
+        raise NotImplementedError
+
+    def _measured(self, applied: bool) -> None:
+        """Take what was collected of a step that has ended."""
+        raise NotImplementedError
 
 
 def _require_scaler(source: object, scaler: Any, who: str) -> None:
@@ -153,12 +171,12 @@ class PrecisionSteps:
 
     def _step(self, original: Callable[..., StepResult], *args: Any, **options: Any) -> StepResult:
         listener = self._listener
-        if not listener.watching:
+        if listener.collector is None:
             result = original(*args, **options)
             listener.finished(lambda: result.applied)
             return result
         for name, weight in self._weights():
-            listener.before(name, local_part(weight).detach())
+            listener.collector.before(name, local_part(weight).detach())
         self._wants_gradients = True
         try:
             result = original(*args, **options)
@@ -169,7 +187,7 @@ class PrecisionSteps:
             self._wants_gradients = False
         if result.applied:
             for name, weight in self._weights():
-                listener.after(name, local_part(weight).detach())
+                listener.collector.after(name, local_part(weight).detach())
         listener.finished(lambda: result.applied)
         return result
 
@@ -179,7 +197,7 @@ class PrecisionSteps:
             self._wants_gradients = False  # a closure's first evaluation is the step's gradient
             names = {target: name for name, target in self._precision.named_parameters().items()}
             for target, gradient in found.items():
-                self._listener.gradient(names[target], gradient, 1.0)
+                self._listener.collector.gradient(names[target], gradient.detach(), 1.0)
         return found
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -246,13 +264,13 @@ class OptimizerSteps:
             return None
         if optimizer in self._stepped and self._scaler is None:
             self._end()
-        if not self._listener.watching:
+        if self._listener.collector is None:
             return None
         found = getattr(optimizer, "found_inf", None)
         if found is not None:
             self._flags.append(found.detach().clone())
         for name, weight in self._trained(optimizer):
-            self._listener.before(name, local_part(weight).detach())
+            self._listener.collector.before(name, local_part(weight).detach())
         if not _has_closure(args, options):
             self._measure(optimizer)
         return None
@@ -261,11 +279,11 @@ class OptimizerSteps:
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not self._ours(optimizer):
             return
-        if self._listener.watching:
+        if self._listener.collector is not None:
             if _has_closure(args, options):  # which has made the gradients within the step
                 self._measure(optimizer)
             for name, weight in self._trained(optimizer):
-                self._listener.after(name, local_part(weight).detach())
+                self._listener.collector.after(name, local_part(weight).detach())
         self._stepped.append(optimizer)
         if self._scaler is None and all(o in self._stepped for o in self._optimizers):
             self._end()
@@ -280,12 +298,12 @@ class OptimizerSteps:
     def _count(self, optimizer: Optimizer, scale: float) -> None:
         for name, parameter in self._trained(optimizer):
             if parameter.grad is not None:
-                self._listener.gradient(name, parameter.grad, scale)
+                self._listener.collector.gradient(name, parameter.grad.detach(), scale)
 
     @torch.no_grad()
     def _unscale(self, original: Callable[..., Any], optimizer: Any) -> Any:
         bare = bare_optimizer(optimizer)
-        if self._listener.watching and self._ours(bare) and bare not in self._unscaled:
+        if self._listener.collector is not None and self._ours(bare) and bare not in self._unscaled:
             self._count(bare, self.scale())
             self._unscaled.append(bare)
         return original(optimizer)

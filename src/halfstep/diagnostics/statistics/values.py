@@ -227,6 +227,17 @@ class Collector:
         self._modules.unhook()
         self._handles = []
 
+    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
+        """Count a parameter's finished gradient."""
+        self.add("gradient", name, gradient, scale)
+
+    def before(self, name: str, weight: Tensor) -> None:
+        """Count a weight before the update."""
+        self.add("weight", name, weight)
+
+    def after(self, name: str, weight: Tensor) -> None:
+        """Leave the update to :class:`halfstep.LayerHealth`."""
+
     def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
         """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
 

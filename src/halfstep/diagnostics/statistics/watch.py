@@ -10,11 +10,11 @@ Where compiled kernels compute a block of halfstep's own GPT, a watched step is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.statistics.numerics import StepNumerics
@@ -30,7 +30,6 @@ _NOTHING = "no step has been watched yet"
 class Watch(StepListener):
     """The context that :func:`watch` makes; it can be read inside and afterwards."""
 
-    _collector: Collector | None = None
     _last: StepNumerics | None = None
 
     def __enter__(self) -> Self:
@@ -43,13 +42,11 @@ class Watch(StepListener):
         if self._steps is not None:
             raise PrecisionError("this watch is running already: make another one")
         self._begin()
-        self._arm()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave the loop alone again; a step that has not ended is not written."""
-        self._end()
-        self._disarm()
+        self.close()
 
     def report(self) -> StepNumerics | None:
         """The newest watched step, of this process; None before the first has ended."""
@@ -62,41 +59,12 @@ class Watch(StepListener):
     def __str__(self) -> str:
         return self.table()
 
-    # What the loop's steps tell.
+    def _collect(self, step: int) -> Collector | None:
+        watched = self._steps is not None and (step % self._every == 0 or step == 1)
+        return Collector(self._model, self._steps.scale) if watched and self._steps else None
 
-    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Count a parameter's finished gradient."""
-        if self._collector is not None:
-            self._collector.add("gradient", name, gradient.detach(), scale)
-
-    def before(self, name: str, weight: Tensor) -> None:
-        """Count a weight."""
-        if self._collector is not None:
-            self._collector.add("weight", name, weight)
-
-    def finished(self, applied: Callable[[], bool]) -> None:
-        """End a step, and attach hooks if the next one is to be watched."""
-        if self._steps is None:  # a method that another watch replaced after ours still calls it
-            return
-        self._step += 1
-        collector = self._collector
-        if collector is not None and not collector.empty:
-            self._write(collector, applied())
-        self._disarm()
-        self._arm()
-
-    def _arm(self) -> None:
-        due = self._step + 1
-        if self._steps is not None and (due % self._every == 0 or due == 1):
-            self._collector = Collector(self._model, self._steps.scale)
-            self.watching = True
-
-    def _disarm(self) -> None:
-        if self._collector is not None:
-            self._collector.close()
-        self._collector, self.watching = None, False
-
-    def _write(self, collector: Collector, applied: bool) -> None:
+    def _measured(self, applied: bool) -> None:
+        collector = self.collector
         scale = collector.scale
         self._last = StepNumerics(
             step=self._step,
