@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.metrics import append_line
 from halfstep.diagnostics.module_calls import Call, ModuleCalls
-from halfstep.diagnostics.steps import Replaced, StepListener
+from halfstep.diagnostics.statistics.steps import Replaced, StepListener
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import OneRank

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.diagnostics.statistics.steps import StepListener
 from halfstep.diagnostics.statistics.values import Collector
-from halfstep.diagnostics.steps import StepListener
 from halfstep.errors import PrecisionError
 from halfstep.formats import FloatFormat
 from halfstep.precision.step import Precision
