@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -41,17 +42,21 @@ class Call(NamedTuple):
     end: int = sys.maxsize  # one more than the last node's
 
 
+_searching: weakref.WeakSet[ModuleCalls] = weakref.WeakSet()
+
+
 class ModuleCalls:
     """The forwards of a model's modules while its hooks are on.
 
     ``ended`` is called with each forward that has ended, and with its output; ``begun`` with the
-    inputs of an outermost one. ``passive``: a module that is computed without a call is not seen.
+    inputs of an outermost one. ``passive``: a module that is computed without a call is not seen,
+    nor is what runs while one without ``ended`` is hooked, as that looks for each operation.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        ended: Callable[[Call, Any], None] = lambda call, output: None,
+        ended: Callable[[Call, Any], None] | None = None,
         *,
         begun: Callable[[Any], None] = lambda args: None,
         passive: bool = False,
@@ -66,6 +71,8 @@ class ModuleCalls:
     def hook(self) -> None:
         """Register the hooks; if that fails, none is left."""
         self._thread = threading.get_ident()
+        if self._ended is None:
+            _searching.add(self)
         try:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
@@ -81,13 +88,14 @@ class ModuleCalls:
 
     def unhook(self) -> None:
         """Remove all hooks and forget what ran."""
+        _searching.discard(self)
         for handle in self._handles:
             handle.remove()
         make_modules_plain_(self._portable)
         self._handles, self._portable, self._calls, self._running = [], [], [], []
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self._passive and _searching):
             return
         stack, task = self._running, torch._C._current_graph_task_id()
         if not stack:
@@ -106,7 +114,8 @@ class ModuleCalls:
             call.task != -1 or threading.get_ident() == self._thread
         ):  # other threads number their own nodes
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
-        self._ended(call, output)
+        if self._ended is not None:
+            self._ended(call, output)
 
     @property
     def running(self) -> str | None:
