@@ -367,6 +367,8 @@ HEALTHY: dict[str, Callable[[], Program]] = {
     "dropout": lambda: language(dropout=0.3),
     "accumulation": lambda: language(accumulate=4, clip=1.0, sizes=lambda i: (2, 12)),
     "half precision": half_precision,
+    "recurrent": lambda: language(model=Recurrent(), clip=1.0),
+    "convolutions": lambda: images(Convolutions(), sgd(0.05)),
     "long batches": lambda: language(
         model=Recurrent(), sizes=lambda i: (8, 60 if i % 40 == 39 else 8)
     ),

@@ -1,20 +1,10 @@
 """The health of each layer over time: what it is now against its own past.
 
-A run that diverges mostly begins in one layer, long before the loss shows it. So five numbers of
-each layer are measured every so many steps, and compared with the median of what they were::
-
-    weight      the largest magnitude of its parameters
-    update      the norm of the step's change over the norm of the weights, of sampled elements
-    gradient    the 2-norm of its gradients, without loss scale and before clipping
-    activation  the largest magnitude of its output
-    logit       its largest attention logit: exact where F.softmax is given the scores; a bound, the
-                largest norm of a query times that of a key times the scale, by Cauchy and Schwarz,
-                where F.scaled_dot_product_attention hides them
-
-A number is *out* if it is far above its median, far in terms of its own spread, above all but two
-of its values, and if the rise is its own: not that of all layers (a schedule), of the layers before
-it (the data) or of its neighbours. What is out is measured again on the next steps, and reported if
-it stays. Numbers that a step did not make (an expert without tokens, a frozen layer) are left out.
+A run that diverges mostly begins in one layer, long before the loss shows it. Five numbers of each
+are compared with the median of what they were. One is *out* if it is far above its median, in terms
+of its own spread too, above all but two of its values, and if the rise is its own: not that of all
+layers (a schedule), of the layers before it (the data) or of its neighbours. What is out is
+measured again on the next steps, and reported if it stays. ``docs/health.md`` has the details.
 
 **Source:** median and MAD as robust centre and spread: Rousseeuw and Croux, "Alternatives to the
 median absolute deviation", 1993. The limits are halfstep's, chosen on 18 healthy programs.
@@ -47,13 +37,13 @@ from halfstep.precision.step import Precision
 
 WORDS = {
     "weight": "largest weight",
-    "update": "update to weight ratio",
+    "update": "update to weight ratio",  # of norms, of sampled elements
     "gradient": "gradient norm",
     "activation": "largest output",
-    "logit": "largest attention logit",
+    "logit": "largest attention logit",  # a bound where F.scaled_dot_product_attention hides it
 }
-"""A quantity's name in messages; where several rise at one step, the first of these is reported."""
-LIMITS = {"weight": 4.0, "update": 15.0, "gradient": 10.0, "activation": 5.0, "logit": 5.0}
+"""Quantities, and their names in messages; where several rise at one step, the first is named."""
+LIMITS = {"weight": 4.0, "update": 15.0, "gradient": 10.0, "activation": 10.0, "logit": 10.0}
 """Times its median from which a quantity may be out."""
 SPREADS = 6.0
 """Standard deviations, by the MAD of the logarithms, that it must be above the median, too."""
@@ -434,6 +424,8 @@ class _Past:
         far = excess - self._shared(excess) > np.log([*LIMITS.values()])[:, None]
         far &= row - np.fmax(expected, median) > SPREADS * spread
         far &= (row > third + math.log(RECORD)) & (count >= FEWEST)
+        usual = median[3][~np.isnan(median[3])]  # logits that grow from 0 are learned
+        far[3] &= row[3] > usual.max(initial=-math.inf) + math.log(RECORD)
         far[:, 0] = False  # the input is data
         return far, excess, median
 
