@@ -392,10 +392,9 @@ class _Past:
     def judge(self, step: int, row: Row) -> list[Alarm]:
         """Compare a step with the ones before, and remember it; the first cause comes first."""
         out, excess, median = self._out(row)
-        any_out = out.any(0)
-        self._since[:, ~any_out | (self._streak == 0)] = 0
+        self._streak = np.where(out.any(0), self._streak + 1, 0)
+        self._since[:, self._streak <= 1] = 0
         self._since[out & (self._since == 0)] = step
-        self._streak = np.where(any_out, self._streak + 1, 0)
         self.remember(row)
         found = []
         for j in np.flatnonzero(self._streak == CONFIRM):
