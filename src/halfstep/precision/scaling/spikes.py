@@ -97,17 +97,16 @@ class SpikeDetector:
         logs = min(*losses, loss) > 0
         of_loss = _Trend([*losses], logs=logs)
         of_norm = _Trend([max(value, _TINIEST) for value in norms], logs=True)
-        self._out = of_loss.beyond(loss), of_norm.beyond(max(norm, _TINIEST))
-        furthest = [
-            max(t.furthest, f) for t, f in zip((of_loss, of_norm), self._furthest, strict=True)
-        ]
+        loss_out, norm_out = of_loss.beyond(loss), of_norm.beyond(max(norm, _TINIEST))
+        self._out = (loss_out if logs else 0.0), norm_out  # in logarithms
+        furthest = max(of_loss.furthest, self._furthest[0] if logs else 0.0)
         noise = max(_TO_SIGMA * of_loss.mad, _LEAST_LOSS * of_loss.size)
         of_norms = max(_TO_SIGMA * of_norm.mad, _LEAST_NORM)
-        loss_part = self._part(self._out[0], LOSS_LIMIT * noise, furthest[0])
-        norm_part = self._part(self._out[1], NORM_LIMIT * of_norms, furthest[1])
+        loss_part = _part(loss_out, LOSS_LIMIT * noise, furthest)
+        norm_part = _part(norm_out, NORM_LIMIT * of_norms, max(of_norm.furthest, self._furthest[1]))
         excess = math.hypot(loss_part, norm_part)
         if logs and loss > RECORD * self._highest:
-            excess = max(excess, self._part(self._out[0], RECORD_LIMIT * noise, furthest[0]))
+            excess = max(excess, _part(loss_out, RECORD_LIMIT * noise, furthest))
         excess /= 1 + _FEW / len(self._seen)
         if excess <= 1:
             return None
@@ -116,10 +115,6 @@ class SpikeDetector:
             return None
         reason: Spiking = "loss_spike" if loss_part >= norm_part else "gradient_spike"
         return Spike(reason, of_loss.expected, of_norm.expected, excess)
-
-    def _part(self, out: float, limit: float, furthest: float) -> float:
-        """How far out a value is, as a multiple of what is allowed."""
-        return max(out, 0.0) / max(limit, _OF_FURTHEST * furthest)
 
     def leave_out(self, loss: float, norm: float) -> None:
         """Remember a spike that is not applied: if it comes again, it is data."""
@@ -184,6 +179,11 @@ def as_state(state: object) -> _State:
         f"the saved precision state has spikes={state!r:.80}: not the highest loss, and the loss "
         f"and norm of at most {WINDOW} steps"
     )
+
+
+def _part(out: float, limit: float, furthest: float) -> float:
+    """How far out a value is, as a multiple of what is allowed."""
+    return max(out, 0.0) / max(limit, _OF_FURTHEST * furthest)
 
 
 class _Trend:
