@@ -234,6 +234,11 @@ def test_a_spike_names_the_layer_that_is_furthest_out():
         with pytest.raises(SpikeError, match=r"above its past is \d: gradient norm .* unchanged"):
             train(model, precision, 60, 61, lambda *_: 1e4)
     assert precision.outcome.about_layers is None
+    model, precision = small(on_spike="stop")
+    with LayerHealth(model, precision, every=1, tell=str) as health:
+        with pytest.raises(SpikeError, match=r"; before it, 2: largest weight .* since step 6\d"):
+            train(model, precision, 0, 90, lambda s, m: diverge(s, m) * (1e6 if s > 75 else 1))
+        assert health.alarms[0].layer == "2"
 
 
 def test_the_first_alarm_warns_once():

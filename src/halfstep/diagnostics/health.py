@@ -131,6 +131,7 @@ class LayerHealth(StepListener):
         compiled = [hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()]
         self._outputs = outputs and not any(compiled)
         self.alarms: list[Alarm] = []
+        self._first: Alarm | None = None  # of those that stand
         self._begin()
         # ranks must measure the same steps, and not all of them have the file
         if start and self._to is not None and isinstance(self._ranks, OneRank):
@@ -159,7 +160,7 @@ class LayerHealth(StepListener):
     def about(self) -> str:
         """What the layers tell of a step that spikes and waits for its answer; may be empty."""
         if self._past.alarmed:
-            return f"; before it, {self.alarms[-1]}"
+            return f"; before it, {self._first}"
         if self._precision is None:
             return ""
         step, names = _Step(None), {p: n for n, p in self._precision.named_parameters().items()}
@@ -192,6 +193,7 @@ class LayerHealth(StepListener):
             line = {"step": self._step, "layers": layers, "alarms": [*map(asdict, alarms)]}
             append_line(self._to, line)
         if alarms and quiet:  # what follows is likely to be its consequence
+            self._first = alarms[0]
             self._tell(str(alarms[0]))
 
     def _read(self, step: _Step) -> dict[str, dict[str, float]]:
