@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 import halfstep.diagnostics.statistics as statistics
-from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
 from halfstep.report import N_, gettext
 from halfstep.report.record import RunRecord, parsed
@@ -35,6 +34,16 @@ FEW = 20
 """Steps below which a run tells nothing of its health."""
 RISE = 1.2
 """Factor over its best smoothed value at which a loss counts as diverged."""
+
+
+WORDS = {
+    "weight": N_("largest weight"),
+    "update": N_("update to weight ratio"),
+    "gradient": N_("gradient norm"),
+    "activation": N_("largest output"),
+    "logit": N_("largest attention logit"),
+}
+"""What layer health measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +73,8 @@ class RunFinding:
         return gettext(self.do, language).format(**self._in(language))
 
     def _in(self, language: str) -> Mapping[str, Any]:
-        if "cause_class" not in self.values:
-            return self.values
-        words = {key: gettext(str(self.values[key]), language) for key in ("cause_class", "remedy")}
-        return {**self.values, **words}
+        keys = {"cause_class", "remedy", "quantity"} & self.values.keys()
+        return {**self.values, **{k: gettext(str(self.values[k]), language) for k in keys}}
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
