@@ -11,6 +11,7 @@ from typing import Any
 
 from halfstep.errors import CheckpointError
 
+MANIFEST = "manifest.json"
 _HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
@@ -102,6 +103,49 @@ def sha256(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the SHA-256 of every file of a folder beside them, for :func:`require_intact`."""
+    paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {name: {"sha256": sha256(p)} for name, p in paths.items() if name != MANIFEST}
+    # without spaces, in which a flipped bit would not be noticed
+    text = json.dumps({"format": 1, "files": files}, separators=(",", ":"))
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def require_intact(folder: Path, besides: str = ".") -> None:
+    """Refuse a folder whose files are not as its manifest says; without one of ours, it passes.
+
+    Links are followed, as the hub's cache has them. Files that end in ``besides`` are not read.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    path, files, wrong = folder / MANIFEST, {}, ""
+    if not path.is_file():
+        return
+    try:
+        content = path.read_bytes()
+        table = json.loads(content, object_pairs_hook=_unique)
+        if b'"sha256"' in content:  # else it is another program's
+            files = {name: entry["sha256"] for name, entry in table["files"].items()}
+            wrong = "is of another format" if table["format"] != 1 else ""
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = f"is damaged ({error!r:.80})"
+    for name in () if wrong else files:
+        path = folder / name
+        if not path.is_file():
+            wrong = "is missing"
+        elif not name.endswith(besides) and sha256(path) != files[name]:
+            wrong = "has changed since it was written, and may be damaged"
+        if wrong:
+            break
+    if wrong:
+        raise CheckpointError(
+            f"{path} {wrong}; copy it again from where it is whole. If you changed it on purpose, "
+            f"remove {MANIFEST} beside it"
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

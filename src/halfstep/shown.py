@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from unicodedata import east_asian_width
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Align rows in columns, those with an index in ``right`` flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
+            (cell.rjust if i in right else cell.ljust)(width - _width(cell) + len(cell))
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     )
+
+
+def _width(cell: str) -> int:
+    """Count the places of a text: 字 takes two."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in cell)

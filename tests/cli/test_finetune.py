@@ -49,8 +49,9 @@ def test_a_run_from_text_to_predictions(files, tmp_path, halfstep):
     words = words_of(files, path, "--epochs", 2, "--seed", 7, "--learning-rate", "3e-3", steps=0)
     code, out, err = classify(halfstep, *words)
     assert code == 0, err
-    summary, judged, left = out.splitlines()
-    assert judged.startswith("too short to judge: 0 of ")
+    summary, judged, more, left = out.splitlines()
+    assert judged.startswith("too short to judge: 0 of 18 steps skipped. The classifier ")
+    assert more == f"try: halfstep finetune classify --resume --output-dir {path} --max-steps 300"
     best = json.loads((path / "report.json").read_text())["step"]
     assert summary.startswith(f"{path}: step 18; validation loss ")
     assert f"; best at step {best}; 18 steps applied, 0 skipped; " in summary

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
-import peft
 import pytest
 import torch
 import transformers
@@ -19,6 +19,7 @@ from tests.trainer.lm_folders import EOS, alpaca, chats, opened, save_base, writ
 
 from halfstep.cli import train
 from halfstep.cli.main import main
+from halfstep.precision.policy.policy import DTYPES
 from halfstep.trainer.data.instructions import ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained import quiet
 
@@ -144,42 +145,23 @@ def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
     assert (after - want).abs().max() > 1e-3
 
 
-def answers_alike(folder, ids, wanted, tolerance):
-    with quiet(), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        torch.testing.assert_close(model(ids).logits.float(), wanted, rtol=0, atol=tolerance)
-    return model
-
-
-def test_export_merges_and_says_what_rounding_took(tuned, place, halfstep, tmp_path):
+def test_export_merges_and_says_how_near_it_is(tuned, place, halfstep, tmp_path):
     export = ["export", "--run", tuned, "--to", "hf", "--output"]
-    ids = torch.arange(3, 60)[None]
-    with quiet(), torch.no_grad():
-        base = transformers.AutoModelForCausalLM.from_pretrained(
-            place / "llama", dtype=torch.float32
-        )
-        parameters = base.num_parameters()
-        adapted = peft.PeftModel.from_pretrained(base, tuned / "model").eval()
-        wanted = adapted(ids).logits
-        with adapted.disable_adapter():
-            assert (adapted(ids).logits - wanted).abs().max() > 0.05
-    for dtype, options, tolerance in (
-        (torch.float16, [], 0.02),  # 2^-11 of weights and activations, of logits near 1
-        (torch.float32, ["--dtype", "fp32"], 1e-5),
-        (torch.bfloat16, ["--dtype", "bf16"], 0.1),  # 2^-8
-    ):
-        name = str(dtype).removeprefix("torch.")
-        code, out, err = halfstep(*export, tmp_path / name, *options)
+    for form, options in (("fp16", []), ("fp32", ["--dtype", "fp32"])):
+        code, out, err = halfstep(*export, tmp_path / form, *options)
         assert (code, err) == (0, "")
+        with quiet():
+            model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / form)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / form)
+        assert (model.dtype, tokenizer.eos_token_id) == (DTYPES[form], EOS)
         first, second = out.splitlines()
-        form = {"float16": "fp16", "float32": "fp32", "bfloat16": "bf16"}[name]
-        assert first == f"{tmp_path / name}: {parameters:,} parameters in {form}"
-        assert second.startswith(f"merged in {name}: rounding moved weights by up to ")
-        assert ("up to 0," in second) == (dtype == torch.float32)
-        assert answers_alike(tmp_path / name, ids, wanted, tolerance).dtype == dtype
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
-        assert tokenizer.eos_token_id == EOS
-    assert_refused(halfstep(*export, tmp_path / "float16"), "exists and is not an empty folder")
+        assert first == f"{tmp_path / form}: {model.num_parameters():,} parameters in {form}"
+        near, size = re.fullmatch(
+            r"logits within (\S+) of the trained model's, which are of size (\S+)", second
+        ).groups()
+        # rounding to fp16 by up to 2^-11, and in fp32 sums of some 1e-7
+        assert 0 <= float(near) < float(size) * {"fp16": 1e-3, "fp32": 1e-6}[form]
+    assert_refused(halfstep(*export, tmp_path / "fp16"), "exists and is not an empty folder")
 
 
 def test_a_run_that_has_not_ended_has_no_model(tuned, halfstep, tmp_path):

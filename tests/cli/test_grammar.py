@@ -65,6 +65,7 @@ def test_only_what_is_given_is_known():
         (["replay"], "the following arguments are required: CAPTURE"),
         (["train", "book.txt"], "unrecognized arguments: book.txt; see halfstep train --help"),
         (["train", "--leraning-rate", "1"], "did you mean '--learning-rate'?"),
+        (["train", "--optimizer", "sgd"], "did you mean '--optimizer.name'?"),
         (["finetune", "lm", "--epoch", "1"], "did you mean '--epochs'?"),
         (["--verison"], "did you mean '--version'?"),
         (["--max-steps", "3"], "unknown command '--max-steps'"),

@@ -39,7 +39,7 @@ else:
 OUTCOMES = {
     "install": ([rf"take {AUTO}: "], [".venv/bin/halfstep"]),
     "own loop": ([r"step  80  loss 0\.\d+ .* applied"], []),
-    "train": ([r"step 20; validation loss", r"healthy: 0 of 20 steps skipped"], ["runs/book"]),
+    "train": ([r"step 20; validation loss", r"numerics: ok: 0 of 20 steps skipped"], ["runs/book"]),
     "generate": ([r"\w+ \w+"], []),
     "classify": (
         ["accuracy", r"best at"],
@@ -58,7 +58,7 @@ OUTCOMES = {
         [],
     ),
     "memory": (
-        [r"bf16-mixed .* 20\.8 GB", r"moments=8bit .* 10\.4 GB", r"policy .* activations"],
+        [r"bf16-mixed .* 23\.4 GB", r"moments=8bit .* 10\.4 GB", r"policy .* activations"],
         [],
     ),
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),

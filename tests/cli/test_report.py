@@ -12,13 +12,13 @@ def test_a_run_ends_with_its_verdict_and_has_a_page_in_both_languages(tmp_path, 
         *("--output-dir", run, "--quiet", "--eval-every", 12, "--precision", "fp32"),
     )
     assert done.returncode == 0, done.stderr
-    healthy = "healthy: 0 of 24 steps skipped; lost updates were not measured"
+    healthy = "numerics: ok: 0 of 24 steps skipped"
     assert f"{healthy}; a page about the run: halfstep report {run}" in done.stdout
     done = halfstep("report", run)
     assert done.stdout.splitlines() == [f"run: {healthy}", f"Written: {run / 'report.html'}"]
     assert (run / "report.html").read_text().count("<svg") >= 3
     done = halfstep("report", run, run, "--lang", "zh", "--out", tmp_path / "r.html")
-    assert "正常" in done.stdout
+    assert "数值正常" in done.stdout
     assert 'lang="zh-CN"' in (tmp_path / "r.html").read_text()
 
 

@@ -141,7 +141,7 @@ def test_output_is_written_whole_or_not_at_all(runs, tmp_path, predict):
 
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.csv").write_text("body,n\nglad,1\n")
+    (tmp_path / "in.csv").write_text("words,n\nglad,1\n")
     (tmp_path / "ok.txt").write_text("glad\n")
     unfinished = shutil.copytree(runs["scratch"], tmp_path / "r")
     shutil.rmtree(unfinished / "model")
@@ -166,7 +166,7 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypat
         assert_refused(predict(*words), *expected)
     assert_refused(predict(*run, "-", stdin=b"glad\n\xff\xfe\n"), "standard input", "UTF-8")
     assert set(tmp_path.iterdir()) == before
-    _, out, _ = predict(*run, "in.csv", "--text-column", "body")
+    _, out, _ = predict(*run, "in.csv", "--text-column", "words")
     assert objects(out)[0]["text"] == "glad"
 
 
@@ -219,6 +219,7 @@ def test_outputs_beyond_the_format_are_no_score(runs, tmp_path, predict, halfste
     file = tmp_path / "r" / "model" / "model.safetensors"
     weights = {name: torch.full_like(tensor, 1e38) for name, tensor in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
+    (file.parent / "manifest.json").unlink()  # it was changed on purpose
     run = ["--run", tmp_path / "r", "--precision", "bf16-mixed"]
     for code, out, err in (
         halfstep("evaluate", *run), predict(*run, "--input", "-", stdin=b"glad\n"),

@@ -82,6 +82,17 @@ def test_pure_bf16_gains_stand_still_and_the_meter_says_so():
     )
 
 
+def test_what_is_below_the_last_bit_of_fp32_is_not_called_lost():
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], lr=1e-9)
+    meter = LostUpdateMeter(optimizer, every=1)
+    weight.grad = torch.ones(64)
+    optimizer.step()
+    (report,) = meter.report()
+    assert report.lost == 1.0
+    assert report.verdict == "100 % of updates at lr 1e-09 are below the last bit of fp32"
+
+
 @pytest.mark.parametrize(
     "policy", ["bf16-master", "bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr"]
 )

@@ -1,5 +1,7 @@
 """``halfstep.estimate`` against ``halfstep.MemoryMeter``, and that against tensors counted here."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -64,7 +66,24 @@ def vit():
     return transformers.ViTForImageClassification(config)
 
 
-MODELS = {"gpt": Ours, "bert": bert, "gpt2": gpt2, "llama": llama, "vit": vit}
+def t5():
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, intermediate_size=64, num_key_value_heads=2, **SIZES
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+MODELS = {"gpt": Ours, "bert": bert, "gpt2": gpt2, "llama": llama, "vit": vit, "t5": t5,
+          "mixtral": mixtral}  # fmt: skip
 
 
 def batch_of(name):
@@ -166,7 +185,10 @@ def test_the_largest_batch_that_fits():
     assert Memory("fp32", False, {}).largest_batch(10**9) == 0
 
 
-def test_what_cannot_be_estimated_says_so():
+def test_what_cannot_be_estimated_says_so(caplog, monkeypatch):
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+
     class Depends(nn.Module):
         def __init__(self):
             super().__init__()
@@ -175,8 +197,16 @@ def test_what_cannot_be_estimated_says_so():
         def forward(self, x):
             return self.weight * float(x.sum())
 
-    with pytest.raises(PrecisionError, match=r"cannot be run on shapes alone.*MemoryMeter"):
-        halfstep.estimate(Depends(), "fp32", torch.ones(2))
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            return torch.bmm(super().forward(x)[None, None], torch.ones(1, 5, 5))
+
+    for model in (Depends(), Wrong(2, 2)):
+        with pytest.raises(PrecisionError, match=r"cannot be run on shapes alone.*MemoryMeter"):
+            halfstep.estimate(model, "fp32", torch.ones(2))
+    assert not caplog.records  # torch would write a traceback of its own
+    with pytest.raises(PrecisionError, match="an LSTM's kernel saves a workspace"):
+        halfstep.estimate(nn.LSTM(3, 4), "fp32", torch.ones(2, 1, 3))
     with pytest.raises(PrecisionError, match="estimate\\(model\\)"):
         halfstep.estimate("gpt2", "fp32")
     with pytest.raises(PrecisionError, match="MemoryMeter\\(precision\\)"):

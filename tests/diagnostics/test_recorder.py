@@ -8,13 +8,16 @@ from torch import nn
 
 from halfstep import (
     CheckpointError,
+    ConfigError,
     NonFiniteError,
     Precision,
     PrecisionError,
     Recorder,
     SpikeError,
 )
+from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
+from halfstep.trainer.run import run_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
 
@@ -62,16 +65,40 @@ def test_the_folder_is_what_the_report_reads(tmp_path):
     assert record.policy == "bf16-mixed"
     assert [line["step"] for line in record.skipped] == [30]
     assert record.series("loss")[1] == [r.loss for r in results]
+    with pytest.raises(ConfigError, match=r"a run of halfstep\.Recorder.*: halfstep report"):
+        run_config(tmp_path)
 
 
 def test_a_stop_writes_the_last_line(tmp_path):
     with pytest.raises(SpikeError):
         train("fp32", tmp_path, 40, 30, on_spike="stop")
     assert lines(tmp_path / "metrics.jsonl")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
-    with pytest.raises(NonFiniteError):
-        train("fp32", tmp_path / "n", 9, 5, float("nan"))
-    last = lines(tmp_path / "n" / "metrics.jsonl")[-1]
-    assert (last["step"], last["loss"], last["skip_reason"]) == (5, "nan", "nonfinite_loss")
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_an_error_that_the_loop_catches_is_recorded(tmp_path, leave):
+    """Whether the loop ends then, or goes on with the next batch."""
+    model, optimizer = made()
+    precision = Precision("fp32", model, optimizer)
+    with Recorder(precision, tmp_path) as recorder:
+        for step in range(1, 41):
+            x = torch.randn(8, 6) * (torch.nan if step == 40 - 10 * (not leave) else 1)
+            with precision.autocast():
+                loss = model(x).square().mean()
+            try:
+                recorder.step(precision.step(loss))
+            except NonFiniteError:
+                if leave:
+                    break
+    record = read_run(tmp_path)
+    said = "Step 40 was not finite, and the run ended there (1 of 40 steps skipped)"
+    if not leave:
+        said = (
+            "Steps without a finite loss, left out: 1; the first is step 30 (1 of 40 steps skipped)"
+        )
+    assert [line["step"] for line in record.steps] == [*range(1, 41)]
+    assert [line["skip_reason"] for line in record.skipped] == ["nonfinite_loss"]
+    assert verdict(record) == said
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):

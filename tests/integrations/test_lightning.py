@@ -1,5 +1,6 @@
 """halfstep in Lightning's Trainer, against halfstep's own loop and Lightning's own plugins."""
 
+import itertools
 import math
 import warnings
 
@@ -17,6 +18,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from halfstep.integrations.lightning import (  # noqa: E402
     HalfstepPrecision,
@@ -346,10 +348,45 @@ def test_a_module_may_be_fitted_again_by_the_same_trainer_and_by_others(policy):
     run.fit_loop.max_epochs = 2
     run.fit(model, loader())
     seen.append(weights(model))
+    for error in (RuntimeError("x"), KeyboardInterrupt()):
+        breaking = trainer(HalfstepPrecision(policy), callbacks=[Breaking(error)])
+        with pytest.raises((RuntimeError, SystemExit)):  # Lightning exits after Ctrl-C
+            breaking.fit(model, loader())
+        seen.append(weights(model))
     fit(HalfstepPrecision(policy), model)
     seen.append(weights(model))
-    assert not same(seen[0], seen[1])
-    assert not same(seen[1], seen[2])
+    assert not any(same(a, b) for a, b in itertools.pairwise(seen))
+
+
+class Breaking(pl.Callback):
+    """Raises an error in the middle of the first epoch."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        if index == 3:
+            raise self.error
+
+
+class Searched(Regression):
+    lr, batch_size = 0.1, BATCH
+
+    def train_dataloader(self):
+        return loader(self.batch_size)
+
+
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_a_search_is_refused_before_it_rounds_the_weights(search, tmp_path):
+    model = Searched()
+    before = weights(model)
+    tuner = Tuner(trainer(HalfstepPrecision("bf16-master"), default_root_dir=tmp_path))
+    with pytest.raises(PrecisionError, match=r"Search with .*HalfstepPrecision\('bf16-mixed'\)"):
+        getattr(tuner, search)(model)
+    assert same(weights(model), before)
+    tuner = Tuner(trainer(HalfstepPrecision("bf16-mixed"), default_root_dir=tmp_path))
+    assert tuner.lr_find(model, num_training=4) is not None
+    assert same(weights(model), before)
 
 
 # Refusals -------------------------------------------------------------------------------------

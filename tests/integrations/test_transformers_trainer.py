@@ -305,6 +305,14 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     with pytest.raises(PrecisionError, match="trains in fp32 there"):
         attach(made(tmp_path, fp16=True))
 
+    trainer = made(tmp_path)
+    attach(trainer, lost_updates_every=1)
+    for _ in range(2):  # trials of a search for hyperparameters, each with its own Accelerator
+        trainer.create_accelerator_and_postprocess()
+        trainer.train()
+        assert all(0 <= lost < 0.1 for lost in logged(trainer, "lost_updates"))
+        assert trainer.accelerator.clip_grad_norm_.__self__.__class__.__name__ == "NumericsCallback"
+
     with pytest.raises(ConfigError, match=r"got a SimpleNamespace without accelerator"):
         attach(SimpleNamespace())
 

@@ -1,6 +1,7 @@
 """Precision in loops of other people's: constructors that fail, resumes in any order, copies."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -216,6 +217,38 @@ def test_a_model_under_another_precision_is_refused_until_that_is_closed():
     first.close()
     _, second = under("fp16-mixed", model)
     assert loss_of(model, second).dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master"])
+def test_owners_end_with_their_work(policy):
+    """Folds of a function, an error in the middle, a cycle that holds one: none is in the way."""
+    model = net()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fold(error=None):
+        model.load_state_dict(start)
+        optimizer, precision = under(policy, model)
+        precision.me = precision  # a cycle, as many programs have one
+        with precision if policy == "bf16-master" else nullcontext():
+            assert step(model, precision).applied
+            if error is not None:
+                raise error
+        return optimizer
+
+    optimizer = fold()
+    for error in (RuntimeError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            fold(error)
+        error.__traceback__ = None
+    fold()
+    optimizer.step()  # the first fold's, without a Precision
+
+
+def test_a_precision_that_went_with_its_masters_is_named():
+    model = net()
+    under("bf16-master", model)
+    with pytest.raises(PrecisionError, match=r"gone without close\(\).* as precision:` or"):
+        under("bf16-master", model)
 
 
 @pytest.mark.parametrize("policy", ["bf16-master", "fp16-master"])

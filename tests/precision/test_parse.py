@@ -9,6 +9,7 @@ from every import every
 from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
 from halfstep.precision.explain import explain_policy
 from halfstep.precision.policy.policy import _spell
+from halfstep.precision.policy.spelling import parse_saved
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -57,7 +58,12 @@ def test_fields_after_a_name_change_that_policy():
     for text, moments in (("bf16-split,moments=8bit", "8bit"), ("bf16-sr,moments=fp32", "fp32")):
         assert parse_policy(text) == replace(POLICIES[text.split(",")[0]], moments=moments)
         assert str(parse_policy(text)) == text
-    assert parse_policy("half,init_scale=1024").loss_scale.init_scale == 1024.0
+    for text in ("fp16-mixed,init_scale=1024,growth_interval=1", "fp32,scale=static,init_scale=8",
+                 "fp16-mixed,scale=static", "fp16-master,moments=8bit,min_scale=2"):  # fmt: skip
+        assert str(parse_policy(text)) == text
+    long = "params=fp32,compute=fp16,output=fp32,grad=fp32,reduce=fp32,master=fp32,scale=dynamic"
+    assert parse_saved(f"{long},init_scale=1024.0") == parse_policy("half,init_scale=1024")
+    assert [parse_saved(text) for text in ("nonsense", "a.toml", None)] == [None] * 3
     assert parse_policy("half , hysteresis=2").loss_scale.hysteresis == 2
 
 

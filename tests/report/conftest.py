@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-CONFIG = """task = "pretrain"
+CONFIG = """task = "{task}"
 name = "gpt-tiny"
 precision = "{precision}"
 [run]
 max_steps = {steps}
 [model]
 n_layer = 4
+vocab_size = {vocabulary}
 """
 
 
@@ -25,11 +26,14 @@ def line(step, **values):
 def folder(tmp_path):
     """Writes a run folder; returns its path."""
 
-    def write(lines, name="run", precision="bf16-mixed", steps=None, environment=None):
+    def write(
+        lines, name="run", precision="bf16-mixed", steps=None, environment=None, task="pretrain",
+        vocabulary=0,
+    ):  # fmt: skip
         path = tmp_path / name
         path.mkdir(parents=True)
         planned = len(lines) if steps is None else steps
-        text = CONFIG.format(precision=precision, steps=planned)
+        text = CONFIG.format(precision=precision, steps=planned, task=task, vocabulary=vocabulary)
         (path / "config.toml").write_text(text, encoding="utf-8")
         (path / "env.json").write_text(json.dumps(environment or {"cpu": {"name": "A CPU"}}))
         metrics = "".join(json.dumps(each) + "\n" for each in lines)
@@ -37,19 +41,3 @@ def folder(tmp_path):
         return path
 
     return write
-
-
-def tensor(name="layer", kind="activation_gradient", exponents=None, absmax=1e-6, **more):
-    """A tensor's part of a line of numerics.jsonl."""
-    counts = exponents or {"-21": 80, "-26": 20}
-    made = {"kind": kind, "name": name, "dtype": "float16", "elements": sum(counts.values())}
-    made |= {"absmax": absmax, "rms": absmax / 2, "zeros": 0, "subnormal": 0, "nan": 0, "inf": 0}
-    made["mantissa_bits"] = 10
-    return {**made, "exponents": counts, **more}
-
-
-def watch(path, *tensors, policy="fp16-mixed", scale=1.0, step=1, **more):
-    """Append a watched step to a run's folder."""
-    table = {"step": step, "applied": True, "loss_scale": scale, "policy": policy, **more}
-    with (path / "numerics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**table, "tensors": tensors}) + "\n")

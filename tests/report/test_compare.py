@@ -1,5 +1,7 @@
 """Which of several runs is ahead, and by what."""
 
+from dataclasses import replace
+
 import pytest
 
 from halfstep.report.compare import compare, grouped
@@ -56,9 +58,31 @@ def test_groups_are_told_by_mean_deviation_and_number(made):
     assert found.differs == {"precision": ["fp32", "bf16-pure"]}
 
 
-def test_different_tasks_and_data_are_not_ranked(made):
-    text = said([made("fp32", 1, 3.0), made("fp32", 1, 0.5, task="classify", data="b.csv")])
-    assert "cannot be ranked: they differ in task, data.train" in text
+def test_what_cannot_be_ranked_says_why(made, folder):
+    runs = [made("fp32", 1, 3.0), made("fp32", 1, 0.5, task="classify", data="b.csv")]
+    assert "cannot be ranked: they differ in task, data.train, so" in said(runs)
+    runs[1] = made("bf16-pure", 1, 3.5, step=15)
+    assert said(runs).endswith(
+        "fp32-1-pretrain-a.txt-3.0 was evaluated at step 20; "
+        "bf16-pure-1-pretrain-a.txt-3.5 was evaluated at step 15."
+    )
+    broken = read_run(folder([line(s) for s in range(1, 5)], "nan", steps=20))
+    table = {**broken.config, "run": {"max_steps": 20, "eval_every": "x"}}
+    assert "before its first" in said([runs[0], replace(broken, config=table)])
+    assert "cannot be ranked: nan ended at step 4, before its first" in said([runs[0], broken])
+    loop = read_run(folder([line(s) for s in range(1, 30)], "loop"))
+    text = said([runs[0], loop, broken])
+    assert "loop has no validation results; nan ended at step 4" in text
+    assert "无法排序：nan 在第 4 步" in said([runs[0], broken], "zh")
+
+
+def test_the_same_seed_with_other_contents_is_not_ranked(made):
+    first, second = (replace(made(p, 1, 3.0), made_with={"data": p, "model": p})
+                     for p in ("fp32", "bf16-pure"))  # fmt: skip
+    assert "they differ in what their data held" in said([first, second])
+    other = replace(made("bf16-pure", 2, 3.1), made_with={"data": "b"})
+    assert "is ahead" in said([first, other])
+    assert "is ahead" in said([first, replace(second, made_with={"model": 3})])
 
 
 def test_a_seed_that_comes_twice_is_no_repetition(made):

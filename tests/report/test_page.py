@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError
 from halfstep.report.figures import MOST_POINTS, thinned
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
-from report.conftest import line, tensor, watch
+from report.conftest import line
 
 HOSTILE = [
     "<script>document.title='owned'</script>",
@@ -54,7 +54,6 @@ def run_named(folder, text, number):
         file.write(json.dumps(line(40, **skipped)) + "\n")
     causes = [{"module": text, "sample": {"text": text}}, {"cause_class": text, "text": text}]
     (path / "causes.jsonl").write_text("".join(json.dumps(c) + "\n" for c in causes))
-    watch(path, tensor(text), tensor(text, "activation"), tensor(text, "update"))
     return read_run(path)
 
 
@@ -82,23 +81,6 @@ def test_a_page_needs_nothing_else(folder):
     assert "<svg" in page
     assert "var(--ink)" in page  # figures follow the page's colours
     assert not re.search("#010203|#fdfcfb", page)
-
-
-def test_the_numbers_of_a_layer(folder):
-    path = folder([line(1), line(2)])
-    assert "--watch" in make_report([read_run(path)]).to_html()
-    watch(path, tensor("first", exponents={"-30": 75, "3": 25}, absmax=9.0))
-    watch(path, tensor("blocks.0", exponents={"-30": 75, "3": 25}, absmax=9.0), step=2)
-    page = make_report([read_run(path)]).to_html()
-    assert "--watch" not in page
-    assert '<td class="name">first' not in page  # only the last watched step is shown
-    cells = re.search(r'<tr><td class="name">blocks.0(.*?)</tr>', page)[1]
-    assert "gradients of activations" in cells
-    # three quarters are below half of 2^-24, and below half of e4m3's 2^-9 and of e5m2's 2^-16
-    lost = "75.0% → 0"
-    shown = re.findall(r"<td[^>]*>(.*?)</td>", cells)
-    # [2^-30, 2^-29) reaches 2^-25 times 2^5; 9 * 2^12 is below 65,520, 9 * 2^13 above
-    assert shown == ["9", lost, "-", lost, lost, "2^5 … 2^12"]
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -151,3 +151,14 @@ def test_warm_up_is_a_share_of_the_steps_unless_given(ratio, given, steps, warmu
 
 def test_a_warm_up_ends_with_the_run():
     assert resolved(7, warmup_steps=50, epochs=3).schedule.warmup_steps == 21
+
+
+def test_a_small_file_gets_steps_enough_to_learn_from():
+    """Unless epochs or steps are asked for; a large one keeps its epochs."""
+    runs = [load_config(f"classify-{name}").resolved(5).run for name in ("scratch", "pretrained")]
+    assert [(run.max_steps, run.eval_every) for run in runs] == [(200, 10), (100, 5)]
+    assert load_config("lm-lora").resolved(2).run.max_steps == 100
+    large = load_config("classify-scratch").resolved(100).run
+    assert (large.max_steps, large.eval_every) == (400, 100)
+    assert resolved(5, max_steps=7).run.max_steps == 7
+    assert resolved(5, epochs=2, min_steps=12).run.max_steps == 12

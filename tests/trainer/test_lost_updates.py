@@ -4,8 +4,6 @@ import pytest
 from tests.trainer.runs import assert_same_tensors, metrics, newest, run, small_config
 
 from halfstep.cli.console import RunDisplay
-from halfstep.report.findings import findings
-from halfstep.report.record import read_run
 
 DECAY, REST = "group 0 (weight decay 0.1)", "group 1 (weight decay 0)"
 
@@ -51,15 +49,8 @@ def test_where_nothing_is_lost_nothing_is_said_and_the_run_is_the_same(corpus, t
     assert_same_tensors(newest(tmp_path / "measured").weights, newest(tmp_path / "not").weights)
 
 
-def test_a_schedule_that_ends_near_0_accuses_nobody(corpus, tmp_path):
-    """The last step's rate is a 600th of the peak, at which fp32 loses updates too."""
-    decay = {
-        "schedule__decay": "cosine", "schedule__min_ratio": 0, "optimizer__learning_rate": 4e-6,
-        "run__max_steps": 40, "run__lost_update_every": 20,
-    }  # fmt: skip
-    _, ticks = run(config_for(corpus, "fp32", **decay), tmp_path / "run")
-    first, last = (tick.record for tick in ticks if tick.record.lost_updates)
-    assert max(first.lost_updates.values()) < 1e-3
-    assert max(last.lost_updates.values()) > 0.1
+def test_fp32_weights_lose_nothing_to_their_format(corpus, tmp_path):
+    config = config_for(corpus, "fp32", optimizer__learning_rate=1e-10)
+    _, ticks = run(config, tmp_path / "run")
+    assert max(ticks[2].record.lost_updates.values()) > 0.5
     assert not any(tick.verdicts for tick in ticks)
-    assert not any(f.name.startswith("lost") for f in findings(read_run(tmp_path / "run")))

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import math
+import random
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.trainer.runs import ON_CPU, overflowing, small_config, start
@@ -23,6 +25,7 @@ from halfstep.errors import (
 from halfstep.trainer.checkpoint import list_checkpoints
 from halfstep.trainer.loop import train
 from halfstep.trainer.replay import replay
+from halfstep.trainer.tasks.text import TextTask
 
 pytestmark = pytest.mark.filterwarnings("ignore:(the step is left out|back to a copy)")
 
@@ -98,6 +101,52 @@ def test_a_nan_repeats_and_fp32_is_asked_about_it(corpus, tmp_path):
     assert other.survives
     assert not other.unchanged
     assert other.precision == "fp32"
+
+
+OWN = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "says"),
+    [
+        (lambda: np.random.rand() + random.random(), "repeats bit for bit"),
+        (lambda: OWN.random(), "two replays differ: it draws from a generator of its own"),
+    ],
+)
+def test_a_loss_that_draws_from_numpy_and_python_repeats(corpus, tmp_path, monkeypatch, draw, says):
+    plain = TextTask.loss_sum
+
+    def noisy(task, batch):
+        total, count = plain(task, batch)
+        return total * (1 + 0.01 * draw()), count
+
+    monkeypatch.setattr(TextTask, "loss_sum", noisy)
+    follow(corpus, tmp_path / "r", spoil=blow_up(26), run__on_spike="skip:9", run__max_steps=26)
+    (found,) = list_checkpoints(tmp_path / "r" / CAPTURES)
+    before = random.getstate(), np.random.get_state()[2]
+    assert says in replay(found).verdict
+    assert (random.getstate(), np.random.get_state()[2]) == before
+
+
+def test_two_replays_that_agree_name_another_torch_only_where_it_was_another(capture, tmp_path):
+    copy = shutil.copytree(capture, tmp_path / capture.name)
+    setting("captured", "loss", to="0x1p+1")(copy)
+    assert replay(copy).verdict.endswith("agree: the machine or the code is another, or a fault "
+                                         "of the machine is gone")  # fmt: skip
+    setting("torch", to="1.13.1")(copy)
+    assert f"torch 1.13.1 took it, and torch {torch.__version__} repla" in replay(copy).verdict
+
+
+def test_a_run_is_told_that_it_is_no_capture(capture, tmp_path):
+    run = capture.parent.parent
+    for folder in (run, capture.parent):
+        with pytest.raises(CheckpointError) as told:
+            replay(folder)
+        said = f"is no capture, but holds some: {capture.name}; write: halfstep replay {capture}"
+        assert str(told.value) == f"{folder} {said}"
+    shutil.copy(run / "config.toml", tmp_path)
+    with pytest.raises(CheckpointError, match=r"is a run without captures; .* --capture 3"):
+        replay(tmp_path)
 
 
 def test_a_new_process_repeats_it(capture):
@@ -191,6 +240,8 @@ HOSTILE = {
     "other data": setting("config", "data", "train", to=["/etc/passwd"]),
     "another step": setting("step", to=10**30),
     "a policy of nonsense": setting("config", "precision", to="import os"),
+    "generators of text": setting("generators", to="x"),
+    "10^9 words of a generator": setting("generators", "python", to=[3, [10**9] * 625, None]),
     "a window of text": setting("precision", "spikes", to="x" * 1000),
 }
 

@@ -141,6 +141,14 @@ class Estimate:
     """
 
     params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
+    lora: str = option(
+        "", "With --params: parameters of the adapters, which alone are trained: 40M."
+    )
+    base: Literal["", "4bit"] = option(
+        "",
+        "With --lora, how the frozen weights are held: 4bit (NF4, as QLoRA); default: in the "
+        "dtype that the policy computes in.",
+    )
     config: str = option(
         "", "A configuration of halfstep train; default, without --params: gpt-small-cpu."
     )

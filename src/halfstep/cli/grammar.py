@@ -241,7 +241,8 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         if word.startswith("--"):
             name = name.replace("_", "-")
             if name not in known:
-                hint = did_you_mean(name, known)
+                inside = [option for option in known if option.startswith(f"{name}.")]
+                hint = f", did you mean {inside[0]!r}?" if inside else did_you_mean(name, known)
                 raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
         done.append(name + equals + value)
     return done

@@ -45,7 +45,7 @@ def _memory(arguments: Memory) -> int:
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
     shares = [f"{each.total / found[0].total:.2f}" for each in found]
-    print(parts_table(found, ("of the first", shares)))
+    print(parts_table(found, (f"vs {found[0].policy}", shares)))
     return 0
 
 

@@ -34,7 +34,6 @@ from halfstep.trainer.environment import (
 )
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
 from halfstep.trainer.replay import replay
-from halfstep.trainer.run import is_run
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
@@ -234,9 +233,12 @@ def _estimate(arguments: Estimate) -> None:
     optimizer = load_config(spec, changes).optimizer
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
+    if bool(arguments.lora) < bool(arguments.base) or bool(arguments.params) < bool(arguments.lora):
+        raise ConfigError("--base needs --lora, which needs --params: --params 7B --lora 40M")
     if arguments.params:
         count = read_count(arguments.params, "--params")
-        found = estimate_count(count, policies, layout, optimizer)
+        lora = read_count(arguments.lora, "--lora") if arguments.lora else 0
+        found = estimate_count(count, policies, layout, optimizer, lora, arguments.base)
     else:
         found = estimate_config(spec, policies, arguments.batch_size, layout, optimizer)
     if arguments.json:
@@ -246,10 +248,13 @@ def _estimate(arguments: Estimate) -> None:
     columns = [("fits", ["yes" if memory.total <= have else "no" for memory in found])]
     if rows := found[0].rows:
         columns.append(("largest batch", [str(memory.largest_batch(have)) for memory in found]))
-    batch = f"a micro-batch of {rows}" if rows else "without activations"
+    else:
+        columns.append(("left", [size_text(max(0, have - memory.total)) for memory in found]))
+    batch = f"a micro-batch of {rows}" if rows else "what is left is for activations"
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
     print(parts_table(found, *columns))
-    print(f"\nfits: in {size_text(have)}; {batch}{ranks}.")
+    what = "" if rows else "state only, "
+    print(f"\nfits: {what}in {size_text(have)}; {batch}{ranks}.")
     print("Temporary tensors, the allocator's rounding and the process come on top.")
 
 
@@ -270,12 +275,7 @@ def _report(arguments: Report) -> None:
 
 def _replay(arguments: Replay) -> int:
     """Print what a captured step finds in a replay; 1 if it differs."""
-    capture = Path(arguments.capture)
-    if is_run(capture):
-        raise ConfigError(
-            f"{capture} is a run: give the folder of a capture, as {capture}/captures/step-..."
-        )
-    found = replay(capture, arguments.precision)
+    found = replay(Path(arguments.capture), arguments.precision)
     for how, precision, one in (
         (f"step {found.step}", found.captured_precision, found.captured),
         ("replayed", found.precision, found.found),

@@ -19,6 +19,7 @@ from halfstep.trainer.run import (
     execute,
     is_run,
     keeping_policy,
+    reached,
     require_fresh,
     require_resumable,
     run_config,
@@ -67,7 +68,8 @@ def _train(
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
-            print(f"{outcome.verdict}; a page about the run: halfstep report {path}")
+            said, *command = outcome.verdict.splitlines()
+            print(f"{said}; a page about the run: halfstep report {path}", *command, sep="\n")
         if outcome.written:
             print(outcome.written)
     return INTERRUPTED if outcome.interrupted else 0
@@ -109,6 +111,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
     wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
+    wanted = reached(with_run_folder(wanted, Path(saved.run.output_dir)), path)
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory import Bytes, Memory, SavedTensors
+from halfstep.diagnostics.memory import Memory, SavedTensors, sums
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
@@ -94,33 +95,29 @@ def estimate_state(
     """Count what is kept between steps, with all gradients: weights, masters and moments."""
     kept, ranks = place(policy, model).kept(), max(1, ranks)
     names = {id(p): n for n, p in model.named_parameters()}
-    found: dict[str, dict[str, int]] = {}
-
-    def add(part: str, form: str, size: float) -> None:
-        if size:
-            forms = found.setdefault(part, {})
-            forms[form] = forms.get(form, 0) + round(size)
-
+    rows = list[tuple[str, str, float]]()
     for parameter in dict.fromkeys(model.parameters()):
         count, is_kept = parameter.numel() / ranks, names[id(parameter)] in kept
         stored = parameter.dtype
         if parameter.is_floating_point() and policy.param_dtype != torch.float32:
             stored = torch.float32 if is_kept else policy.param_dtype
-        add("weights", dtype_name(stored), count * stored.itemsize)
+        rows.append(("weights", dtype_name(stored), count * stored.itemsize))
         if not parameter.requires_grad:
             continue
         each = bytes_per_parameter(policy, kept=is_kept, several=micro_batches > 1)
         grad = {4: "fp32", 2: dtype_name(policy.param_dtype)}[int(each["gradients"])]
-        add("masters", "fp32", count * each["masters"])
-        add("masters", "remainder", count * each["remainder"])
-        add("gradients", grad, count * each["gradients"])
+        rows += [
+            ("masters", "fp32", count * each["masters"]),
+            ("masters", "remainder", count * each["remainder"]),
+            ("gradients", grad, count * each["gradients"]),
+        ]
         moments = "fp32" if is_kept and not policy.needs_own_optimizer else policy.moment_format
         number = averages
         if isinstance(number, Mapping):
             number = number.get(names[id(parameter)], 0)
-        add("moments", moments, number * _moment_bytes(count, moments))
-    for buffer in model.buffers():
-        add("weights", dtype_name(buffer.dtype), buffer.nbytes)
+        rows.append(("moments", moments, number * _moment_bytes(count, moments)))
+    rows += [("weights", dtype_name(buffer.dtype), buffer.nbytes) for buffer in model.buffers()]
+    found = sums((part, form, round(size)) for part, form, size in rows if size)
     return Memory(str(policy), False, found, 0, ranks)
 
 
@@ -144,52 +141,40 @@ def with_saved(
     Raises:
         PrecisionError: If the forward cannot be run on shapes alone.
     """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of its own
+    before, log.disabled = log.disabled, True
     try:
-        saved = _saved(model, policy, batch, run, logits)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin, given = _twin(model, policy), _without_memory(batch)
+            low = policy.param_dtype != torch.float32
+            inputs = cast_floating(given, policy.compute_dtype) if low else given
+            counted = SavedTensors(twin, tensors_in(given), logits)
+            with _OnShapes(), _casts(policy), counted:
+                result = run(twin, inputs)
+                saved = counted.bytes  # while the graph is alive
+                del result
     except PrecisionError:
         raise
     except Exception as error:  # whatever a stranger's forward raises on shapes alone
         raise PrecisionError(
             f"estimate(model): its forward cannot be run on shapes alone "
-            f"({type(error).__name__}: {str(error)[:160]}); measure a real step by "
-            "halfstep.MemoryMeter"
+            f"({type(error).__name__}: {' '.join(str(error).split())[:160]}); measure a real step "
+            "by halfstep.MemoryMeter"
         ) from error
+    finally:
+        log.disabled = before
     tensors = list(tensors_in(batch))
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        name = dtype_name(tensor.dtype)
-        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    sizes = sums(("batch", dtype_name(t.dtype), t.nbytes) for t in tensors)
     rows = len(tensors[0]) if tensors[0].dim() else 0
-    return Memory(state.policy, False, {**state.bytes, **saved, "batch": sizes}, rows, state.ranks)
+    return Memory(state.policy, False, {**state.bytes, **saved, **sizes}, rows, state.ranks)
 
 
-def _saved(
-    model: nn.Module,
-    policy: PrecisionPolicy,
-    batch: object,
-    run: Callable[[nn.Module, Any], Tensor],
-    logits: int,
-) -> Bytes:
-    """What one forward saves for its backward, by part."""
-    low = policy.param_dtype != torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        twin = _twin(model, policy)
-
-        def given(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            if isinstance(value, Mapping):
-                return {key: given(part) for key, part in value.items()}
-            return tuple(map(given, value)) if isinstance(value, list | tuple) else value
-
-        batched = given(batch)
-        inputs = cast_floating(batched, policy.compute_dtype) if low else batched
-        counted = SavedTensors(twin, tensors_in(batched), logits)
-        with _FusedAttention(), _casts(policy), counted:
-            result = run(twin, inputs)
-            found = counted.bytes
-            del result
-    return found
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    if isinstance(value, Mapping):
+        return {key: _without_memory(part) for key, part in value.items()}
+    return tuple(map(_without_memory, value)) if isinstance(value, list | tuple) else value
 
 
 def _twin(model: nn.Module, policy: PrecisionPolicy) -> nn.Module:
@@ -234,21 +219,32 @@ def _casts(policy: PrecisionPolicy) -> Iterator[None]:
         yield
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Lets attention on shapes save what the fused kernels save, not every probability."""
+class _OnShapes(TorchFunctionMode):
+    """Lets three operations save what their kernels save, where torch's shapes know less."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
+        if func is torch.lstm:
+            raise PrecisionError(
+                "estimate(model): an LSTM's kernel saves a workspace of its own, whose size shapes "
+                "do not tell; measure a real step by halfstep.MemoryMeter"
+            )
+        if func in (functional.grouped_mm, torch._grouped_mm):
+            a, b = (*args, *options.values())[:2]
+            if (a.dim(), b.dim()) == (2, 3):
+                with torch.autocast("cpu", enabled=False):  # the policy's casts are done
+                    return a @ b[0]  # saves both too, whole; torch's shapes are for bf16 alone
         if func is functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             options |= dict(zip(names, args, strict=False))
             q, k, v = (options[name] for name in names[:3])
-            if not options.get("dropout_p") and q.dim() == 4:
+            mask = options.get("attn_mask")
+            learned = mask is not None and mask.requires_grad  # T5's: torch computes it plainly
+            if not options.get("dropout_p") and q.dim() == 4 and not learned:
                 if torch.is_autocast_enabled("cpu"):
                     q, k, v = (t.to(torch.get_autocast_dtype("cpu")) for t in (q, k, v))
-                mask = options.get("attn_mask")
                 if mask is not None and mask.dtype == torch.bool:
                     mask = torch.zeros_like(mask, dtype=q.dtype)  # what torch adds to the scores
                 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -319,9 +319,12 @@ class GroupReport:
                     "weight where it is, which is right on average"
                 )
             return "none lost"
-        text = f"{_percent(self.lost)} of updates are lost at lr {self.learning_rate:.3g}"
-        if self._advice and (self.lost >= _ADVISE or self.stuck):
-            text += f": use {self._advice}"
+        rate = f"at lr {self.learning_rate:.3g}"
+        if not self.advice:
+            return f"{_percent(self.lost)} of updates {rate} are below the last bit of fp32"
+        text = f"{_percent(self.lost)} of updates are lost {rate}"
+        if self.lost >= _ADVISE or self.stuck:
+            text += f": use {self.advice}"
         if self.stuck and self.lost < 1:
             some = ", ".join(self.stuck[:3]) + (", ..." if len(self.stuck) > 3 else "")
             text += f"; {len(self.stuck)} of {self.tensors} tensors do not move: {some}"
@@ -339,10 +342,10 @@ class GroupReport:
         return any(mode.random for mode in self._modes)
 
     @property
-    def _advice(self) -> str:
+    def advice(self) -> str:
+        """Policies that lose less; empty where 23 mantissa bits are kept, as none keeps more."""
         if "fp16" in self.stored:
             return "fp16-master"
-        # no advice if 23 mantissa bits are kept: only a larger learning rate helps then
         return next((mode.advice for mode in self._modes if mode.advice), "")
 
     def _noted(self, text: str) -> str:

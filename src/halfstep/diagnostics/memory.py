@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,7 +118,8 @@ def size_text(size: float) -> str:
 
 
 _VIEWS = frozenset({"TBackward0", "ViewBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-                    "AsStridedBackward0", "ExpandBackward0", "PermuteBackward0"})  # fmt: skip
+                    "AsStridedBackward0", "ExpandBackward0", "PermuteBackward0",
+                    "SelectBackward0"})  # fmt: skip
 _CASTS = frozenset({"ToCopyBackward0"})
 Bytes = dict[str, dict[str, int]]
 
@@ -174,7 +176,7 @@ class SavedTensors:
         return tensor
 
     def _end(self) -> None:
-        found = _sums((part, form, s.nbytes()) for s, part, form in self._round.values())
+        found = sums((part, form, s.nbytes()) for s, part, form in self._round.values())
         if _total(found) > _total(self._largest):
             self._largest = found
         self._round, self._used = {}, False
@@ -239,7 +241,7 @@ class MemoryMeter:
     def __enter__(self) -> MemoryMeter:
         self._saved.__enter__()
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(partial(self._note, self._gradients))  # type: ignore[no-untyped-call]
             for p in self._precision.model.parameters()
             if p.requires_grad
         ]
@@ -255,10 +257,6 @@ class MemoryMeter:
         if error[0] is None:
             self._memory = self._count()
 
-    def _arrived(self, parameter: Tensor) -> None:
-        """Note a gradient's size before the step takes it."""
-        self._note(self._gradients, parameter)
-
     def _stepping(self, optimizer: Optimizer, *_: object) -> None:
         """Note the gradients that a step takes: of masters, where those are what it updates."""
         for group in optimizer.param_groups:
@@ -267,6 +265,7 @@ class MemoryMeter:
 
     @staticmethod
     def _note(sizes: dict[int, tuple[str, int]], tensor: Tensor) -> None:
+        """Note a gradient's size before the step takes it."""
         if tensor.grad is not None:
             grad = local_part(tensor.grad)
             sizes[id(tensor)] = (dtype_name(grad.dtype), grad.nbytes)
@@ -285,13 +284,11 @@ class MemoryMeter:
                         left = key == REMAINDER
                         form = "remainder" if left else dtype_name(value.dtype)
                         rows.append(("masters" if left else "moments", value, form))
-        found = _sums((part, form, local_part(t).nbytes) for part, t, form in rows)
+        found = sums((part, form, local_part(t).nbytes) for part, t, form in rows)
         found |= self._saved.bytes
         sizes = max(self._gradients, self._stepped, key=lambda s: sum(n for _, n in s.values()))
-        found |= _sums(("gradients", form, size) for form, size in sizes.values())
-        found["batch"] = _sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch).get(
-            "batch", {}
-        )
+        found |= sums(("gradients", form, size) for form, size in sizes.values())
+        found |= {"batch": {}} | sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch)
         length = len(self._batch[0]) if self._batch and self._batch[0].dim() else 0
         return Memory(str(precision.policy), True, found, length)
 
@@ -317,7 +314,8 @@ def _is_cast_parameter(tensor: Tensor) -> bool:
     return before is not None and "AccumulateGrad" in before.name()
 
 
-def _sums(rows: Iterable[tuple[str, str, int]]) -> Bytes:
+def sums(rows: Iterable[tuple[str, str, int]]) -> Bytes:
+    """Add up rows of part, dtype and bytes."""
     found: Bytes = {}
     for part, form, size in rows:
         forms = found.setdefault(part, {})

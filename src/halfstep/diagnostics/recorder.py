@@ -4,7 +4,6 @@
 
     config.toml     the precision
     metrics.jsonl   one line per step: loss, norm, scale, whether it was applied and why not
-    causes.jsonl    where the first cause of a step was searched
 
 ``halfstep report`` reads the folder.
 """
@@ -17,14 +16,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.metrics import (
-    CAUSES,
-    METRICS,
-    MetricsFile,
-    Record,
-    append_line,
-)
-from halfstep.diagnostics.nonfinite.cause import Cause
+from halfstep.diagnostics.metrics import METRICS, MetricsFile, Record
 from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
 from halfstep.precision.result import StepResult
@@ -65,26 +57,25 @@ class Recorder:
         self._precision = require(
             precision, Precision, "Recorder(precision)", "a halfstep.Precision"
         )
-        if precision.outcome.on_incurable is not None:
-            raise PrecisionError("this Precision has a Recorder already; close it first")
-        self._folder = Path(folder)
+        if precision.outcome.on_stop is not None:
+            raise PrecisionError(
+                "this Precision has a Recorder already; write recorder.close() first"
+            )
         self._written = -1  # the last step with a line
         self._metrics: MetricsFile | None = None
-        self._last: tuple[int, Judged] | None = None  # a step that may end the loop
-        self._open()
-        precision.outcome.on_incurable = self._failed
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            self._metrics = self._opened(Path(folder))
+        precision.outcome.on_stop = self._stop
 
-    def _open(self) -> None:
-        """Open the files for the steps to come, whose lines a resume writes again."""
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
-            return
+    def _opened(self, folder: Path) -> MetricsFile:
+        """Open the metrics for the steps to come, whose lines a resume writes again."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             policy = f"precision = {json.dumps(str(self._precision.policy))}\n"
-            (self._folder / "config.toml").write_text(policy, encoding="utf-8")
+            (folder / "config.toml").write_text(policy, encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"{self._folder}: cannot be written: {error}") from error
-        self._metrics = MetricsFile(self._folder / METRICS, keep_until_step=self._step)
+            raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+        return MetricsFile(folder / METRICS, keep_until_step=self._step)
 
     @property
     def _step(self) -> int:
@@ -94,23 +85,19 @@ class Recorder:
     def step(self, result: StepResult) -> StepResult:
         """Write the step's line; returns the result, so that it can stand around the step."""
         self._write(Record.of(self._step, result))
-        self._last = None
         return result
 
-    def _failed(self, judged: Judged) -> None:
-        self._last = self._step + 1, judged
-
-    def _stopped(self, step: int, last: Judged, cause: Cause | None) -> None:
-        """Write the line of the step that ended the loop."""
-        summary = None if cause is None else cause.summary
-        record = Record(
-            step=step, applied=False, loss=last.loss, grad_norm=last.norm,
-            skip_reason=str(last.reason), first_cause=summary,
-        )  # fmt: skip
-        self._write(record)
-        if cause is not None and self._metrics is not None:
-            line = {"step": step, **cause.to_json(), "text": str(cause)}
-            append_line(self._folder / CAUSES, line)
+    def _stop(self, judged: Judged, error: NonFiniteError | SpikeError) -> None:
+        """Write the line of a step that raises an error, whoever catches that."""
+        self._write(
+            Record(
+                step=self._step,
+                applied=False,
+                loss=judged.loss,
+                grad_norm=judged.norm,
+                skip_reason=str(judged.reason),
+            )
+        )
 
     def _write(self, record: Record) -> None:
         if self._metrics is not None and record.step > self._written:
@@ -119,7 +106,7 @@ class Recorder:
 
     def close(self) -> None:
         """Close the files, and no longer watch the Precision for a step that ends the run."""
-        self._precision.outcome.on_incurable = None
+        self._precision.outcome.on_stop = None
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -127,8 +114,5 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Close, after the line of the step that ended the loop."""
-        if isinstance(error, NonFiniteError | SpikeError) and self._last is not None:
-            self._stopped(*self._last, getattr(error, "first_cause", None))
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -47,7 +47,8 @@ except ImportError as error:
     ) from error
 
 _LOG = logging.getLogger(__name__)
-_NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler")
+_NEEDED = ("accelerator", "args", "training_step", "log", "add_callback", "callback_handler",
+           "create_accelerator_and_postprocess")  # fmt: skip
 
 
 def attach(
@@ -84,16 +85,13 @@ def attach(
     """
     _check(trainer)
     wanted = trainer.accelerator.mixed_precision == "fp16" if scaler is None else scaler
-    used = None
-    if wanted:  # the callback has a meter of its own
-        used = attach_scaler(trainer.accelerator, scaler=wanted, lost_updates_every=0, **options)
-    else:
+    if not wanted:
         refuse_scale_options(trainer.accelerator, options)
-    ranks, allow_pure = options.get("ranks"), options.get("allow_pure", False)
-    callback = NumericsCallback(trainer, used, lost_updates_every, ranks, allow_pure=allow_pure)
+    callback = NumericsCallback(trainer, wanted, lost_updates_every, options)
     callback.health_every = health_every
+    callback.install()
     trainer.log, trainer.training_step = callback.log, callback.training_step
-    trainer.accelerator.clip_grad_norm_ = callback.clip
+    trainer.create_accelerator_and_postprocess = callback.begin_trial
     trainer.add_callback(callback)
     if trainer.args.logging_nan_inf_filter:
         trainer.args.logging_nan_inf_filter = False
@@ -116,26 +114,36 @@ class NumericsCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        scaler: LoopScaler | None,
+        wanted: bool,
         every: int,
-        ranks: Ranks | None,
-        *,
-        allow_pure: bool,
+        options: ScaleOptions,
     ) -> None:
-        self.scaler = scaler
+        self.scaler: LoopScaler | None = None
         self.meter: LostUpdateMeter | None = None
-        self._trainer = trainer
+        self._trainer, self._wanted, self._options = trainer, wanted, options
         self._log, self._training_step = trainer.log, trainer.training_step
-        self._accelerator = trainer.accelerator
+        self._new_accelerator = trainer.create_accelerator_and_postprocess
         self._every = every
-        self._ranks = ranks
-        self._allow_pure = allow_pure
-        self._scaled = trainer.accelerator.scaler is not None  # which skips broken gradients
         self._micro: list[tuple[Tensor, Any]] = []  # loss and inputs since the last step
-        self._clip = trainer.accelerator.clip_grad_norm_
         self._norm: Any = None  # which clipping has found since the last step
         self._reason: str | None = None  # of the newest skip since the last log
         self._measured = 0  # the step whose lost updates were logged
+
+    def install(self) -> None:
+        """Put the scaler, and the recording of norms, into the Trainer's Accelerator."""
+        accelerator = self._trainer.accelerator
+        if self._wanted:  # the callback has a meter of its own
+            self.scaler = attach_scaler(
+                accelerator, scaler=True, lost_updates_every=0, **self._options
+            )
+        self._scaled = accelerator.scaler is not None  # which skips broken gradients
+        self._clip = accelerator.clip_grad_norm_
+        accelerator.clip_grad_norm_ = self.clip
+
+    def begin_trial(self) -> None:
+        """Make another Accelerator, as ``hyperparameter_search`` does, with halfstep in it."""
+        self._new_accelerator()
+        self.install()
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the Trainer's own, and record the micro-batch's loss for the step."""
@@ -179,18 +187,12 @@ class NumericsCallback(TrainerCallback):
         """Check this training's optimizer and attach the meter to it.
 
         Raises:
-            ConfigError: If the Trainer has made another Accelerator since :func:`attach`.
             PrecisionError: If small updates of 16-bit weights would be lost.
         """
-        if self._trainer.accelerator is not self._accelerator:
-            raise ConfigError(
-                "the Trainer has made another Accelerator since attach(), as hyperparameter_search "
-                "does, and halfstep is not in it; attach() to a Trainer of its own in each trial"
-            )
         self._forget()
         self.on_train_end(args, state, control)
         optimizer = bare(kwargs["optimizer"])
-        if not self._allow_pure:
+        if not self._options.get("allow_pure", False):
             refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
@@ -245,7 +247,8 @@ class NumericsCallback(TrainerCallback):
                 one.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
-        return ranks_of_this_process(device) if self._ranks is None else self._ranks
+        asked = self._options.get("ranks")
+        return ranks_of_this_process(device) if asked is None else asked
 
     def _forget(self) -> None:
         self._micro, self._norm = [], None

@@ -31,7 +31,7 @@ from halfstep.precision.casting.cast import (
 )
 from halfstep.precision.checks import one_device
 from halfstep.precision.policy.devices import default_device
-from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.result import StepResult
@@ -39,7 +39,7 @@ from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
     from lightning.pytorch.plugins import Precision as LightningPrecision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
@@ -107,6 +107,7 @@ class HalfstepPrecision(LightningPrecision):
         if module.trainer.state.fn != TrainerFn.FITTING:
             self._evaluate(module)  # a strategy keeps an earlier fit's optimizers
             return model, optimizers, lr_schedulers
+        check_search(module.trainer, self.policy)
         if type(module).backward is not LightningModule.backward:
             raise PrecisionError(
                 f"{type(module).__name__} has a backward() of its own, which the plugin would not "
@@ -299,6 +300,19 @@ def check_strategy(strategy: object, policy: object) -> None:
             f"strategy {type(strategy).__name__} shards weights or owns a loss scaler, so policy "
             f"{policy} cannot be honoured there; allowed: a single device, or strategy='ddp'. For "
             "sharded training use halfstep.distributed (docs/distributed.md)"
+        )
+
+
+def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
+    """Refuse a search before it rounds the weights that the training after it starts from."""
+    kinds = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+    searching = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
+    if searching and policy.param_dtype != torch.float32:
+        form = dtype_name(policy.compute_dtype)
+        raise PrecisionError(
+            f"{type(searching[0]).__name__} (lr_find, scale_batch_size) under policy {policy} "
+            f"would leave the model's weights rounded to {form} for the training after it. Search "
+            f"with Trainer(plugins=[HalfstepPrecision('{form}-mixed')]), then train with {policy}"
         )
 
 

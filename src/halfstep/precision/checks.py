@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.masters.stepping import require_own_optimizer
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.scaling.spikes import as_state
 
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -61,20 +63,23 @@ def one_device(model: nn.Module) -> torch.device:
 def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
     """Refuse, before anything is changed, what would later fail or train wrongly."""
     policy, model = placed.policy, placed.model
-    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    if any(isinstance(hook, ForwardWatch) for hook in hooks):
+    if _is_trained(model):
+        gc.collect()  # one that nothing holds but a cycle ends here
+    if _is_trained(model):
         raise PrecisionError(
             "the model is trained by another Precision already, whose masters and loss scale this "
-            "one would override. Call close() on that one first; for several optimizers give one "
-            "Precision a list of them"
+            "one would override. Call precision.close() on that one first; `with "
+            "halfstep.Precision(...) as precision:` does so by itself, after an error too. For "
+            "several optimizers give one Precision a list of them"
         )
     check_wrappers(policy, model)
     require_own_optimizer(policy, optimizers)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and not hook.policy.is_pure:
             raise PrecisionError(
-                f"the model is under a Precision of policy {hook.policy} already, which holds its "
-                "fp32 masters; keep that one, or make the model anew"
+                f"the model's Precision of policy {hook.policy} is gone without close(), and its "
+                "fp32 masters with it. Make the model anew, and write `with "
+                "halfstep.Precision(...) as precision:` or precision.close() at its end"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
@@ -100,6 +105,12 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
         check_cast(placed)
     if policy.is_pure:
         _check_eps(policy, names, optimizers, kept)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether a Precision that is not closed watches the model or a part of it."""
+    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
+    return any(isinstance(hook, ForwardWatch) for hook in hooks)
 
 
 # Buffers that 16 bits break, by their names: a rotary angle computed from a rounded frequency is
@@ -274,7 +285,7 @@ def check_state(
             f"the saved precision state has keys {sorted(map(str, state))}; allowed: what "
             "Precision.state_dict() gave"
         )
-    if state["policy"] != str(policy) and weights is None:
+    if parse_saved(state["policy"]) != policy and weights is None:
         raise PrecisionError(
             f"the saved precision state is from policy {state['policy']!r}, this run uses "
             f"{str(policy)!r}; resume with --precision {state['policy']}, or give the saved "

@@ -15,6 +15,7 @@ from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
 from halfstep.precision.scaling.loss_scale import LossScale
@@ -146,6 +147,7 @@ class Outcome:
         on_broken: See :data:`OnBroken`.
         on_incurable: Called with a step that no loss scale can help, before it is answered.
         about_layers: Called for a spike: tells what its layers show, for the message.
+        on_stop: Called with such a step, counted, and its error, before that is raised.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Outcome:
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
         self.about_layers: Callable[[], str] | None = None
+        self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
@@ -205,7 +208,12 @@ class Outcome:
         if self.spikes is not None and judged.spike is not None:
             self.spikes.leave_out(judged.loss, judged.norm)
         if error is not None:
-            self._leave_out(error)
+            try:
+                self._leave_out(error)
+            except (NonFiniteError, SpikeError) as stop:
+                if self.on_stop is not None:
+                    self.on_stop(judged, stop)
+                raise
         return progress.skipped(judged)
 
     def _leave_out(self, error: NonFiniteError | SpikeError) -> None:
@@ -246,7 +254,7 @@ class Outcome:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state`."""
-        self.progress.load(state, other_policy=state["policy"] != str(self._policy))
+        self.progress.load(state, other_policy=parse_saved(state["policy"]) != self._policy)
         if self.spikes is not None:
             self.spikes.restore_(state.get("spikes"))
         self._left_out.clear()

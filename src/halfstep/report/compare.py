@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
@@ -23,6 +23,8 @@ NOT_ARITHMETIC = frozenset(
     )
 ) | {"name"}
 """Keys that may differ between repetitions of one configuration."""
+_OF_THE_LOSS = frozenset({"task", "model.source", "model.vocab_size"})
+"""Keys besides those of the data by which a validation loss measures another thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +34,13 @@ class Group:
     Attributes:
         name: Its precision policy where that tells it from the others, or its first run's name.
         runs: Its runs.
-        by_seed: Their measure at the common step by seed, where it is finite. A seed that comes
-            twice counts once: it repeats the same numbers.
+        values: Their measure at the common step, where it is finite. A seed that comes twice counts
+            once: it repeats the same numbers.
     """
 
     name: str
     runs: Sequence[RunRecord]
-    by_seed: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def values(self) -> list[float]:
-        """The measure of each seed."""
-        return [*self.by_seed.values()]
-
-    @property
-    def mean(self) -> float:
-        """Mean of the runs; NaN without any."""
-        return fmean(self.values) if self.values else math.nan
-
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation over the runs; None for fewer than two."""
-        return stdev(self.values) if len(self.values) > 1 else None
+    values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +92,14 @@ def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | Non
         return None
     groups = grouped(runs)
     differs = _differences(groups)
-    unlike = [k for k in differs if k == "task" or k.startswith("data.") or k == "model.source"]
-    measure, step = ("", 0) if unlike else _measure(runs)
-    if not measure:
-        why = gettext(
-            "These runs cannot be ranked: they differ in {keys}, so their losses do not measure "
-            "the same thing.",
-            language,
-        ).format(keys=", ".join(unlike))
-        if not unlike:
-            why = gettext(
-                "These runs cannot be ranked: there is no step at which all of them were "
-                "evaluated. Give them the same run.eval_every.",
-                language,
-            )
-        return Comparison("", 0, groups, differs, [why])
+    why = _unranked(runs, differs, language)
+    if why:
+        text = gettext("These runs cannot be ranked: {why}.", language)
+        return Comparison("", 0, groups, differs, [text.format(why=why)])
+    measure, step = _measure(runs)
     groups = [Group(g.name, g.runs, _values(g.runs, measure, step)) for g in groups]
     sign = -1 if measure == "val_accuracy" else 1
-    groups.sort(key=lambda group: math.inf if not group.values else sign * group.mean)
+    groups.sort(key=lambda group: sign * fmean(group.values) if group.values else math.inf)
     said = _verdict(groups, measure, step, language)
     return Comparison(measure, step, groups, _differences(groups), said)
 
@@ -134,6 +111,44 @@ def _differences(groups: Sequence[Group]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len({*values}) > 1}
 
 
+def _unranked(
+    runs: Sequence[RunRecord], differs: Mapping[str, Sequence[str]], language: str
+) -> str:
+    """Why runs cannot be ranked, by what they have recorded; empty where they can be."""
+    lacking = [run for run in runs if not _evaluated(run)]
+    if lacking:
+        return "; ".join(_without_results(run, language) for run in lacking)
+    unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
+    # another seed may hold out other examples of the same files
+    for name in sorted({n for run in runs for n in run.made_with} - {"model", "base model"}):
+        known = [run for run in runs if name in run.made_with]
+        held = {(flattened(r.config).get("run.seed"), str(r.made_with[name])) for r in known}
+        if not unlike and len(held) > len({seed for seed, _ in held}):
+            unlike = [gettext("what their {name} held", language).format(name=name)]
+    if unlike:
+        text = gettext("they differ in {keys}, so they do not measure the same thing", language)
+        return text.format(keys=", ".join(unlike))
+    if _measure(runs)[0]:
+        return ""
+    text = gettext("{run} was evaluated at step {steps}", language)
+    steps = [", ".join(map(str, _evaluated(run)[-3:])) for run in runs]
+    return "; ".join(text.format(run=r.name, steps=at) for r, at in zip(runs, steps, strict=True))
+
+
+def _evaluated(run: RunRecord) -> list[int]:
+    """The steps at which a run was evaluated."""
+    return run.series("val_loss")[0] or run.series("val_accuracy")[0]
+
+
+def _without_results(run: RunRecord, language: str) -> str:
+    last, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps or 0
+    every = run.count("eval_every") or planned
+    text = gettext("{run} has no validation results", language)
+    if last < min(every, planned):
+        text = gettext("{run} ended at step {last}, before its first evaluation", language)
+    return text.format(run=run.name, last=last)
+
+
 def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
     """The measure that all runs have at a common step, and the last such step."""
     for key in ("val_accuracy", "val_loss"):
@@ -143,14 +158,14 @@ def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
     return "", 0
 
 
-def _values(runs: Sequence[RunRecord], measure: str, step: int) -> dict[str, float]:
+def _values(runs: Sequence[RunRecord], measure: str, step: int) -> list[float]:
     """The finite values at a step by seed; a run without a seed counts as another one."""
     found: dict[str, float] = {}
     for i, run in enumerate(runs):
         value = dict(zip(*run.series(measure), strict=True))[step]
         if math.isfinite(value):
             found.setdefault(flattened(run.config).get("run.seed", f"run {i}"), value)
-    return found
+    return [*found.values()]
 
 
 # --- the verdict ----------------------------------------------------------------------------------
@@ -176,7 +191,10 @@ def _verdict(groups: Sequence[Group], measure: str, step: int, language: str) ->
         best = sound[0]
         values = {"best": best.name, "other": other.name, "step": step}
         values |= {"a": shown[best.name], "b": shown[other.name], "n": len(best.values)}
-        values |= {"gap": _digits(abs(other.mean - best.mean)), "m": len(other.values)}
+        values |= {
+            "gap": _digits(abs(fmean(other.values) - fmean(best.values))),
+            "m": len(other.values),
+        }
         text = gettext(
             "{best} ({a}; seeds: {n}) is ahead of {other} ({b}; seeds: {m}) by {gap} at step "
             "{step}. Of one seed nobody can tell whether that is more than its noise.",
@@ -195,5 +213,5 @@ def shown_value(group: Group, measure: str) -> str:
     if not group.values:
         return "-"
     form = "{:.2%}" if measure == "val_accuracy" else "{:.4f}"
-    mean = form.format(group.mean)
-    return mean if group.spread is None else f"{mean} ± {form.format(group.spread)}"
+    mean = form.format(fmean(group.values))
+    return mean if len(group.values) < 2 else f"{mean} ± {form.format(stdev(group.values))}"

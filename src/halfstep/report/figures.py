@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from halfstep.report import N_, gettext
-from halfstep.report.compare import grouped
+from halfstep.report.compare import flattened, grouped
+from halfstep.report.findings import COMMANDS
 from halfstep.report.record import EventKind, RunRecord
 
 MOST_POINTS = 600
@@ -123,16 +124,34 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     """Losses of training and validation, with marks where a step was skipped or spiked."""
     drawn = False
     for run, colour in zip(runs, _colours(runs), strict=True):
-        name = _label(run, runs, gettext("training", language))
+        training, validation = _measured_as(run, language)
+        name = _label(run, runs, training)
         thin = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
         drawn |= _plot(axes, _applied(run), "loss", label=name, **thin)
-        name = _label(run, runs, gettext("validation", language))
+        name = _label(run, runs, validation)
         dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
         drawn |= _plot(axes, run, "val_loss", label=name, **dark)
     if drawn:
         _mark(axes, runs, language)
-    axes.set_ylabel(gettext("loss (nats per target)", language))
+    unit = gettext("loss (nats per target)", language)
+    if not all(run.config.get("task") in COMMANDS for run in runs):  # the user's own loss
+        unit = gettext("loss", language)
+    axes.set_ylabel(unit)
     return drawn
+
+
+def _measured_as(run: RunRecord, language: str) -> tuple[str, str]:
+    """What the curves of training and validation are, with what one has and the other has not."""
+    flat = flattened(run.config)
+    training, validation = gettext("training", language), gettext("validation", language)
+    share = flat.get("model.label_smoothing", "0.0")
+    if share != "0.0":
+        training = gettext("training, with label smoothing {share}", language).format(share=share)
+    if flat.get("run.ema_decay", "0.0") != "0.0":
+        validation = gettext("validation, of the averaged weights", language)
+    if flat.get("task") == "module":
+        validation = gettext("validation, by Trainer(evaluate) if given", language)
+    return training, validation
 
 
 def _applied(run: RunRecord) -> RunRecord:
@@ -167,20 +186,17 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         axes.autoscale_view(scaley=False)
 
 
-def _each(axes: Any, runs: Sequence[RunRecord], key: str) -> bool:
-    """Draw a number of each run."""
+def _each(axes: Any, runs: Sequence[RunRecord], key: str, **how: Any) -> bool:
+    """Draw a number of each run in which it is ever other than 1."""
     drawn = False
     for run, colour in zip(runs, _colours(runs), strict=True):
-        drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour)
+        if any(value != 1.0 for value in run.series(key)[1]):
+            drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour, **how)
     return drawn
 
 
 def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        if any(value != 1.0 for value in run.series("loss_scale")[1]):
-            how = {"color": colour, "drawstyle": "steps-post"}
-            drawn |= _plot(axes, run, "loss_scale", label=_label(run, runs), **how)
+    drawn = _each(axes, runs, "loss_scale", drawstyle="steps-post")
     if drawn:
         axes.set_yscale("log", base=2)
     return drawn

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-import halfstep.diagnostics.statistics as statistics
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
 from halfstep.report import N_, gettext
-from halfstep.report.record import RunRecord, parsed
+from halfstep.report.record import RunRecord
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -27,13 +26,21 @@ COMMANDS = {"pretrain": "train", "classify": "finetune classify", "lm": "finetun
 SKIPS = 0.01
 """Share of skipped steps from which a dynamic scale is not what is wrong: with torch's growth every
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
-FLUSHED = 0.01
-"""Share of nonzero gradients that fp16 may round to zero unnoticed."""
-HEADROOM = 65504 / 4
 FEW = 20
 """Steps below which a run tells nothing of its health."""
 RISE = 1.2
 """Factor over its best smoothed value at which a loss counts as diverged."""
+ENOUGH = 200
+"""Steps below which a model that is still near a guess is called short of steps, not wrong."""
+WORSE = 1.05
+"""Factor over another from which on a loss is called worse."""
+LEARNED = ("worsened", "guessing")
+"""The names of findings about what was learned; the others are about the numbers."""
+SLOWER = N_("See whether the targets follow from the inputs; then try a smaller learning rate.")
+BY_HEART = N_(
+    "The training loss fell meanwhile, so what it learns does not hold for the validation data: "
+    "give more data, take fewer steps, or set more dropout or weight decay."
+)
 
 
 WORDS = {
@@ -56,6 +63,7 @@ class RunFinding:
         what: The sentence in English, with names in braces.
         do: What to do about it, likewise.
         values: What takes the names' places.
+        command: What to type for that, or empty.
     """
 
     level: Level
@@ -63,6 +71,7 @@ class RunFinding:
     what: str
     do: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    command: str = ""
 
     def text(self, language: str) -> str:
         """The sentence."""
@@ -78,37 +87,58 @@ class RunFinding:
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
-    """What a run's user should know, worst first."""
+    """What a run's user should know, worst first.
+
+    What it learned is judged where it took its steps and nothing is wrong with its numbers.
+    """
     found = [finding for rule in RULES for finding in rule(run)]
+    if run.steps and all(f.level == "note" and f.name != "unfinished" for f in found):
+        worse = _worsened(run)
+        found += [worse] if worse else []
+        if not worse or worse.level == "note":
+            found += filter(None, [_guessing(run)])
     return sorted(found, key=lambda finding: ORDER.index(finding.level))
 
 
 def verdict(run: RunRecord, language: str = "en") -> str:
-    """The run in one line: healthy, or the worst finding; with skips and lost updates."""
+    """The run in a line: its numerics, then what it learned; in another line what to type."""
     if not run.steps:
         return gettext("the run took no step", language)
-    counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
     found = findings(run)
-    worst = next((f for f in found if f.level != "note"), None)
+    worst = next((f for f in found if f.level != "note" and f.name not in LEARNED), None)
+    text = _numerics(run, worst, language)
+    learned = (f for f in found if f.level != "note" and f.name in LEARNED)
+    also = next(learned, next((f for f in found if f.name == "unfinished"), None))
+    if also is not None:
+        said = gettext("{said}. {also}", language)
+        text = said.format(said=text, also=also.text(language))
+    commands = [f"try: {f.command}" for f in (worst, also) if f is not None and f.command]
+    return "\n".join([text, *commands[:1]])
+
+
+def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
+    """What happened to the numbers: the worst that was found, or skips and lost updates."""
+    counts = {"skipped": f"{len(run.skipped):,}", "steps": f"{len(run.steps):,}"}
     if worst is not None:
-        return gettext("{worst} ({skipped} of {steps} steps skipped)", language).format(
-            **counts, worst=worst.text(language)
-        )
+        text = gettext("{worst} ({skipped} of {steps} steps skipped)", language)
+        return text.format(**counts, worst=worst.text(language))
     shares = [*lost_shares(run).values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
+    elif run.parsed.param_dtype == torch.float32 or max(shares, default=0.0) > LOUD:
+        # no format keeps more than fp32 weights, or than the fp32 masters that may be left here
+        text = gettext("numerics: ok: {skipped} of {steps} steps skipped", language)
     elif shares:
         text = gettext(
-            "healthy: {skipped} of {steps} steps skipped, {lost} of updates lost", language
+            "numerics: ok: {skipped} of {steps} steps skipped, {lost} of updates lost", language
         )
         counts["lost"] = f"{fmean(shares):.1%}"
     else:
         text = gettext(
-            "healthy: {skipped} of {steps} steps skipped; lost updates were not measured", language
+            "numerics: ok: {skipped} of {steps} steps skipped; lost updates were not measured",
+            language,
         )
-    said = text.format(**counts)
-    ended = [f.text(language) for f in found if f.name == "unfinished"]
-    return gettext("{said}. {also}", language).format(said=said, also=ended[0]) if ended else said
+    return text.format(**counts)
 
 
 # --- rules ----------------------------------------------------------------------------------------
@@ -126,22 +156,20 @@ def _ended(run: RunRecord) -> Iterator[RunFinding]:
             "fault",
             "stopped_spike",
             N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
-            N_(
-                "To go on without its batch, set "
-                'run.on_spike = "skip:10" (--on-spike skip:10): {resume}.'
-            ),
-            {"step": step, "resume": _resume(run)},
+            N_('To go on without its batch, set run.on_spike = "skip:10".'),
+            {"step": step},
+            _typed(run, True, on_spike="skip:10"),
         )
     elif kind in ("nonfinite", "overflow"):
         yield _not_finite(run, step)
     elif planned is not None and step < planned:
-        values = {"step": step, "planned": planned, "resume": _resume(run)}
         yield RunFinding(
             "note",
             "unfinished",
             N_("The run ended at step {step} of {planned}"),
-            N_("To go on with it: {resume}."),
-            values,
+            N_("A resume goes on from the last checkpoint."),
+            {"step": step, "planned": planned},
+            _typed(run, True),
         )
 
 
@@ -171,15 +199,25 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     )
 
 
-def _resume(run: RunRecord) -> str:
-    """What goes on with a run: a command, or the line of its program."""
-    command = COMMANDS.get(str(run.config.get("task")))
-    if command is None:
-        return "Trainer.train(resume=True)"
+def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
+    """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
+    task, folder = str(run.config.get("task")), _folder(run)
+    if task == "module":
+        settings = "".join(f"{key}={value!r}, " for key, value in changes.items())
+        return f"Trainer({settings}...).train({'resume=True' * resume})"
+    if task not in COMMANDS:
+        return ""
+    words = [f"halfstep {COMMANDS[task]}"]
+    words += [] if resume else ["--config", quote(f"{folder}/config.toml")]
+    words += ["--resume"] if resume else []
+    words += ["--output-dir", quote(folder if resume else f"{folder}-2")]
+    words += [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
+    return " ".join(words)
+
+
+def _folder(run: RunRecord) -> str:
     table = run.config.get("run")
-    folder = table.get("output_dir") if isinstance(table, dict) else None
-    name = folder if isinstance(folder, str) and folder else run.name
-    return f"halfstep {command} --resume --output-dir {quote(name)}"
+    return str((table.get("output_dir") if isinstance(table, dict) else "") or run.name)
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
@@ -293,26 +331,14 @@ def lost_shares(run: RunRecord) -> dict[str, float]:
 
 
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
+    """Updates that a wider format would have kept: no format keeps more than an fp32 master."""
     policy = run.parsed
+    if policy.master_dtype == torch.float32:
+        return
     fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
     for group, share in sorted(lost_shares(run).items(), key=lambda item: -item[1])[:3]:
-        values = {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide}
-        if share > LOUD and policy.master_dtype == torch.float32:
-            yield RunFinding(
-                "warning",
-                "lost_in_fp32",
-                N_(
-                    "{share} of the updates of {group} were lost to rounding, although its weights "
-                    "are kept in fp32"
-                ),
-                N_(
-                    "No policy keeps more than fp32: if the loss does not fall either, raise "
-                    "optimizer.learning_rate."
-                ),
-                values,
-            )
-        elif share > LOUD:
+        if share > LOUD:
             yield RunFinding(
                 "warning",
                 "lost_updates",
@@ -321,54 +347,142 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
                     'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or '
                     '"{wide}" (fp32 weights).'
                 ),
-                values,
+                {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide},
+                _typed(run, False, precision=exact),
             )
 
 
-def _underflow(run: RunRecord) -> Iterator[RunFinding]:
-    """fp16 gradients that the loss scale in force did not save, in the last watched step."""
-    step = run.numerics[-1] if run.numerics else None
-    if step is None or not _in_fp16(step) or not 0 < step.loss_scale < math.inf:
-        return
-    k = round(math.log2(step.loss_scale))
-    found = [(share, name) for name, share in step.flushed("fp16", k).items()]
-    share, name = max(found, default=(0.0, ""))
-    if share > FLUSHED:
+def _unscored(run: RunRecord) -> Iterator[RunFinding]:
+    """Outputs that were not finite in the last evaluation, of which training steps know nothing."""
+    steps, found = run.series("val_loss")
+    if found and not math.isfinite(found[-1]):
+        low = run.parsed.compute_dtype != torch.float32
+        ours = low and run.config.get("task") in COMMANDS
         yield RunFinding(
-            "warning",
-            "fp16_underflow",
-            N_("fp16 flushes {share} of {tensor} to 0 at the loss scale in force"),
-            N_(
-                'Set precision = "bf16-mixed", whose range is that of fp32; or a larger loss '
-                "scale, where the table of the numbers names one that fits."
-            ),
-            {"share": f"{share:.1%}", "tensor": name},
+            "fault",
+            "unscored",
+            N_("The validation loss is {loss} at step {step}"),
+            N_("See whether the model's outputs are finite in fp32.")
+            if low
+            else N_("Look for the validation example whose outputs leave fp32."),
+            {"loss": found[-1], "step": steps[-1]},
+            f"halfstep evaluate --run {quote(_folder(run))} --precision fp32" if ours else "",
         )
 
 
-def _in_fp16(step: statistics.StepNumerics) -> bool:
-    return parsed(step.policy).compute_dtype == torch.float16
+def _worsened(run: RunRecord) -> RunFinding | None:
+    """A validation loss above its best: overfitting where the training loss fell meanwhile.
 
-
-def _headroom(run: RunRecord) -> Iterator[RunFinding]:
-    """Outputs of modules near the end of fp16, in any watched step."""
-    outputs = [t for step in run.numerics if _in_fp16(step) for t in step.of("activation")]
-    most = max(outputs, key=lambda tensor: tensor.absmax, default=None)
-    if most is not None and most.absmax > HEADROOM:
-        yield RunFinding(
-            "warning",
-            "fp16_headroom",
-            N_("{tensor} reaches {largest}, within a factor of four of fp16's 65,504"),
-            N_(
-                "Keep this module in fp32 by adding ,keep_fp32={module} to the precision; or set "
-                'precision = "bf16-mixed".'
-            ),
-            {
-                "tensor": most.name,
-                "largest": f"{most.absmax:,.0f}",
-                "module": most.name.partition("[")[0],
-            },
+    Where a classifier is as often right as then, only its probabilities are too sure: a note.
+    """
+    steps, found = run.series("val_loss")
+    best = min(range(len(found)), key=lambda i: (not math.isfinite(found[i]), found[i]), default=0)
+    losses = run.series("loss")[1]
+    if not losses or best >= len(found) - 1:
+        return None
+    start = max(filter(math.isfinite, [found[0], *losses[:5]]))
+    least = found[best] + (WORSE - 1) * max(abs(found[best]), start - found[best])
+    by_step = dict(zip(*run.series("loss"), strict=True))
+    then, now = (
+        median(
+            by_step.get(at - i, math.nan) for i in range(max(5, min(20, steps[-1] - steps[best])))
         )
+        for at in (steps[best], steps[-1])
+    )
+    fell = _above(then, now)
+    if found[-1] <= least or not (fell or found[-2] > least):  # or one of a noisy curve
+        return None
+    right = dict(zip(*run.series("val_accuracy"), strict=True))
+    sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
+    anew = {"max_steps": steps[best]} if fell else {"learning_rate": _slower(run)}
+    return RunFinding(
+        "note" if sure else "warning",
+        "worsened",
+        N_("The validation loss rose from {best} at step {step} to {last}"),
+        BY_HEART if fell else SLOWER,
+        {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]},
+        _typed(run, False, **anew),
+    )
+
+
+def _above(loss: float, other: float) -> bool:
+    return loss > other + (WORSE - 1) * abs(other)
+
+
+def _slower(run: RunRecord) -> str:
+    """A third of the run's peak learning rate."""
+    return f"{max(run.series('learning_rate')[1], default=3e-4) / 3:.1g}"
+
+
+def _guessing(run: RunRecord) -> RunFinding | None:
+    """A model that is no better than knowing nothing, or hardly so after few steps.
+
+    Known are the loss of a uniform guess over a vocabulary, that a classifier's labels can be had
+    by always answering one, and that a text model begins near the former on whatever text.
+    """
+    count, losses, checked = len(run.steps), run.series("loss")[1], run.series("val_loss")[1]
+    found = (_classified if run.scores else _at_start)(run, few=count < ENOUGH)
+    if found is None:
+        return None
+    what, values = found
+    if losses and checked and median(losses[-5:]) < 0.8 * checked[-1]:
+        do, command = BY_HEART, _typed(run, False, max_steps=max(1, count // 2))
+    elif count < ENOUGH:
+        do = N_("{steps} steps are few to learn from: train for {more}.")
+        values |= {"steps": count, "more": max(300, 2 * count)}
+        command = _typed(run, True, max_steps=values["more"])
+    else:
+        do, command = SLOWER, _typed(run, False, learning_rate=_slower(run))
+    return RunFinding("warning", "guessing", what, do, values, command)
+
+
+def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
+    """What is wrong with the best state's answers: one class for all, or as good as drawn."""
+    rows, labels = run.scores["confusion"], run.scores["labels"]
+    answers, sizes = [*map(sum, zip(*rows, strict=True))], [*map(sum, rows)]
+    top, total = max(range(len(rows)), key=answers.__getitem__), sum(sizes)
+    others = total - sizes[top]
+    values = {"label": labels[top], "count": f"{total:,}", "others": f"{others:,}"}
+    if others >= 5 and total - answers[top] <= others / 10:
+        said = N_(
+            "The classifier answers {label} for {answers} of {count} validation examples, {others} "
+            "of which have another label"
+        )
+        return said, values | {"answers": f"{answers[top]:,}"}
+    hits = [row[i] for i, row in enumerate(rows)]
+    recalls = [hit / size for hit, size in zip(hits, sizes, strict=True) if size]
+    chance = 1 / len(recalls)
+    near = fmean(recalls) - chance <= (0.25 if few else 0.05) * (1 - chance)
+    if near and total - max(sizes) >= 5:
+        said = N_(
+            "The classifier is right for {right} of {count} validation examples, of which {most} "
+            "have one label"
+        )
+        shares = {"right": f"{sum(hits) / total:.1%}", "most": f"{max(sizes) / total:.1%}"}
+        return said, values | shares
+    return None
+
+
+def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
+    """Whether the last validation loss is that of a guess, or above where training began."""
+    found, losses = run.series("val_loss")[1], run.series("loss")[1]
+    if not found or len(losses) < FEW:
+        return None
+    text, model = run.config.get("task") == "pretrain", run.config.get("model")
+    size = model.get("vocab_size") if text and isinstance(model, dict) else None
+    values = {"loss": f"{found[-1]:.4g}"}
+    if isinstance(size, int) and size > 1:
+        guess = math.log(size)
+        values |= {"guess": f"{guess:.4g}", "count": f"{size:,}"}
+        said = N_("The validation loss is {loss}; a guess among {count} tokens has {guess}")
+        return (said, values) if found[-1] >= guess * (0.9 if few else 1.0) else None
+    start = max(losses[:5])
+    # what began with trained weights may be validated on harder data: nothing must have fallen
+    fell = _above(found[0], min(found)) or _above(start, median(losses[-5:]))
+    if (fell and not text) or not _above(found[-1], start):
+        return None
+    said = N_("The validation loss is {loss}, above the {start} of the first training steps")
+    return said, values | {"start": f"{start:.4g}"}
 
 
 def _damaged(run: RunRecord) -> Iterator[RunFinding]:
@@ -392,7 +506,6 @@ RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _left_out,
     _skips,
     _lost,
-    _underflow,
-    _headroom,
+    _unscored,
     _damaged,
 )

@@ -17,9 +17,6 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.diagnostics.statistics.numerics import SCALED
-from halfstep.diagnostics.statistics.values import TensorStatistics
-from halfstep.diagnostics.statistics.what_if import what_if, window
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.report import N_, gettext
@@ -45,14 +42,8 @@ NAMES: Mapping[str, str] = {
     "spike": N_("spike"),
     "overflow": N_("gradient overflow"),
     "calibration": N_("calibration"),
-    "activation": N_("activations"),
-    "activation_gradient": N_("gradients of activations"),
-    "gradient": N_("gradients of weights"),
-    "update": N_("updates of weights"),
 }
-"""What a page calls a measure, or a kind of events or of tensors."""
-
-FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2")
+"""What a page calls a measure, or a kind of events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +90,8 @@ class Report:
         said = partial(gettext, language=self.language)
         environment.filters |= {
             "flat": lambda table: [*flattened(table).items()],
-            "scales": _scales,
             "shown_value": shown_value,
             "range_of": _range_of,
-            "what_if": what_if,
         }
         return environment.get_template("page.html.j2").render(
             report=self,
@@ -110,7 +99,6 @@ class Report:
             names=NAMES,
             language=self.language,
             figures=[(title, Markup(svg)) for title, svg in figures(runs, self.language)],
-            formats=FORMATS,
         )
 
     def write(self, path: Path) -> Path:
@@ -190,11 +178,3 @@ def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
         return {}
     ends = {key: scale_text(f(scales, default=1.0)) for key, f in (("low", min), ("high", max))}
     return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
-
-
-def _scales(tensor: TensorStatistics) -> str:
-    """The loss scales that fit a gradient in fp16; empty where a scale does not act."""
-    fit = window(tensor) if tensor.kind in SCALED else None
-    if fit is None:
-        return ""
-    return f"2^{fit.low} … 2^{fit.high}" if fit.fits else "none"

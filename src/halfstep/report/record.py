@@ -12,15 +12,13 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import halfstep.diagnostics.statistics as statistics
-from halfstep.diagnostics.metrics import CAUSES, HEALTH, METRICS, NUMERICS
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.diagnostics.metrics import CAUSES, HEALTH, METRICS
+from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.policy.spelling import parse_saved
 
 Line = Mapping[str, Any]
 
@@ -56,9 +54,10 @@ class RunRecord:
         config: The resolved configuration, by table and key; empty where it cannot be read.
         environment: ``env.json``: the machine that the run began on.
         steps: The lines of ``metrics.jsonl``, by step.
-        numerics: The watched steps of ``numerics.jsonl``.
         health: The lines of ``health.jsonl``: each layer's numbers, and the alarms.
         causes: What made a step's loss or gradients not finite, where that was found out.
+        scores: ``report.json``: a classifier's answers to its validation examples, at their best.
+        made_with: The hashes of data and tokenizer by name, from the newest checkpoint.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -67,9 +66,10 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: Sequence[Line]
-    numerics: Sequence[statistics.StepNumerics] = ()
     health: Sequence[Line] = ()
     causes: Sequence[Line] = ()
+    scores: Line = field(default_factory=dict)
+    made_with: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -82,13 +82,17 @@ class RunRecord:
     @property
     def parsed(self) -> PrecisionPolicy:
         """The policy as a value; fp32's where it cannot be read."""
-        return self.known_policy or parsed(self.policy)
+        return self.known_policy or parse_saved(self.policy) or PrecisionPolicy()
 
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to take."""
+        return self.count("max_steps")
+
+    def count(self, key: str) -> int | None:
+        """A number above 0 in the configuration's table ``run``."""
         run = self.config.get("run")
-        found = run.get("max_steps") if isinstance(run, dict) else None
+        found = run.get(key) if isinstance(run, dict) else None
         return found if isinstance(found, int) and found > 0 else None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -138,15 +142,6 @@ def _kind(line: Line) -> EventKind:
     return "calibration" if kind == "overflow" and line.get("calibrating") else kind
 
 
-@cache
-def parsed(policy: str) -> PrecisionPolicy:
-    """Read a policy of a run's files, which name no file of their own; fp32 if it cannot be."""
-    try:
-        return PrecisionPolicy() if policy.endswith(".toml") else parse_policy(policy)
-    except PrecisionError:
-        return PrecisionPolicy()
-
-
 def number(value: Any) -> float | None:
     """A number as a run's files write it: JSON's own, or "nan", "inf" and "-inf" as text."""
     if isinstance(value, bool):
@@ -175,30 +170,39 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
-    by_step = {line["step"]: line for line in lines[METRICS] if _is_step(line.get("step"))}
+    by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged),
         environment=_json(folder / "env.json", damaged),
         steps=[by_step[step] for step in sorted(by_step)],
-        numerics=_numerics(folder / NUMERICS, damaged),
         health=lines[HEALTH],
         causes=lines[CAUSES],
+        scores=_scores(folder / "report.json", damaged),
+        made_with=_made_with(folder, damaged),
         damaged=damaged,
         known_policy=policy,
     )
 
 
-def _numerics(path: Path, damaged: dict[str, int]) -> Sequence[statistics.StepNumerics]:
-    if _text(path) is None:
-        return ()
-    found = statistics.load_numerics(path)
-    if found.damaged:
-        damaged[path.name] = found.damaged
-    return found.steps
+def _scores(path: Path, damaged: dict[str, int]) -> Line:
+    """A classifier's labels and confusion matrix; empty unless both are whole."""
+    found = _json(path, damaged)
+    rows, labels = found.get("confusion"), found.get("labels")
+    if not isinstance(labels, list) or not isinstance(rows, list) or len(rows) != len(labels):
+        return {}
+    square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+    whole = square and all(_is_count(n) for row in rows for n in row)
+    return found if whole and any(map(any, rows)) else {}
 
 
-def _is_step(value: Any) -> bool:
+def _made_with(folder: Path, damaged: dict[str, int]) -> Line:
+    states = sorted(folder.glob("checkpoints/step-*/state.json"))
+    found = _json(states[-1], damaged).get("made_with") if states else None
+    return found if isinstance(found, dict) else {}
+
+
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 

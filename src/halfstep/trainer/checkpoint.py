@@ -39,11 +39,10 @@ from torch import Tensor
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
-from halfstep.files import read_json, require_sha256, sync, sync_folder
+from halfstep.files import MANIFEST, read_json, require_sha256, sync, sync_folder
 from halfstep.optim.state import tops_of
 from halfstep.trainer.shards import (
     FORMAT,
-    MANIFEST,
     OPTIMIZER,
     SECTIONS,
     STATE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,22 @@ from halfstep.diagnostics.estimate import estimate_state, with_saved
 from halfstep.diagnostics.memory import Memory
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import Recipe
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.data.config import bpe_size
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.step import Batch, make_optimizer
 
-_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
+"""Letter of a unit to its power of 1000."""
+_4BIT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Bytes of a frozen 4-bit weight: NF4, an 8-bit constant for each 64, an fp32 one for 256 of those.
+
+**Source:** Dettmers et al. 2023, "QLoRA", section 3 (0.127 bits for double quantisation).
+"""
 
 
 def estimate_count(
@@ -29,21 +37,30 @@ def estimate_count(
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
+    adapters: int = 0,
+    base: str = "",
 ) -> list[Memory]:
     """Count what training keeps for that many parameters, under each policy, without a batch.
 
-    All count as hidden matrices, of shapes that are not known.
+    All count as hidden matrices, of shapes that are not known. With ``adapters`` those alone are
+    trained, beside a frozen base of ``count``, which is held in 4 bits or in the compute dtype.
     """
+    trained = adapters or count
     with torch.device("meta"):
-        model = nn.Linear(count, 1, bias=False)
-    ranks, kept = layout.shard * layout.tensor, averages(optimizer, model)
-    # a recipe changes nothing that is kept between steps, and needs layers of a known shape
-    stored = [dataclasses.replace(p, recipe=Recipe()) for p in policies]
-    found = [estimate_state(model, policy, ranks, averages=kept) for policy in stored]
-    return [
-        dataclasses.replace(memory, policy=str(policy), ranks=layout.size)
-        for memory, policy in zip(found, policies, strict=True)
-    ]
+        model = nn.Linear(trained, 1, bias=False)
+    ranks, kept, found = layout.shard * layout.tensor, averages(optimizer, model), []
+    for policy in policies:
+        # a recipe changes nothing that is kept between steps, and needs layers of a known shape
+        stored = dataclasses.replace(policy, recipe=Recipe())
+        parts = dict(estimate_state(model, stored, ranks, averages=kept).bytes)
+        low = policy.compute_dtype
+        if low != policy.param_dtype and policy.casts != "module":  # whole where sharded
+            parts["cast copies"] = {dtype_name(low): round(trained * low.itemsize / layout.tensor)}
+        if adapters:
+            size, form = (_4BIT, "4bit") if base else (low.itemsize, "frozen " + dtype_name(low))
+            parts["weights"] = {**parts["weights"], form: round(count * size / ranks)}
+        found.append(Memory(str(policy), False, parts, 0, layout.size))
+    return found
 
 
 def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
@@ -73,16 +90,11 @@ def estimate_config(
 ) -> list[Memory]:
     """Estimate what a step of a configuration's GPT holds on each rank, under each policy.
 
-    Args:
-        spec: As for :func:`halfstep.trainer.config.config.load_config`.
-        policies: The policies.
-        rows: Sequences of one micro-batch; 0: the configuration's.
-        layout: How ranks share the work; activations count as without tensor parallelism.
-        optimizer: None: the configuration's.
+    A micro-batch has ``rows`` sequences, 0: the configuration's; activations count as without
+    tensor parallelism.
 
     Raises:
         ConfigError: For a task whose model is not described by its configuration.
-        PrecisionError: For moments that the optimizer does not keep.
     """
     config = load_config(spec)
     if not isinstance(config, TrainConfig):
@@ -112,31 +124,27 @@ def _mean_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def read_count(text: str, option: str) -> int:
-    """Read a number with a unit: ``1.3B``, ``124M``, ``16GB``, ``7e9``.
+    """Read a number with a unit: ``1.3B``, ``124M``, ``24GiB``; one of a million needs none.
 
     Raises:
         ConfigError: Naming the option.
     """
-    plain = text.strip().lower().replace("_", "")
-    if len(plain) > 1 and plain.endswith("b") and plain[-2] in _UNITS:  # GB
-        plain = plain[:-1]
-    factor = _UNITS.get(plain[-1:], 1)
+    found = re.fullmatch(r"([\d._]+(?:e\+?\d+)?)\s*([kmgbt]?)(i?)b?", text.strip().lower())
     try:
-        count = float(plain[:-1] if factor > 1 else plain) * factor
+        number, unit, binary = found.groups() if found else ("", "", "")
+        count = float(number) * (1024.0 if binary else 1000.0) ** _POWERS[unit]
     except ValueError:
         count = 0.0
-    if not 1 <= count < 2**60:
-        raise ConfigError(f"{option} {text!r}; allowed: a number from 1, such as 1.3B or 124M")
+    if not (1 if unit else 10**6) <= count < 2**60:
+        example = "24GB" if option == "--memory" else "1.3B"
+        raise ConfigError(f"{option} {text!r}; allowed: a number with its unit, such as {example}")
     return round(count)
 
 
 def _vocabulary(tokenizer: str) -> int:
     """The number of tokens that a tokenizer's spelling names."""
-    if tokenizer == "bytes":
-        return 256
-    kind, _, size = tokenizer.partition(":")
-    if kind == "bpe" and size.isdecimal():
-        return int(size)
+    if found := 256 if tokenizer == "bytes" else bpe_size(tokenizer):
+        return found
     raise ConfigError(
         f"data.tokenizer={tokenizer}: its vocabulary is in its file; set model.vocab_size in the "
         "configuration"

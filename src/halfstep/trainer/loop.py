@@ -153,6 +153,7 @@ def _rate(session: Session) -> Callable[[float], float]:
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin, rate = session.task, time.perf_counter(), _rate(session)
+    books.begin()
     try:
         result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
@@ -181,9 +182,11 @@ class _Books:
         if session.world.is_main:
             self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
         config = session.config
+        self._capturing: Any = None
         if isinstance(config, TrainConfig) and config.run.capture:
-            recorder = part("trainer.replay:recorder")
-            session.precision.outcome.on_incurable = recorder(session, path, config.run.capture)
+            capturing = part("trainer.replay:Capturing")
+            self._capturing = capturing(session, path, config.run.capture)
+            session.precision.outcome.on_incurable = self._capturing
 
     def __enter__(self) -> _Books:
         return self
@@ -191,6 +194,11 @@ class _Books:
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+    def begin(self) -> None:
+        """Remember what a capture of the step that begins needs."""
+        if self._capturing is not None:
+            self._capturing.begin()
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which only rank 0 has open."""
@@ -259,14 +267,14 @@ class _Losses:
         return self._meter.report() if self._meter.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
-        """Return warnings for groups that lose many updates, once per group."""
+        """Return warnings for groups that lose many updates of a better policy, once per group."""
         peak = self._session.precision.optimizers[0].param_groups[0]["initial_lr"]
         loud = []
         for report in reports:
             measured = self._rates_and_shares.setdefault(report.group, [])
             measured.append((taken.learning_rate, report.lost))
             loses = report.lost > LOUD and lost_share(measured, peak) > LOUD
-            loud += [report] if loses and report.group not in self._told else []
+            loud += [report] if loses and report.advice and report.group not in self._told else []
         self._told |= {report.group for report in loud}
         return tuple(f"{report.group}: {report.verdict}" for report in loud)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import random
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
@@ -21,14 +22,14 @@ from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, Spik
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.trainer.checkpoint import load_checkpoint, save_checkpoint
+from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.session import Session, open_session
 
-_KEY = "captured"
+_KEY, _DRAWN = "captured", "generators"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +57,52 @@ def finding(judged: Judged) -> Finding:
     return Finding(str(judged.reason), judged.loss, judged.norm, torch.get_num_threads())
 
 
-def recorder(session: Session, folder: Path, keep: int) -> Callable[[Judged], None]:
-    """A function that writes a capture of the step that the session is taking, and keeps a few.
+class Capturing:
+    """Writes a capture of the step that a session is taking where none can cure it; keeps a few.
 
     Where one cannot be written, training goes on with a warning, which is given once.
     """
-    failed = False
 
-    def record(judged: Judged) -> None:
-        nonlocal failed
+    def __init__(self, session: Session, folder: Path, keep: int) -> None:
+        self._session, self._folder, self._keep = session, folder / CAPTURES, keep
+        self._generators: dict[str, Any] = {}
+        self._failed = False
+
+    def begin(self) -> None:
+        """Remember what NumPy and Python draw from; the step itself seeds torch."""
+        self._generators = _generators()
+
+    def __call__(self, judged: Judged) -> None:
+        """Write the capture, before the step is answered."""
+        session = self._session
         checkpoint = session.checkpoint()
-        state = {**checkpoint.state, _KEY: finding(judged).to_json()}
-        whole = dataclasses.replace(checkpoint, state=state)
+        added = {_KEY: finding(judged).to_json(), _DRAWN: self._generators}
+        whole = dataclasses.replace(checkpoint, state={**checkpoint.state, **added})
         try:
-            save_checkpoint(folder / CAPTURES, session.step, whole, keep)
+            save_checkpoint(self._folder, session.step, whole, self._keep)
         except HalfstepError as error:
-            if not failed:
-                failed = True
+            if not self._failed:
+                self._failed = True
                 text = f"no capture of step {session.step + 1}: {error}; training goes on"
                 warnings.warn(text, stacklevel=2)
 
-    return record
+
+def _generators() -> dict[str, Any]:
+    """The states of the generators of Python and NumPy, as JSON has them."""
+    kind, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+
+
+def _draw_from(found: Any, where: Path) -> None:
+    """Set the generators of Python and NumPy; those of an older capture are not known."""
+    try:
+        if found is not None:
+            version, state, gauss = found["python"]
+            kind, keys, *rest = found["numpy"]
+            random.setstate((version, tuple(state), gauss))
+            np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: its {_DRAWN} are damaged: {error}") from error
 
 
 def captured(state: dict[str, Any], where: Path) -> Finding:
@@ -113,6 +139,10 @@ class Replayed:
     """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
     unchanged: bool
     """Whether the weights after it are those before, bit for bit."""
+    torch: str
+    """The version of torch that took the step."""
+    steady: bool = True
+    """Whether a second replay found what the first did; taken where that is not the capture's."""
 
     @property
     def repeated(self) -> bool:
@@ -132,7 +162,16 @@ class Replayed:
             return f"{self.precision} {would} have survived"
         if self.repeated:
             return "the step repeats bit for bit: the batch, the weights or the model make it"
-        return "the step does not repeat: another machine, another torch, or a fault that is gone"
+        if not self.steady:
+            return (
+                "the step does not repeat, and two replays differ: it draws from a generator of "
+                "its own, or sums in another order each time"
+            )
+        if self.torch != torch.__version__:
+            how = f"torch {self.torch} took it, and torch {torch.__version__} replayed it"
+        else:
+            how = "the machine or the code is another, or a fault of the machine is gone"
+        return f"the step does not repeat, and two replays agree: {how}"
 
 
 def replay(path: Path, precision: str = "") -> Replayed:
@@ -146,23 +185,48 @@ def replay(path: Path, precision: str = "") -> Replayed:
         CheckpointError: If it is no capture, is damaged, or is of another model or other data.
         ConfigError: If its configuration cannot be run here.
     """
+    _require_capture(path)
+    found = _replayed(path, precision)
+    if found.repeated or found.precision != found.captured_precision:
+        return found
+    again = _replayed(path, precision)
+    return replace(found, steady=again.found.same_bits(found.found))
+
+
+def _require_capture(path: Path) -> None:
+    """Refuse a run, and the folder of its captures, with what to type instead."""
+    kept = list_checkpoints(path if path.name == CAPTURES else path / CAPTURES)
+    if kept:
+        names = ", ".join(each.name for each in kept)
+        raise CheckpointError(
+            f"{path} is no capture, but holds some: {names}; write: halfstep replay {kept[-1]}"
+        )
+    if (path / "config.toml").is_file():
+        raise CheckpointError(
+            f"{path} is a run without captures; halfstep train --capture 3 keeps three"
+        )
+
+
+def _replayed(path: Path, precision: str) -> Replayed:
     saved = load_checkpoint(path)
     before = captured(saved.state, path)
     config = _config(saved.state.get("config"), path)
     own = config.precision
     policy = parse_policy(precision) if precision else own
     config = _stopping(replace(config, precision=policy), before.threads)
-    threads = torch.get_num_threads()
+    threads, own_generators = torch.get_num_threads(), _generators()
     try:
         session = open_session(config, no_progress)
         try:
             session.restore(load_checkpoint(path, session.shards), path)
-            return _take(session, before, str(own))
+            _draw_from(saved.state.get(_DRAWN), path)
+            return _take(session, before, str(own), str(saved.state.get("torch", "?")))
         finally:
             session.precision.close()
             session.task.close()
     finally:
         torch.set_num_threads(threads)
+        _draw_from(own_generators, path)
 
 
 def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
@@ -175,7 +239,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     return replace(config, run=run)
 
 
-def _take(session: Session, before: Finding, own: str) -> Replayed:
+def _take(session: Session, before: Finding, own: str, version: str) -> Replayed:
     """Take the session's next step, and compare it with what was found before."""
     judged: list[Judged] = []
     session.precision.outcome.on_incurable = judged.append
@@ -195,6 +259,7 @@ def _take(session: Session, before: Finding, own: str) -> Replayed:
         captured=before,
         found=found,
         unchanged=all(torch.equal(weights[name], after[name]) for name in weights),
+        torch=version,
     )
 
 

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -44,11 +44,18 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
 )
-from halfstep.trainer.config.config import config_to_table, config_to_toml, load_config
+from halfstep.trainer.config.config import (
+    config_to_table,
+    config_to_toml,
+    load_config,
+    read_table,
+)
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment, policy_on
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
+
+Config = TypeVar("Config", bound=BaseConfig)
 
 ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
@@ -64,6 +71,9 @@ _LEFT: dict[str, object] = {
     "data.drop_long": "truncate",
 }
 """Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
+
+_PATHS = ("train", "dev", "validation", "tokenizer", "source")
+"""Keys of the sections ``data`` and ``model`` whose values may be paths."""
 
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
@@ -90,7 +100,7 @@ def require_fresh(path: Path) -> None:
     if is_run(path):
         raise ConfigError(
             f"run.output_dir={path} holds a run already; go on with it by --resume, or choose "
-            "another --output-dir"
+            "another --output-dir; in a program: Trainer.train(resume=True), or another output_dir="
         )
     if path.exists() and (not path.is_dir() or {p.name for p in path.iterdir()} - _UNFINISHED):
         raise ConfigError(f"run.output_dir={path} exists and is not an empty folder")
@@ -146,10 +156,15 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
     another value than its default there.
 
     Raises:
-        ConfigError: If the folder holds no run.
+        ConfigError: If the folder holds no run of a trainer.
     """
     if not is_run(path):
         raise ConfigError(f"{path} holds no run (no config.toml); give the folder of a run")
+    if read_table(str(path / "config.toml"))[1].keys() <= {"name", "precision"}:
+        raise ConfigError(
+            f"{path} is a run of halfstep.Recorder, whose model is your program's; allowed: "
+            f"halfstep report {path}"
+        )
     unknown: dict[str, object] = {}
     config = load_config(str(path / "config.toml"), unknown=unknown)
     if notes is not None:
@@ -158,7 +173,33 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
             for key, value in unknown.items()
             if value and value != _LEFT.get(key, "none")
         )
-    return config
+    return reached(config, path)
+
+
+def reached(config: Config, path: Path) -> Config:
+    """Let a run's relative paths begin where it was started, if they lead nowhere from here.
+
+    The place follows from the run's folder, if it was given by a relative path as well.
+    """
+    folder, output = path.resolve(), Path(config.run.output_dir)
+    if output.is_absolute() or folder.parts[-len(output.parts) :] != output.parts:
+        return config
+    start = folder.parents[len(output.parts) - 1]
+
+    def find(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(find, value))
+        return (
+            str(start / value) if not Path(value).exists() and (start / value).exists() else value
+        )
+
+    found = {}
+    for section in ("data", "model"):
+        part: Any = getattr(config, section, None)
+        values = {key: find(getattr(part, key)) for key in _PATHS if hasattr(part, key)}
+        if values:
+            found[section] = replace(part, **values)
+    return replace(config, **found)
 
 
 def finish_run(session: Session, path: Path) -> str:
@@ -201,13 +242,11 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-Config = TypeVar("Config", bound=BaseConfig)
-
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # and how ranks, micro-batches and threads share the same batches.
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
-     "rank_timeout", "threads", "max_steps", "epochs", "eval_every",
+     "rank_timeout", "threads", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
      "output_dir"}
 )  # fmt: skip
@@ -281,7 +320,7 @@ class RunOutcome:
     written: str
     """A message about the files that the run leaves; empty on ranks other than 0."""
     verdict: str = ""
-    """How the run went, in a line: healthy, or what was wrong; likewise."""
+    """How the run went, in a line, and in another what to type; likewise."""
 
     @property
     def interrupted(self) -> bool:

@@ -40,7 +40,7 @@ from halfstep.optim.state import in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
 
 FORMAT = 2
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE = "state.json"
 WEIGHTS, OPTIMIZER = SECTIONS = ("weights", "optimizer")
 # Dtypes by the names that safetensors uses.
 DTYPES = {

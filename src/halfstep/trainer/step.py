@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,15 +111,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         parts = [to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
-
-
-def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """Yield the tensors of a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_of(part)
 
 
 # The optimizer and its learning rate, by name.

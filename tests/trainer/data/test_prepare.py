@@ -3,7 +3,6 @@ import os
 import shutil
 import sysconfig
 
-import numpy as np
 import pytest
 
 from halfstep.errors import DataError
@@ -41,30 +40,12 @@ def text_of(prepared, part):
     return prepared.tokenizer.decode(ids(getattr(prepared, part)).tolist())
 
 
-def test_one_file_is_split_and_no_byte_is_lost(run, write):
-    prepared = run(write("a.txt", LINES))
-    assert text_of(prepared, "train") + text_of(prepared, "validation") == LINES
-    assert text_of(prepared, "validation").startswith("line ")
-    assert abs(prepared.validation.count - len(LINES) / 10) < 25
-    assert prepared.train.text_bytes == prepared.train.count
-
-
 def test_validation_files_leave_train_whole(run, write):
     last = write("a b\n\u732b/\u00e9.txt", "x\ny")
     prepared = run(write("a.txt", "one"), write("b.txt", "two"), validation=[last])
     assert text_of(prepared, "train") == "one\ntwo"
     assert text_of(prepared, "validation") == "x\ny"
     assert prepare_one((str(last),), ByteTokenizer()) == prepared.validation
-
-
-def test_bpe_separates_by_end_of_text_and_counts_text_bytes(run, write):
-    paths = [write("a.txt", LINES), write("b.txt", LINES[::-1])]
-    prepared = run(*paths, tokenizer="bpe:290")
-    tokens = np.concatenate([ids(prepared.train), ids(prepared.validation)]).tolist()
-    assert prepared.tokenizer.vocab_size == 290
-    assert tokens.count(prepared.tokenizer.end_of_text) == 1
-    assert prepared.tokenizer.decode(tokens) == LINES + "<|endoftext|>" + LINES[::-1]
-    assert prepared.train.text_bytes + prepared.validation.text_bytes == 2 * len(LINES)
 
 
 def test_pieces_and_batches_do_not_show(run, write, monkeypatch):

@@ -64,7 +64,9 @@ def test_nothing_that_exists_is_overwritten_but_an_empty_folder_is_filled(tmp_pa
     save_gpt2(GPT(OURS), tmp_path / "new/deep")
     for name in ("empty", "new/deep"):
         written = sorted((tmp_path / name).iterdir())
-        assert [p.name for p in written] == ["config.json", "model.safetensors"]
+        assert [p.name for p in written] == [
+            "config.json", "manifest.json", "model.safetensors"
+        ]  # fmt: skip
         modes = {stat.S_IMODE(p.stat().st_mode) for p in written}
         assert len(modes) == 1  # readable by whoever may read the config
     assert {p.name for p in tmp_path.iterdir()} == {"full", "dangling", "empty", "new"}
@@ -82,9 +84,9 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
     monkeypatch.setattr(weights, "sync", sync)  # of the parent
     save_gpt2(GPT(OURS), tmp_path / "out")
     before = [name for name, visible in synced if not visible]
-    assert sorted(before[:2]) == ["config.json", "model.safetensors"]
-    assert before[2:] == [True]
-    assert synced[3:] == [(tmp_path.name, True)]
+    assert sorted(before[:3]) == ["config.json", "manifest.json", "model.safetensors"]
+    assert before[3:] == [True]
+    assert synced[4:] == [(tmp_path.name, True)]
 
     def fail(path):
         raise OSError(28, "No space left on device")

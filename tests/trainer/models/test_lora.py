@@ -1,22 +1,17 @@
-"""LoRA: what trains, what stays, what a merge keeps and what it loses."""
+"""LoRA: what trains, what stays, and which targets and adapters fit."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
-import peft
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file
-from tests.trainer.models.pretrained_folders import edit_json, save_lm, silence
+from tests.trainer.models.pretrained_folders import edit_json, save_lm
 from tests.trainer.models.test_pretrained_lm import batch
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.step import Precision
 from halfstep.trainer.models.causal_lm import add_lora, open_adapted_lm, open_causal_lm
-from halfstep.trainer.models.pretrained import quiet
 
 POLICIES = {"fp16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp32": torch.float32}
 
@@ -84,7 +79,7 @@ def test_targets(tmp_path):
     assert adapted("Llama", "all-linear") == every  # and no lm_head
     with pytest.raises(
         ConfigError,
-        match=r"no linear layer has the target 'query'\. Name targets; layers: down_proj, gate_p",
+        match=r"no linear layer has the target 'query', .* can be merged: down_proj, embed",
     ):
         adapted("Llama", "q_proj", "query")
     with pytest.raises(ConfigError, match="head shares its table"):
@@ -102,73 +97,6 @@ def test_new_adapters_change_nothing_and_follow_their_seed(tmp_path):
     a, b, c = (next(p for p in m.parameters() if p.requires_grad) for m in (one, same, other))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"), [("GPT2", "fp16-mixed"), ("Llama", "bf16-mixed"), ("Llama", "fp32")]
-)
-def test_an_adapter_comes_back(kind, policy, tmp_path):
-    folder = save_lm(tmp_path / "m", kind, POLICIES[policy])
-    lora, _, _ = trained(folder, policy, steps=4)
-    with silence():
-        lora.eval().save_(tmp_path / "adapter", {})
-        ours = open_adapted_lm(tmp_path / "adapter").eval()
-    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert named["base_model_name_or_path"] == str(folder.resolve())
-    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert {t.dtype for t in saved.values()} == {torch.float32}
-    with quiet(), torch.no_grad():
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-        wanted = lora.logits(batch()[0])
-        assert torch.equal(theirs(batch()[0]).logits.float(), wanted)
-        auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-        assert torch.equal(auto(batch()[0]).logits.float(), wanted)
-        assert torch.equal(ours.logits(batch()[0]), wanted)
-    assert [n for n, p in ours.named_parameters() if p.requires_grad] == [
-        n for n, p in lora.named_parameters() if p.requires_grad
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"), [("GPT2", "fp16-mixed"), ("Llama", "bf16-mixed"), ("Llama", "fp32")]
-)
-def test_a_merge_is_the_sum_rounded_once(kind, policy, tmp_path):
-    dtype = POLICIES[policy]
-    folder = save_lm(tmp_path / "m", kind, dtype)
-    lora, _, _ = trained(folder, policy, steps=4)
-    state = {n: p.detach().clone() for n, p in lora.named_parameters()}
-    with torch.no_grad():
-        wanted = lora.eval().logits(batch()[0])
-    with silence():
-        merged, max_error, vanished = lora.merge_()
-        merged.save_(tmp_path / "merged", {}, dtype)
-    before = load_file(folder / "model.safetensors")
-    after = load_file(tmp_path / "merged" / "model.safetensors")
-    assert after.keys() == before.keys()
-    worst, moved, stuck = 0.0, 0, 0
-    for name, old in before.items():
-        assert after[name].dtype == dtype
-        layer = name.removesuffix(".weight")
-        a = state.get(f"model.base_model.model.{layer}.lora_A.default.weight")
-        if a is None:
-            assert torch.equal(after[name], old)
-            continue
-        b = state[f"model.base_model.model.{layer}.lora_B.default.weight"]
-        update = 16.0 / 4 * (b @ a)  # alpha / r
-        update = update.T if kind == "GPT2" else update
-        exact = old.float() + update
-        assert torch.equal(after[name], exact.to(dtype))
-        worst = max(worst, (after[name].float() - exact).abs().max().item())
-        moved += int((update != 0).sum())
-        stuck += int(((update != 0) & (after[name] == old)).sum())
-    assert (max_error, vanished) == (worst, stuck / moved)
-    with quiet(), torch.no_grad():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-        assert theirs.dtype == dtype
-        # Rounding of weights of size 0.2 to 8 or 11 bits, or fp32's, seen in logits of size 5.
-        atol = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
-        torch.testing.assert_close(theirs(batch()[0]).logits.float(), wanted, rtol=0, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +119,7 @@ def adapter(tmp_path_factory):
 )
 def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
     folder = shutil.copytree(adapter, tmp_path / "a")
+    (folder / "manifest.json").unlink()  # as of a folder that another program wrote
     edit_json(folder / "adapter_config.json", **changes)
     with pytest.raises(error, match=message):
         open_adapted_lm(folder)

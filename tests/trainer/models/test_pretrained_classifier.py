@@ -197,5 +197,5 @@ def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
     lm = open_causal_lm(save_lm(tmp_path / "lm"), gradient_checkpointing=True)
     lm.save_(tmp_path / "whole", {})
     add_lora(lm).save_(tmp_path / "adapter", {})
-    open_adapted_lm(tmp_path / "adapter").merge_()[0].save_(tmp_path / "merged", {})
+    open_adapted_lm(tmp_path / "adapter").merge_().save_(tmp_path / "merged", {})
     assert capfd.readouterr() == ("", "")

@@ -179,8 +179,9 @@ class PrecisionPolicy:
                 wire = self.reduce_dtype != preset.reduce_dtype
                 reduce = [f"reduce={dtype_name(self.reduce_dtype)}"] if wire else []
                 moments = [] if self.moments == "master" else [f"moments={self.moments}"]
+                scale = _spell_scale(self.loss_scale, preset.loss_scale.kind)
                 low = _spell_low(self, preset.recipe)
-                return ",".join([name, *reduce, *moments, *low, *_spell_rules(self.rules)])
+                return ",".join([name, *reduce, *moments, *scale, *low, *_spell_rules(self.rules)])
         return _spell(self)
 
     @property
@@ -218,7 +219,7 @@ class PrecisionPolicy:
 
 
 _TYPES = get_type_hints(PrecisionPolicy)
-_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "rules", "recipe", "simulate"}
+_FIXED = {*_TYPES} - {"reduce_dtype", "moments", "loss_scale", "rules", "recipe", "simulate"}
 """The fields in which a policy with a preset's name does not differ from it."""
 POLICY_FIELDS = {
     "params" if name == "param_dtype" else name.removesuffix("_dtype"): name
@@ -291,14 +292,16 @@ def _spell(policy: PrecisionPolicy) -> str:
     return ",".join([*parts, *_spell_low(policy, Recipe())])
 
 
-def _spell_scale(scale: LossScaleConfig) -> list[str]:
+def _spell_scale(scale: LossScaleConfig, kind: str = "") -> list[str]:
+    """The fields that are not their defaults, and the kind of scale unless it is this one."""
     default = LossScaleConfig(kind=scale.kind)
     changed = {
-        key: repr(getattr(scale, key))
+        key: repr(getattr(scale, key)).removesuffix(".0")
         for key in LOSS_SCALE_FIELDS
         if getattr(scale, key) != getattr(default, key)
     }
-    return [f"scale={scale.kind}", *(f"{key}={value}" for key, value in changed.items())]
+    named = {} if scale.kind == kind else {"scale": scale.kind}
+    return [f"{key}={value}" for key, value in (named | changed).items()]
 
 
 def _spell_low(policy: PrecisionPolicy, preset: Recipe) -> list[str]:

@@ -120,6 +120,18 @@ def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy
     return _from_fields({key.strip(): value.strip() for key, _, value in pairs}, base)
 
 
+def parse_saved(spec: object) -> PrecisionPolicy | None:
+    """The policy that a file names, in the spelling of whatever version; None if it names none.
+
+    A file names no file of its own, so nothing is read.
+    """
+    try:
+        named = isinstance(spec, str) and not spec.strip().endswith(".toml")
+        return _parse_text(str(spec), None) if named else None
+    except PrecisionError:
+        return None
+
+
 def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
     """Parse a policy, but leave ``auto`` and its fields for when the device is known."""
     if isinstance(spec, Auto):

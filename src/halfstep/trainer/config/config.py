@@ -79,6 +79,8 @@ def load_config(
     try:
         for key, value in overrides:
             insert(table, key, value)
+            if key == "run.epochs":  # as many as are asked for, however few steps those are
+                table["run"].pop("min_steps", None)
         return config_from_table(table, unknown=unknown)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -78,6 +78,9 @@ class FinetuneRunConfig(RunConfig):
     epochs: Positive = option(
         3.0, "Number of times that each training example is seen; unused with max_steps."
     )
+    min_steps: Count = option(
+        0, "Optimizer steps to take at least, where neither epochs nor max_steps is asked for."
+    )
     warmup_ratio: Share = option(
         0.06, "Fraction of the steps used as warm-up, where schedule.warmup_steps is 0."
     )
@@ -134,12 +137,14 @@ class FinetuneConfig(BaseConfig):
         """Replace epochs and the warm-up ratio by numbers of steps."""
         run, schedule = self.run, self.schedule
         steps = run.max_steps or max(1, math.ceil(run.epochs * steps_per_epoch - 1e-9))
+        often = steps_per_epoch
+        if not run.max_steps and steps < run.min_steps:
+            steps = run.min_steps  # a small file; evaluating after every epoch would take longer
+            often = max(often, steps // 20)
         warmup = min(schedule.warmup_steps or int(run.warmup_ratio * steps), steps)
         return dataclasses.replace(
             self,
-            run=dataclasses.replace(
-                run, max_steps=steps, eval_every=run.eval_every or steps_per_epoch
-            ),
+            run=dataclasses.replace(run, max_steps=steps, eval_every=run.eval_every or often),
             schedule=dataclasses.replace(schedule, warmup_steps=warmup),
         )
 

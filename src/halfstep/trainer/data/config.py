@@ -75,8 +75,11 @@ class LabelledConfig:
     dev_fraction: float = option(
         0.1, "Share of the training examples held out, in (0, 1); unused with dev."
     )
-    text_column: str = option("", "Name of the text's column; empty means: look for a usual name.")
-    label_column: str = option("", "The same for the label.")
+    text_column: str = option(
+        "", "Name of the text's column, or A+B to join two; empty means: look for a usual name."
+    )
+    label_column: str = option("", "Name of the label's column; empty means the same.")
+    drop_empty: bool = option(False, "Whether rows without a text or a label are left out.")
     labels: tuple[str, ...] = option(
         (),
         "Names of the classes in the order of their ids; empty means: find them in train. Labels "
@@ -143,6 +146,7 @@ class InstructionsConfig:
     packing: bool = option(
         True, "Whether several documents share a row (without seeing each other) to save padding."
     )
+    drop_empty: bool = option(False, "Whether records with an empty field are left out.")
     mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
 
     def __post_init__(self) -> None:

@@ -100,7 +100,7 @@ def read_instructions(
     if not dev_inputs and len(train_inputs) == 1 and isinstance(train_inputs[0], Source):
         # no other documents to draw from
         train_inputs, dev_inputs = split_corpus((train_inputs[0],), config.dev_fraction)
-    writer = _Writer(config.template, tokenizer)
+    writer = _Writer(config.template, tokenizer, config.drop_empty)
     mask = config.mask_prompt
     train = encode_documents(writer.documents(train_inputs, "train"), tokenizer, mask_prompt=mask)
     if not writer.format:
@@ -120,6 +120,8 @@ def read_instructions(
         dev = [train[number] for number in np.sort(order[:share])]
         train = [train[number] for number in np.sort(order[share:])]
         notes.append(f"dev: {len(dev)} of {count} documents, drawn by the seed")
+    if writer.dropped:
+        notes.append(f"{writer.dropped} records with an empty field are left out")
     train_rows = _rows("train", train, writer.format, config, notes)
     dev_rows = _rows("dev", dev, writer.format, config, notes)
     digest = hashlib.sha256()
@@ -216,8 +218,9 @@ def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
 class _Writer:
     """Writes the records of inputs out, all in the format of the first one."""
 
-    def __init__(self, template: str, tokenizer: PretrainedTokenizer) -> None:
+    def __init__(self, template: str, tokenizer: PretrainedTokenizer, drop_empty: bool) -> None:
         self.format = self.origin = ""  # until the first record is read
+        self.dropped, self._drop_empty = 0, drop_empty
         self.template = template
         self._tokenizer = tokenizer
 
@@ -245,12 +248,12 @@ class _Writer:
             return self._text(record)
         if not isinstance(record, dict):
             raise DataError(f"a JSON {type(record).__name__}, not an object; write {{...}}")
-        record = {key: value for key, value in record.items() if value is not None}
+        record = {key.strip().casefold(): v for key, v in record.items() if v is not None}
         format = next((f for f, must in FIELDS.items() if record.keys() >= set(must)), "")
         if not format:
             found = ", ".join(map(repr, record)) or "none"
             allowed = "; or ".join(", ".join(must) for must in FIELDS.values())
-            raise DataError(f"unknown fields: found {found:.200}; allowed: {allowed}")
+            raise DataError(f"unknown fields: found {found:.200}; allowed: {allowed}; convert it")
         self._take_format(format, place)
         if format == CHAT:
             messages = _messages(record["messages"])
@@ -259,8 +262,15 @@ class _Writer:
         values = [record[field] for field in FIELDS[format]]
         context = record.get("input", "") if format == ALPACA else ""
         for field, value in zip((*FIELDS[format], "input"), (*values, context), strict=True):
-            if not isinstance(value, str) or not (value.strip() or field == "input"):
-                raise DataError(f'"{field}" must be a text that is not empty, got {value!r:.50}')
+            empty = isinstance(value, str) and not value.strip()
+            if empty and field != "input" and self._drop_empty:
+                self.dropped += 1
+                return []
+            if not isinstance(value, str) or (empty and field != "input"):
+                do = "; fill it, or leave such records out by --drop-empty" if empty else ""
+                raise DataError(
+                    f'"{field}" must be a text that is not empty, got {value!r:.50}{do}'
+                )
         if format == TEXT:
             return self._text(values)
         _refuse_control([*values, context], self._tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,12 +17,19 @@ from halfstep.trainer.data.batches import Indices, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
 from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
 
-USUAL = {
-    "text": ("text", "sentence", "content", "review", "tweet", "post", "文本", "内容"),
-    "label": ("label", "labels", "category", "emotion", "class", "target", "标签", "类别"),
-}
-"""Names of the columns, where the user gives none."""
+_TEXT = """text texta sentence content contents review reviews reviewtext reviewbody body comment
+    comments commenttext tweet tweettext post message sms question utterance phrase query document
+    abstract summary description shortdescription title headline
+    文本 内容 评论 评论内容 评价 评价内容 正文 句子 留言 微博 微博内容 弹幕 问题 摘要 标题"""
+_LABEL = """label labels class classes classindex classlabel category categories target emotion
+    sentiment polarity rating ratings overall star stars starrating score intent topic y
+    标签 类别 分类 情感 情绪 情感倾向 评分 星级 意图 主题"""
+USUAL = {"text": frozenset(_TEXT.split()), "label": frozenset(_LABEL.split())}
+"""Names of columns where the user gives none, without case, blanks, "-" and "_"."""
+SURE = {"text", "文本", "label", "labels", "标签"}
+"""Those that are taken though a column with another usual name is there."""
 STREAM = "standard input"
+_FILL = "correct it, or leave rows with an empty field out by --drop-empty"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -32,7 +40,8 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
-    found = _read(config.train, config, "train")
+    notes = list[str]()
+    found = _read(config.train, config, "train", notes)
     names = config.labels or _sorted({label for _, _, label in found})
     train = _numbered(found, names)
     if len(set(train.labels)) < 2:
@@ -41,11 +50,11 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
             f"two classes: add texts of another, or check the column (--label-column)"
         )
     if config.dev:
-        dev = read_known(config.dev, config, names, "dev")
+        dev = read_known(config.dev, config, names, "dev", notes)
     else:
         keep, out = stratified_split(train.labels, config.dev_fraction, seed)
         train, dev = _take(train, keep), _take(train, out)
-    notes, seen = list[str](), set(train.texts)
+    seen = set(train.texts)
     if repeated := sum(text in seen for text in dev.texts):
         notes.append(
             f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
@@ -55,10 +64,14 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
 
 
 def read_known(
-    inputs: tuple[str, ...], config: LabelledConfig, names: tuple[str, ...], role: str
+    inputs: tuple[str, ...],
+    config: LabelledConfig,
+    names: tuple[str, ...],
+    role: str,
+    notes: list[str] | None = None,
 ) -> LabelledTexts:
-    """Reads labelled texts, ``inputs`` like ``config.train``, of classes that are known already."""
-    return _numbered(_read(inputs, config, role), names)
+    """Reads labelled texts, ``inputs`` like ``config.train``, of known classes; adds to notes."""
+    return _numbered(_read(inputs, config, role, notes), names)
 
 
 def read_texts(source: Path | BinaryIO, text_column: str = "") -> Iterator[str]:
@@ -76,7 +89,7 @@ def read_texts(source: Path | BinaryIO, text_column: str = "") -> Iterator[str]:
         rows = _plain(read_lines(source), str(source))
     else:
         rows = open_records(str(source), "test")
-    return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}))
+    return (_text(text, place) for place, (text,) in _values(rows, {"text": text_column}, []))
 
 
 def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
@@ -84,39 +97,59 @@ def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
         yield f"{name}:{number}", {"text": line.removesuffix("\n").removesuffix("\r")}
 
 
-def _read(inputs: tuple[str, ...], config: LabelledConfig, role: str) -> list[tuple[str, str, str]]:
-    """Reads (place, text, name of the label) of all inputs."""
+def _read(
+    inputs: tuple[str, ...], config: LabelledConfig, role: str, notes: list[str] | None = None
+) -> list[tuple[str, str, str]]:
+    """Reads (place, text, name of the label) of all inputs; notes what a user should know."""
+    notes = [] if notes is None else notes
     columns = {"text": config.text_column, "label": config.label_column}
-    found = [
-        (place, _text(text, place), _label(value, place))
-        for given in inputs
-        for place, (text, value) in _values(open_records(given, role), columns)
-    ]
+    found, dropped, renamed = list[tuple[str, str, str]](), 0, ""
+    for given in inputs:
+        for place, (text, value) in _values(open_records(given, role), columns, notes):
+            if config.drop_empty and (_is_empty(text) or _is_empty(value)):
+                dropped += 1
+                continue
+            found.append((place, _text(text, place, _FILL), label := _label(value, place)))
+            if isinstance(value, str | float) and label != value:
+                renamed = renamed or f"{role}: labels such as {value!r} are read as {label!r}"
     if not found:
         raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
+    notes += [renamed] * bool(renamed)
+    notes += [f"{role}: {dropped} rows without text or label are left out"] * bool(dropped)
     return found
 
 
-def _text(text: object, place: str) -> str:
+def _is_empty(value: object) -> bool:
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
+def _kind(value: object) -> str:
+    return "an empty one" if _is_empty(value) else type(value).__name__
+
+
+def _text(text: object, place: str, do: str = "correct or remove it") -> str:
     if isinstance(text, str) and text.strip():
         return text
-    kind = "an empty one" if isinstance(text, str) else type(text).__name__
-    raise DataError(f"{place}: the text must be a string, got {kind}; correct or remove it")
+    raise DataError(f"{place}: the text must be a string, got {_kind(text)}; {do}")
 
 
 def _label(value: object, place: str) -> str:
-    """Turns the label at a place into a name: strings as they are, 3 into "3", true into "true"."""
+    """Turns the label at a place into a name: 3, 3.0 and "3.0" into "3", true into "true"."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int):
         return str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, str) and value.strip():
-        return value
-    kind = "an empty one" if isinstance(value, str) else type(value).__name__
-    raise DataError(f"{place}: the label must be a string or an integer, got {kind}; correct it")
+        return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", value)
+    got = _kind(value)
+    raise DataError(f"{place}: the label must be a string or an integer, got {got}; {_FILL}")
 
 
-def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any]]]:
+def _values(
+    rows: Rows, columns: dict[str, str], notes: list[str]
+) -> Iterator[tuple[str, list[Any]]]:
     """Yields (place, values of the wanted columns); a JSON list is a text and its label."""
-    keys: list[str] = []
+    keys: list[list[str]] = []
     for place, record in rows:
         if isinstance(record, list) and 1 <= len(record) <= 2:
             record = dict(zip(("text", "label"), record, strict=False))
@@ -124,27 +157,46 @@ def _values(rows: Rows, columns: dict[str, str]) -> Iterator[tuple[str, list[Any
             raise DataError(
                 f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
             )
-        keys = keys or [_key(place, record, *column) for column in columns.items()]
-        if lost := [key for key in keys if key not in record]:
+        keys = keys or [_key(place, record, *column, notes) for column in columns.items()]
+        if lost := [key for names in keys for key in names if key not in record]:
             raise DataError(
                 f"{place}: no field {lost[0]!r}, which the first record has (fields here: "
                 f"{_shown(list(record))}); add it"
             )
-        yield place, [record[key] for key in keys]
+        yield place, [_joined([record[key] for key in names]) for names in keys]
 
 
-def _key(place: str, record: dict[str, Any], what: str, given: str) -> str:
-    """Finds the column that was named, else the one with a usual name."""
-    usual = [name for name in record if name.strip().casefold() in USUAL[what]]
-    found = [name for name in record if name == given] if given else usual
-    if len(found) != 1:
-        why = f"{'several columns' if found else 'no column'} could hold the {what}"
-        why = f"no column {given!r}" if given else why
-        listed = _shown(list(record))
+def _joined(parts: list[Any]) -> Any:
+    """Joins the texts of several columns by a blank; empty ones are left out."""
+    if len(parts) > 1 and all(part is None or isinstance(part, str) for part in parts):
+        return " ".join(part for part in parts if part and part.strip())
+    return parts[0]
+
+
+def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[str]) -> list[str]:
+    """Finds the column that was named, or all of "A+B", else the one with a usual name."""
+    option, listed = f"--{what}-column", f"columns here: {_shown(list(record))}"
+    if given:
+        asked = [given] if given in record else given.split("+")
+        if all(name in record for name in asked):
+            return asked
+        raise DataError(f"{place}: no column {given!r} ({listed}); correct {option}")
+    plain = {name: re.sub(r"[\s_-]", "", name).casefold() for name in record}
+    usual = [name for name in record if plain[name] in USUAL[what]]
+    sure = [name for name in usual if plain[name] in SURE]
+    if not usual:
         raise DataError(
-            f"{place}: {why} (columns here: {listed}); give its name by --{what}-column"
+            f"{place}: no column could hold the {what} ({listed}); give its name by {option} (the "
+            f"first line of a table must name the columns)"
         )
-    return found[0]
+    both = f"{option} {shlex.quote('+'.join(usual))} joins them"
+    if len(usual) > 1 and len(sure) != 1:
+        do = f"write {option} {shlex.quote(usual[0])} or another"
+        do += f"; {both}" if what == "text" else ""
+        raise DataError(f"{place}: several columns could hold the {what} ({_shown(usual)}); {do}")
+    if len(usual) > 1 and what == "text":
+        notes.append(f"of {_shown(usual)} only {sure[0]!r} is read; {both}")
+    return sure or usual
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -160,8 +212,8 @@ def _sorted(names: set[str]) -> tuple[str, ...]:
 
 def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> LabelledTexts:
     """Maps labels, which are names or, where no name is an integer, numbers of the classes."""
-    numbers = {name: number for number, name in enumerate(names)}
-    if not any(map(_INTEGER.fullmatch, names)):
+    numbers = {_label(name, "labels"): number for number, name in enumerate(names)}
+    if not any(map(_INTEGER.fullmatch, numbers)):
         numbers |= {str(number): number for number in range(len(names))}
     for place, _, label in found:
         if label not in numbers:
@@ -192,9 +244,8 @@ def _take(part: LabelledTexts, places: Indices) -> LabelledTexts:
 def stratified_split(labels: Sequence[int], fraction: float, seed: int) -> tuple[Indices, Indices]:
     """Holds out a share of the examples of every class, at least one; the seed decides which.
 
-    A class with a single example keeps it in train. (scikit-learn's ``train_test_split`` refuses
-    such a class, seeds from 2**32 on, and fewer examples held out than there are classes.) Returns
-    the places of both parts in ``labels``, ascending.
+    A class with a single example keeps it in train, where scikit-learn's ``train_test_split``
+    refuses. Returns the places of both parts in ``labels``, ascending.
     """
     found = np.asarray(labels, dtype=np.int64)
     order = permutation("held out", seed, 0, len(found))

@@ -91,17 +91,12 @@ def pack(documents: Sequence[Encoded], max_length: int, *, packing: bool) -> Row
     shared = best_fit_decreasing(lengths, max_length) if packing else alone
     order = list(chain.from_iterable(shared))
     ids = np.concatenate([documents[number].ids for number in order])
-    starts = _offsets([lengths[number] for number in order])
+    starts = np.cumsum([0, *(lengths[number] for number in order)], dtype=np.int64)
     # The first token of a document is never learned, so nothing is a target across a border.
     follows = np.flatnonzero(np.concatenate([documents[number].learned for number in order]))
     targets = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
     targets[follows - 1] = ids[follows]
-    return Rows(ids, targets, starts[_offsets(list(map(len, shared)))], starts)
-
-
-def _offsets(lengths: Sequence[int]) -> Indices:
-    """Returns where each of several lengths begins when they lie end to end, and the end."""
-    return np.cumsum([0, *lengths], dtype=np.int64)
+    return Rows(ids, targets, starts[np.cumsum([0, *map(len, shared)])], starts)
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:

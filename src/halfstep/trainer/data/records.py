@@ -7,14 +7,16 @@ dates, and name no line in errors (``docs/decisions/0015-reading-records.md``).
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -102,19 +104,30 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: not UTF-8: byte 0x{raw[error.start]:02x} at byte offset "
-            f"{offset + error.start}; convert the file to UTF-8, such as by: iconv -f GBK -t UTF-8 "
-            f"OLD > NEW"
-        ) from None
+        at, name = error.start, _encoding(raw)
+    text = raw.decode(name, "ignore")
+    near = max(len(raw[:at].decode(name, "ignore")) - 10, 0)
+    raise DataError(
+        f"{place}: not UTF-8: byte 0x{raw[at]:02x} at byte offset {offset + at}; it may be {name}, "
+        f"in which it reads {text[near : near + 30]!r}; if so: iconv -f {name} -t UTF-8 OLD > NEW"
+    )
+
+
+def _encoding(raw: bytes) -> str:
+    """Guesses an encoding other than UTF-8: Chinese letters stand side by side, accents alone."""
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    pairs = sum(map(len, re.findall(rb"(?:[\x81-\xfe][\x80-\xfe])+", raw)))
+    return "GBK" if 2 * pairs > sum(byte > 0x7F for byte in raw) else "WINDOWS-1252"
 
 
 Rows: TypeAlias = Iterator[tuple[str, Any]]
 """Pairs (place for messages, record); a place is ``file:line`` or ``dataset: row N``."""
 Lines: TypeAlias = Iterable[tuple[int, str]]
 """Pairs (line number from 1, line with its line end)."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB_PREFIX = "datasets:"
+MAX_FIELD = 1 << 26
+"""Characters of one field of a table; Python's own limit is 128 KiB."""
 
 
 def open_records(given: str, role: str) -> Rows:
@@ -140,7 +153,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (number from 1, line with its end)."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if number == 1 and b"\0" in line[:2]:
+                form = "UTF-16LE" if line[0] else "UTF-16BE"
+                raise DataError(f"{path}: is {form}; iconv -f {form} -t UTF-8 OLD > NEW")
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             yield number, decode(content, f"{path}:{number}")
 
 
@@ -158,36 +174,56 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
 def _parse(text: str, name: Path | str, number: int) -> Any:
     """Parses the JSON that begins at a line of a file."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        why = f"not usable JSON: {error}"  # such as a number of 5,000 digits, or [[[[[...
+        why = f"not usable JSON: {error}; correct it"  # such as a number of 5,000 digits
         if isinstance(error, json.JSONDecodeError):
             number += error.lineno - 1
-            why = f"not JSON: {error.msg} at column {error.colno}"
-        raise DataError(
-            f"{name}:{number}: {why}; write one object a line in a .jsonl file, or a .json list of "
-            f"objects"
-        ) from None
+            why = f"not JSON: {error.msg} at column {error.colno}; write one object a line"
+            why += " in a .jsonl file, or a .json list of objects"
+        raise DataError(f"{name}:{number}: {why}") from None
     return value
 
 
-def _json_list(path: Path) -> Rows:
-    found = _parse(decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), str(path)), path, 1)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} stands twice in one object")
+    return found
+
+
+def _json(path: Path) -> Rows:
+    """Reads a list, or what many call .json too: one object a line."""
+    lines = [*read_lines(path)]
+    text = "".join(line for _, line in lines)
+    if text.lstrip().startswith("{"):
+        yield from parse_objects(lines, path)
+        return
+    found = _parse(text, path, 1)
     if not isinstance(found, list):
-        raise DataError(f"{path}: must hold a JSON list of objects; one a line is .jsonl")
+        raise DataError(f"{path}: must hold a JSON list of objects, or one object a line")
     for number, item in enumerate(found, 1):
         yield f"{path}: item {number}", item
 
 
 def _table(path: Path, separator: str) -> Rows:
-    """Yields rows with the place where they begin; blank lines are left out.
+    """Yields rows with the place where they begin; blank ones are left out.
 
-    Quoted fields may hold separators, quotes ("") and line ends.
+    Quoted fields may hold separators, quotes ("") and line ends. Where the header lacks the usual
+    separator, the one that it has is taken, and Excel's ``sep=;`` before it is followed.
     """
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD))
+    lines = (line for _, line in read_lines(path))
+    head = next(lines, "")
+    if told := re.fullmatch(r'"?sep=(.)"?\s*', head):
+        head, separator = "\n", told[1]
+    elif separator not in head:
+        separator = next((one for one in ",;\t|" if one in head), separator)
     # Without strict, a quote that is never closed would swallow the rest of the file.
-    reader = csv.reader((line for _, line in read_lines(path)), delimiter=separator, strict=True)
+    reader = csv.reader(chain([head], lines), delimiter=separator, strict=True)
     begin, names = 1, list[str]()
     try:
         for row in reader:
@@ -196,12 +232,12 @@ def _table(path: Path, separator: str) -> Rows:
                 names = row
                 if twice := [name for name in names if name and names.count(name) > 1]:
                     raise DataError(f"{place}: two columns are called {twice[0]!r}; rename one")
-            elif row and len(row) != len(names):
+            elif any(row) and len(row) != len(names):
                 raise DataError(
                     f"{place}: {len(row)} fields where the first line has {len(names)}; put quotes "
                     f"around a field that holds the separator or a line end"
                 )
-            elif row:
+            elif any(row):
                 yield place, dict(zip(names, row, strict=True))
     except csv.Error as error:
         raise DataError(
@@ -258,7 +294,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": lambda path: _table(path, ","),
     ".tsv": lambda path: _table(path, "\t"),
     ".jsonl": lambda path: parse_objects(read_lines(path), path),
-    ".json": _json_list,
+    ".json": _json,
     ".parquet": lambda path: read_dataset(str(path), "train"),
 }
 """Suffix of a file to its reader; to support another format, add a line here."""

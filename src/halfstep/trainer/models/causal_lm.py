@@ -5,9 +5,9 @@ position ids that restart at 0: without a mask and a cache, ``transformers`` mas
 such documents (**Source:** ``find_packed_sequence_indices`` of ``transformers.masking_utils``), but
 not in every architecture, which is why :meth:`PretrainedLM.check_packing` tests it.
 
-Adapters are small, fp32 and beside the frozen linear layers. The base stays in its stored dtype,
-bit for bit. **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022,
-section 4.1: ``W + (alpha / r) B A``.
+Adapters are small, fp32 and beside frozen linear layers and embeddings. The base stays in its
+stored dtype, bit for bit. **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language
+Models", ICLR 2022, section 4.1: ``W + (alpha / r) B A``.
 
 Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
 """
@@ -17,7 +17,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.files import read_json, require_intact
+from halfstep.precision.policy.policy import dtype_name
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
 from halfstep.trainer.models.gpt import require_finite_logits
 from halfstep.trainer.models.pretrained import (
@@ -44,6 +48,7 @@ LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """(ids_BT, targets_BT with -100 where nothing is learned, positions_BT), all int64."""
 
 ALL_LINEAR = "all-linear"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"
 """Name of the adapter inside ``peft``."""
 
@@ -126,6 +131,19 @@ class PretrainedLM(Pretrained):
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         return self._run(ids_BT, positions_BT).float()
 
+    def read_back(self, folder: Path) -> dict[str, Tensor]:
+        """Read the weights, in the dtype of the files."""
+        return dict(open_causal_lm(folder).named_parameters())
+
+    def probe(self) -> Tensor:
+        """Choose ids, int64 ``(2, T)``: random ones, or those that an adapter changes most."""
+        table, length = self.core.get_input_embeddings(), min(16, self.max_length or 16)
+        adapters = getattr(table, "lora_embedding_A", {})
+        if ADAPTER_NAME in adapters:
+            most: Tensor = adapters[ADAPTER_NAME].norm(dim=0).argsort(descending=True)
+            return most.repeat(2 * length)[: 2 * length].view(2, length)
+        return random_ids(len(table.weight), length)
+
     def _run(self, ids_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         """Compute the model's logits, in its own dtype; no positions: one document a row."""
         # a cache would not keep documents apart; without it, shapes alone get a mask for that
@@ -205,17 +223,13 @@ def add_lora(
     targets: Sequence[str] = (),
     seed: int = 0,
 ) -> LoraLM:
-    """Put adapters beside a model's linear layers; the given model is changed in place.
+    """Put adapters beside a model's layers; the given model is changed in place.
 
     ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
     () the default of ``peft`` for the architecture. The caller's generators are not touched.
     """
     peft = require_library("peft")
-    layers = [
-        name
-        for name, module in lm.core.named_modules()
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear
-    ]
+    layers = _layers(lm.core)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=r,
@@ -226,23 +240,45 @@ def add_lora(
     try:
         for target in set(targets) - {ALL_LINEAR}:
             if not any(f".{name}".endswith(f".{target}") for name in layers):
-                raise ValueError(f"no linear layer has the target {target!r}")
+                raise ValueError(f"no linear layer has the target {target!r}, and no embedding")
         with quiet(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = peft.get_peft_model(lm.core, config)
+        for name, module in model.base_model.model.named_modules():
+            why = layers.get(name, "it is no linear layer or embedding")
+            if why and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+                raise ValueError(f"an adapter of {name!r} could not be merged: {why}")
     except ValueError as error:  # or peft has no default for the architecture
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        every = () if ALL_LINEAR in targets else (repr(ALL_LINEAR),)
+        good = sorted({name.rpartition(".")[2] for name, why in layers.items() if not why})
         raise ConfigError(
-            f"LoRA cannot be put there: {first_line(error)}. Name targets; layers: {names}; or "
-            f"{ALL_LINEAR!r}"
+            f"LoRA cannot be put there: {first_line(error).rstrip('.')}. Targets that can be "
+            f"merged: {', '.join((*good, *every))}"
         ) from error
-    table = lm.core.get_input_embeddings()
-    if any(layer.get_base_layer().weight is table.weight for layer in _adapted(model)):
-        raise ConfigError(
-            "the head shares its table with the embedding, so an adapter of it could not be "
-            "merged; name other LoRA targets"
-        )
     return LoraLM(lm, model)
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """Map the linear layers and embeddings to why an adapter of theirs could not be merged.
+
+    "" means that it can: ``peft`` adds it to a weight that only this layer uses, and only in the
+    way that the layer's class says.
+    """
+    conv1d = require_library("transformers").pytorch_utils.Conv1D  # GPT-2's linear layer
+    modules, found = dict(model.named_modules()), {}
+    held = ((*m._parameters.values(), *m._modules.values()) for m in modules.values())
+    users = Counter(map(id, chain.from_iterable(held)))
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear | nn.Embedding | conv1d):
+            continue
+        found[name] = ""
+        if max(users[id(module.weight)], users[id(module)]) > 1:
+            found[name] = "another layer has its weight too, as where the head shares its table"
+        elif isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+            found[name] = "attention reads its weight and does not call it"
+        elif isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward:
+            found[name] = f"a {type(module).__name__} is more than its table"
+    return found
 
 
 def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
@@ -252,6 +288,7 @@ def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
     passed on: ``peft`` would import a module that others name.
     """
     peft = require_library("peft")
+    require_intact(folder)
     file = folder / ADAPTER
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -267,7 +304,7 @@ def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
         )
     targets = [targets] if isinstance(targets, str) else targets
     lora = add_lora(open_causal_lm(source, revision=revision), r, alpha, dropout, targets)
-    weights = folder / "adapter_model.safetensors"
+    weights = folder / ADAPTER_WEIGHTS
     tensors = read_safetensors(weights)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
     if {k: t.shape for k, t in wanted.items()} != {k: t.shape for k, t in tensors.items()}:
@@ -307,33 +344,96 @@ class LoraLM(PretrainedLM):
                 require_finite(state[name], folder, name)
         with quiet(), new_folder(folder) as temporary:
             self.model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
+            (temporary / "README.md").unlink(missing_ok=True)  # a form of blanks
 
-    @torch.no_grad()
-    def merge_(self, dtype: torch.dtype | None = None) -> tuple[PretrainedLM, float, float]:
-        """Add the adapters to the base, in fp32; this module must not be used any more.
+    def read_back(self, folder: Path) -> dict[str, Tensor]:
+        """Read the adapter, if its settings are this one's; its base is not opened."""
+        found, own = read_json(folder / ADAPTER), self.model.peft_config[ADAPTER_NAME]
+        modules: list[Any] = list(self.modules())
+        scales = {m.scaling[ADAPTER_NAME] for m in modules if hasattr(m, "lora_alpha")}
+        same = {*found["target_modules"]} == {*own.target_modules} and not found["use_rslora"]
+        if not same or scales != {found["lora_alpha"] / found["r"]}:
+            raise CheckpointError(f"no model was left: its {ADAPTER} is not what was trained")
+        names = {n.replace(f".{ADAPTER_NAME}", ""): n for n, _ in self.named_parameters()}
+        tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
+        return {names.get(f"model.{name}", name): tensor for name, tensor in tensors.items()}
 
-        Returns:
-            The model without adapters, in fp32; and of rounding it to ``dtype`` (None: the base's),
-            the largest error, and the share of the nonzero updates that vanish.
-        """
-        target = dtype or self.stored_dtype
+    def merge_(self) -> PretrainedLM:
+        """Add the adapters to the base, in fp32; this module must not be used any more."""
         self.model.float()
-        max_error, updates, vanished = 0.0, 0, 0
-        for layer in _adapted(self.model):
-            old, update = layer.get_base_layer().weight, layer.get_delta_weight(ADAPTER_NAME)
-            exact, meant = old + update, update != 0
-            written = exact.to(target).float()
-            updates += int(meant.sum())
-            vanished += int((meant & (written == old.to(target).float())).sum())
-            max_error = max(max_error, float((written - exact).abs().max()))
-        merged = PretrainedLM(self.model.merge_and_unload(), target)
-        return merged, max_error, vanished / max(updates, 1)
+        return PretrainedLM(self.model.merge_and_unload(), self.stored_dtype)
 
 
-def _adapted(model: nn.Module) -> list[Any]:
-    """Return the layers that have an adapter."""
-    modules: list[Any] = list(model.modules())
-    return [m for m in modules if hasattr(m, "lora_A") and ADAPTER_NAME in m.lora_A]
+# What is delivered is what was trained.
+
+
+def random_ids(vocabulary: int, length: int) -> Tensor:
+    """Draw ids, int64 ``(2, length)``, always the same."""
+    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def require_faithful(
+    folder: Path,
+    dtype: torch.dtype,
+    model: nn.Module,
+    logits: Callable[[Tensor], Tensor],
+    ids_BT: Tensor,
+    trained_BTV: Tensor,
+) -> str:
+    """Refuse a written model whose logits are not those of the trained one; say how near they are.
+
+    ``model`` is what was written to ``folder`` in ``dtype``, itself in fp32 and not rounded; it is
+    used up. ``logits`` computes its logits, fp32, which are compared at the median position, as a
+    last digit may send some through other experts.
+
+    Raises:
+        CheckpointError: If ``model`` is not the trained one, or the folder not ``model``, up to
+            fp32's rounding; or if rounding moves the logits further than the eps of ``dtype``
+            explains, as underflow does; that is measured by small changes of all weights.
+
+    **Source:** to first order; rounding changes a normal number by at most eps / 2 of it (Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.2).
+    """
+    # that of the rounding, under which experts change as often; for fp32 far above its own
+    share = max(2.0**-12, torch.finfo(dtype).eps / 2)
+
+    exact = logits(ids_BT)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    rounded = logits(ids_BT)
+    _nudge_(model, share)
+    changed = logits(ids_BT)
+    model.to("meta")  # frees its memory for the next
+    written = open_causal_lm(folder).float().eval().logits(ids_BT)
+    size, moved = _distance(trained_BTV, 0 * trained_BTV), _distance(rounded, trained_BTV)
+    slope = _distance(changed, rounded) / share + size
+    # 16: sums in another order come to 4 at most. 2: rounding comes to 0.2, with experts to 0.4.
+    near = 16 * 2.0**-24 * slope
+    for what, found, bound in (
+        ("the merged model is not the trained one", _distance(exact, trained_BTV), near),
+        ("the files are not the model", _distance(written, rounded), near),
+        (f"{dtype_name(dtype)} cannot hold it", moved, near + 2 * torch.finfo(dtype).eps * slope),
+    ):
+        if not found <= bound:  # or it is NaN
+            raise CheckpointError(
+                f"nothing was exported, as {what}: logits are off by {found:.2g}, of which "
+                f"rounding explains {bound:.2g}. Try another --dtype, or please report this"
+            )
+    return f"logits within {moved:.2g} of the trained model's, which are of size {size:.2g}"
+
+
+def _nudge_(model: nn.Module, share: float) -> None:
+    """Change every weight by this share of it, at random signs."""
+    g = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        signs = torch.randint(2, parameter.shape, generator=g, dtype=torch.int8) * 2 - 1
+        parameter.mul_(1 + share * signs)
+
+
+def _distance(a_BTV: Tensor, b_BTV: Tensor) -> float:
+    """Compute the root mean square of a position's differences, at the median position."""
+    return float((a_BTV - b_BTV).square().mean(dim=-1).sqrt().median())
 
 
 # Generation, through ``transformers``' own generate and cache.

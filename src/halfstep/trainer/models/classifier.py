@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -82,6 +83,10 @@ class PretrainedClassifier(Pretrained):
             label_smoothing=self.label_smoothing if self.training else 0.0,
         )
         return loss, (labels_B != IGNORED_LABEL).sum().to(loss.dtype)
+
+    def read_back(self, folder: Path) -> dict[str, Tensor]:
+        """Read the weights, with a head of the folder's own."""
+        return dict(open_classifier(folder, None).named_parameters())
 
 
 def open_classifier(

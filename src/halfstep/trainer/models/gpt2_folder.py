@@ -1,7 +1,5 @@
 """Writes Hugging Face GPT-2 folders: ``config.json`` and ``model.safetensors``.
 
-``transformers`` is not used, as importing it would take most of the time of an export.
-
 Besides the names, two things differ: their ``Conv1D`` weights are ``(in, out)`` where ours are
 ``(out, in)``, and their fused attention projection orders its outputs (q|k|v, head, D) where ours
 orders (head, q|k|v, D) (see :class:`~halfstep.trainer.models.gpt.CausalSelfAttention`).
@@ -14,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from halfstep.trainer.models.causal_lm import random_ids, require_faithful
 from halfstep.trainer.models.gpt import GPT
 from halfstep.trainer.models.pretrained import (
     WEIGHTS,
@@ -49,6 +49,23 @@ _PARTS = {
 }
 """Names of a block's modules, ours to theirs."""
 _CONV1D = re.compile(r"layers\.\d+\.(attn|mlp)\.\w+\.weight")
+
+
+@torch.no_grad()
+def export_gpt2(
+    model: GPT, folder: Path, dtype: torch.dtype, beside: Callable[[Path], object]
+) -> str:
+    """Write such a folder, and what ``beside`` writes there, if ``transformers`` computes the same.
+
+    The model must be in fp32 and is used up. For the result and errors see
+    :func:`~halfstep.trainer.models.causal_lm.require_faithful`.
+    """
+    ids_BT = random_ids(model.config.vocab_size, min(16, model.config.block_size))
+    trained_BTV = model.eval()(ids_BT)
+    with new_folder(folder) as empty:
+        save_gpt2(model, empty, dtype=dtype)
+        beside(empty)
+        return require_faithful(empty, dtype, model, model, ids_BT, trained_BTV)
 
 
 def save_gpt2(

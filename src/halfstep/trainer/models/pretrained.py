@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.files import sync, sync_folder
+from halfstep.files import require_intact, sync, sync_folder, write_manifest
 from halfstep.precision.scaling.gradients import is_finite
 
 WEIGHTS = "model.safetensors"
@@ -49,19 +49,24 @@ def resolve_source(source: str | os.PathLike[str], revision: str = "") -> Path:
     try:
         with quiet():
             found = hub.snapshot_download(text, revision=revision or None, allow_patterns=_FILES)
-    except Exception as error:  # no name, unknown or gated names, any kind of network failure
+    except hub.errors.HFValidationError as error:
         raise ConfigError(
-            f"model {text!r} is not a folder here, and the hub answers: {first_line(error)}. "
+            f"model {text!r} is not a folder here, and no name that the hub could have; give a "
+            "model's folder, or a name such as openai-community/gpt2"
+        ) from error
+    except Exception as error:  # unknown or gated names, any kind of network failure
+        raise ConfigError(
+            f"model {text!r} is not a folder here, and the hub answers: "
+            f"{first_line(error).rstrip('.')}. "
             f"Where there is a network, run `hf download {text} --local-dir DIR`, and give DIR"
         ) from error
     return Path(found)
 
 
 def pin(source: str | os.PathLike[str], revision: str = "") -> str:
-    """Return the current commit of a hub name's revision, to be passed as ``revision`` later on.
+    """Return the current commit of a hub name's revision, "" for a folder.
 
-    A branch may move between two calls, so a model and its tokenizer, each resolved by the branch's
-    name, could come from two commits. Returns "" for a folder.
+    A branch may move between the opening of a model and that of its tokenizer.
     """
     folder = resolve_source(source, revision)
     # The cache's layout: snapshots/COMMIT.
@@ -74,7 +79,7 @@ def require_library(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"fine-tuning and pretrained models need {module}, which is missing: "
+            f"fine-tuning, pretrained models and export need {module}, which is missing: "
             "pip install 'halfstep[hf]'"
         ) from error
 
@@ -200,9 +205,11 @@ def open_folder(source: str | os.PathLike[str], revision: str = "") -> Pretraine
 
     Raises:
         ConfigError: If the source cannot be had, or holds an adapter or quantized weights.
-        CheckpointError: If a file is missing or damaged, or the model needs code of its own.
+        CheckpointError: If a file is missing, damaged or not as its manifest says, or the model
+            needs code of its own.
     """
     folder = resolve_source(source, revision)
+    require_intact(folder)
     if (folder / ADAPTER).exists():
         raise ConfigError(f"{folder} holds an adapter, not a model: merge it into its base first")
     transformers = require_library("transformers")
@@ -288,10 +295,8 @@ class Pretrained(nn.Module):
     ) -> None:
         """Write a folder that ``from_pretrained`` and the function that opened this model read.
 
-        Args:
-            folder: Must not exist, or be empty; appears complete or not at all.
-            weights: Tensors by parameter name; missing ones are taken from this module.
-            dtype: Dtype of the written weights; None keeps those of ``weights``.
+        It must not exist, or be empty. Parameters that are not in ``weights`` are this module's;
+        without ``dtype`` each keeps its own.
         """
         given = {id(p): weights.get(f"model.{n}", p) for n, p in self.model.named_parameters()}
         cast: dict[int, Tensor] = {}  # tied weights are one object
@@ -316,6 +321,21 @@ class Pretrained(nn.Module):
                 settings = self.core.generation_config.to_json_string()
                 (temporary / "generation_config.json").write_text(settings, encoding="utf-8")
 
+    def require_saved(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Refuse a folder from which a reader does not get back these weights, bit for bit."""
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        found, wrong = self.read_back(folder), sorted(trained - weights.keys())
+        wrong += [n for n, w in weights.items() if n not in found or not torch.equal(found[n], w)]
+        if wrong:
+            raise CheckpointError(
+                f"no model was left: {len(wrong)} of {len(weights)} tensors in its folder, such as "
+                f"{wrong[0]}, are not what was trained. The checkpoints are: please report this"
+            )
+
+    def read_back(self, folder: Path) -> dict[str, Tensor]:
+        """Read what :meth:`save_` wrote as everyone does, by the names of this module."""
+        raise NotImplementedError
+
 
 def require_finite(tensor: Tensor, folder: Path, name: str) -> None:
     """Raise CheckpointError if a tensor that is to be written holds NaN or inf."""
@@ -328,6 +348,8 @@ def require_finite(tensor: Tensor, folder: Path, name: str) -> None:
 @contextmanager
 def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``folder`` if the block ends without error.
+
+    Beside its files it gets their hashes, which :func:`~halfstep.files.require_intact` checks.
 
     Raises:
         CheckpointError: If ``folder`` exists, is not empty and not to be replaced; or if it cannot
@@ -344,6 +366,7 @@ def new_folder(folder: Path, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
         for file in temporary.glob("*.safetensors"):  # which safetensors makes for the owner only
             file.chmod(temporary.stat().st_mode & 0o666)
+        write_manifest(temporary)
         sync_folder(temporary)
         if taken:
             shutil.rmtree(old, ignore_errors=True)

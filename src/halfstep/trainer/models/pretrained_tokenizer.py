@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.files import require_intact
 from halfstep.trainer.models.pretrained import (
     Pretrained,
     first_line,
@@ -38,6 +39,7 @@ def open_tokenizer(
         CheckpointError: If the folder has no tokenizer, a damaged one, or one that needs its code.
     """
     folder = resolve_source(source, revision)
+    require_intact(folder, besides=".safetensors")  # weights are checked where they are read
     try:
         with quiet():
             tokenizer = require_library("transformers").AutoTokenizer.from_pretrained(

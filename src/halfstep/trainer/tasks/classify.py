@@ -245,7 +245,7 @@ class TrainedClassifier(Trained):
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
         data, role = self.config.data, "test" if use.data else "dev"
         if use.data or data.dev:
-            return read_known(use.data or data.dev, data, self.labels, role)
+            return read_known(use.data or data.dev, data, self.labels, role, self.notes)
         whole = read_labelled(data, self.config.run.seed)
         report = json.loads((self.path / "report.json").read_text(encoding="utf-8"))
         if whole.sha256 != report["data"]:

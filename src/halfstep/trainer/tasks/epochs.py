@@ -73,9 +73,11 @@ class FinetuneTask(EpochTask):
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write the best state to ``model/``, for ``transformers`` and the commands to load."""
+        weights = exported().weights
         with new_folder(folder / "model", replace=True) as empty:
-            self.model.save_(empty, exported().weights)
+            self.model.save_(empty, weights)
             self.tokenizer.save(empty)
+            self.model.require_saved(empty, weights)
         return f"{self.leaves} in {folder / 'model'}"
 
 
@@ -108,11 +110,7 @@ def tokenizer_of(
 
 
 def model_folder(run: Path) -> Path:
-    """Return the folder in which a run of ``finetune`` left its best state.
-
-    Raises:
-        ConfigError: If the run has not ended yet.
-    """
+    """Return the folder in which an ended run of ``finetune`` left its best state."""
     folder = run / "model"
     if not folder.is_dir():
         raise ConfigError(

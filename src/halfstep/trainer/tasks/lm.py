@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ from halfstep.precision.policy.rules import place
 from halfstep.trainer.config.tasks import LMConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating
 from halfstep.trainer.data.batches import evaluation_shares
+from halfstep.trainer.data.config import Template
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions
 from halfstep.trainer.data.packing import Rows, lm_batch
 from halfstep.trainer.data.token_file import Progress
@@ -29,8 +30,10 @@ from halfstep.trainer.models.causal_lm import (
     generate_ids,
     open_adapted_lm,
     open_causal_lm,
+    require_faithful,
 )
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models.pretrained import new_folder
 from halfstep.trainer.models.pretrained_tokenizer import (
     PretrainedTokenizer,
     open_tokenizer,
@@ -183,17 +186,10 @@ def hold_weights_(model: PretrainedLM, policy: PrecisionPolicy) -> str:
 
     Any other base, such as an fp16 base under ``bf16-mixed``, is held in fp32, which is exact:
     operations would otherwise mix two 16-bit dtypes, or compute in another than the policy's.
-
-    Args:
-        model: The model as it was opened, with or without adapters; changed in place.
-        policy: The run's precision policy.
-
-    Returns:
-        A note for the user; empty if there is nothing to say.
+    Returns a note for the user, which may be empty.
 
     Raises:
-        PrecisionError: If the policy keeps weights in a 16-bit dtype other than the base's, and so
-            would round the frozen base.
+        PrecisionError: If the policy's weights are 16-bit and would round the frozen base.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad]
     stored = model.stored_dtype
@@ -235,6 +231,8 @@ class TrainedLM(Trained):
         try:
             about = json.loads(file.read_text(encoding="utf-8"))
             self.template, base = about["template"], about["base_model"]
+            if self.template not in get_args(Template):
+                raise ValueError(f"template {self.template!r}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
         if config.model.lora_r:
@@ -259,14 +257,9 @@ class TrainedLM(Trained):
             super().cast_()
 
     def answer(self, prompt: str, **drawing: Any) -> str:
-        """Return what the model writes to a prompt, without an end-of-text token.
+        """Return the answer to a prompt, or without a template the prompt and what follows it.
 
-        Args:
-            prompt: A user's question, or a text to continue.
-            drawing: Options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
-
-        Returns:
-            The answer; where there is no template, the prompt and what follows it.
+        ``drawing`` are options of :func:`~halfstep.trainer.models.causal_lm.generate_ids`.
         """
         tokenizer = self.tokenizer
         ids = prompt_ids(prompt, tokenizer, self.template)
@@ -314,18 +307,19 @@ class TrainedLM(Trained):
         }
         return Measured(found.text.removeprefix("validation "), values)
 
+    @torch.no_grad()
     def export(self, use: Exporting) -> str:
         """Write the best state as one model, with the adapter merged in."""
         self.load()
-        model, target, lost = self.model, Path(use.output), ""
+        model, target = self.model.float().eval(), Path(use.output)
         dtype = DTYPES[use.dtype] if use.dtype else model.stored_dtype
+        ids_BT = model.probe()
+        trained_BTV = model.logits(ids_BT)
         if isinstance(model, LoraLM):
-            model, error, vanished = model.merge_(dtype)
-            lost = (
-                f"\nmerged in {str(dtype).removeprefix('torch.')}: rounding moved weights by up to "
-                f"{error:.3g}, and {vanished:.1%} of the updates vanished in it"
-            )
-        model.save_(target, {}, dtype)
-        self.tokenizer.save(target)
+            model = model.merge_().eval()
         count = sum(p.numel() for p in model.parameters())
-        return f"{target}: {count:,} parameters in {dtype_name(dtype)}{lost}"
+        with new_folder(target) as empty:
+            model.save_(empty, {}, dtype)
+            self.tokenizer.save(empty)
+            near = require_faithful(empty, dtype, model, model.logits, ids_BT, trained_BTV)
+        return f"{target}: {count:,} parameters in {dtype_name(dtype)}\n{near}"

@@ -23,12 +23,13 @@ from halfstep.distributed.reducer import broadcast_
 from halfstep.distributed.strategy import ParallelPlan, plan_of
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
+from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.models.pretrained import new_folder
-from halfstep.trainer.step import Batch, Evaluation, Judge, tensors_of, to_device
+from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
 from halfstep.trainer.tasks.epochs import EpochTask
 from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
@@ -297,7 +298,7 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 def rows_of(batch: Batch) -> int:
     """Return dim 0 of a batch's first tensor that has dims, as the number of its rows."""
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim():
             return len(tensor)
     raise ConfigError(

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.cells import cell_len
 from torch.nn import functional
 
 from halfstep.precision.casting.cast import keeping_casts
 from halfstep.precision.scaling.gradients import in_fp64
+from halfstep.shown import aligned
 from halfstep.trainer.data.batches import Examples, evaluation_shares, padded
 from halfstep.trainer.models.classifier import IGNORED_LABEL
 from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
@@ -127,7 +127,8 @@ def report_table(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> s
     counts = [["true \\ found", *labels]]
     counts += [[label, *map(str, row)] for label, row in zip(labels, confusion, strict=True)]
     head = f"accuracy {accuracy(confusion):.4f} on {total} examples"
-    return "\n\n".join((head, _columns(lines), _columns(counts))) + "\n"
+    tables = (aligned(table, range(1, len(table[0]))) for table in (lines, counts))
+    return "\n\n".join((head, *tables)) + "\n"
 
 
 def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, Any]:
@@ -140,17 +141,6 @@ def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> 
         "labels": list(labels),
         "confusion": [list(row) for row in confusion],
     }
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> str:
-    """Align text in columns: the first left, the others right; wide characters count as two."""
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    texts = []
-    for line in lines:
-        gaps = [" " * (w - cell_len(cell)) for w, cell in zip(widths, line, strict=True)]
-        numbers = [gap + cell for gap, cell in zip(gaps[1:], line[1:], strict=True)]
-        texts.append("  ".join([line[0] + gaps[0], *numbers]).rstrip())
-    return "\n".join(texts)
 
 
 def _ratio(a: float, b: float) -> float:

@@ -99,14 +99,9 @@ class Task(Protocol):
         return
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
-        """Write the run's result for the user, at its end; on rank 0 only.
+        """Write the result into the run folder at its end, on rank 0; say what was written.
 
-        Args:
-            folder: The run folder.
-            exported: Returns the state to write.
-
-        Returns:
-            A message about what was written; empty for nothing.
+        ``exported`` returns the state to write.
         """
         return ""
 

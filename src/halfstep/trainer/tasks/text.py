@@ -147,9 +147,15 @@ class TrainedText(Trained):
         """Load the newest checkpoint of a run in fp32."""
         found = list_checkpoints(self.path / CHECKPOINTS)
         if not found:
-            raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written yet")
-        weights = exported(load_checkpoint(found[-1], kinds=EXPORTED)).weights
+            raise CheckpointError(f"{self.path / CHECKPOINTS}: no checkpoint has been written")
+        checkpoint = load_checkpoint(found[-1], kinds=EXPORTED)
+        weights = exported(checkpoint).weights
         self.tokenizer = load_tokenizer(self.path / "tokenizer")
+        if checkpoint.state["made_with"]["tokenizer"] != self.tokenizer.fingerprint:
+            raise CheckpointError(
+                f"{self.path / 'tokenizer'} is not the tokenizer of the run: it is damaged or was "
+                "replaced; copy it again from where it is whole"
+            )
         self.model = GPT(_with_vocabulary(self.config, self.tokenizer))
         self.model.load_state_dict(weights)
 
@@ -198,10 +204,10 @@ class TrainedText(Trained):
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
-        target, dtype = Path(use.output), use.dtype or "fp32"
-        part("trainer.models.gpt2_folder:save_gpt2")(self.model, target, dtype=DTYPES[dtype])
-        self.tokenizer.save(target)
-        return f"{target}: {self.model.num_parameters():,} parameters in {dtype}"
+        count, dtype = self.model.num_parameters(), use.dtype or "fp32"
+        export = part("trainer.models.gpt2_folder:export_gpt2")
+        near = export(self.model, Path(use.output), DTYPES[dtype], self.tokenizer.save)
+        return f"{use.output}: {count:,} parameters in {dtype}\n{near}"
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
