@@ -74,9 +74,10 @@ class Alarm:
     median: float
 
     def __str__(self) -> str:
+        now = f"{self.times:.3g} times" if self.times < 1e290 else "not finite, far above"
         return (
-            f"{self.layer or 'the model'}: {WORDS[self.quantity]} {self.times:.3g} times its "
-            f"median of {self.median:.3g} since step {self.since:,}"
+            f"{self.layer or 'the model'}: {WORDS[self.quantity]} {now} its median of "
+            f"{self.median:.3g} since step {self.since:,}"
         )
 
 
@@ -401,7 +402,8 @@ class _Past:
         found = []
         for j in np.flatnonzero(self._streak == CONFIRM):
             began = self._since[:, j]
-            i = min(np.flatnonzero(out[:, j]), key=lambda k: (began[k], k))
+            above = excess[:, j] > np.log([*LIMITS.values()])
+            i = min(np.flatnonzero(above & (began > 0)), key=lambda k: (began[k], k))
             alarm = Alarm(
                 layer=self.layers[j], quantity=[*WORDS][i], since=int(began[i]), step=step,
                 times=math.exp(min(excess[i, j], 700.0)), median=math.exp(median[i, j]),
