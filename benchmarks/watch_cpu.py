@@ -1,6 +1,6 @@
-"""What ``halfstep.watch`` costs a step: watched, unwatched, and on average at ``every=100``.
+"""What ``watch`` or ``LayerHealth`` costs a step: measured, not, and on average at ``every=100``.
 
-    python benchmarks/watch_cpu.py [--rounds N] [--policies NAME ...]
+    python benchmarks/watch_cpu.py [--health] [--rounds N] [--policies NAME ...]
 
 The model is gpt-small-cpu (6 layers, 384 wide) with a vocabulary of 8192, batch 8 x 256, on random
 tokens. Two copies of it take steps in turn in one process: one without a watch, and one whose every
@@ -50,18 +50,20 @@ def stepper(policy: str, wrap: Callable[..., Any] = lambda loss_sum: loss_sum):
     return model, precision, step
 
 
-def measure(policy: str, rounds: int, folder: Path) -> dict[str, object]:
+def measure(policy: str, rounds: int, folder: Path, health: bool) -> dict[str, object]:
     _, _, plain = stepper(policy)
     model, precision, watched = stepper(policy)
     path = folder / f"{policy}.jsonl"
     taken: list[tuple[float, float, float, float]] = []
-    with halfstep.watch(model, precision, every=2, to=path) as watch:
+    how = {"every": 2, "to": path, "start": 1000 if health else 0}
+    kind = halfstep.LayerHealth if health else halfstep.watch
+    with kind(model, precision, **how) as watch:
         for _ in range(4):
             watched(), plain()
         for _ in range(rounds):
             taken.append((plain(), watched(), plain(), watched()))
-        counted = sum(one.elements for one in watch.report().tensors)
-        tensors = len(watch.report().tensors)
+        found = () if health else watch.report().tensors
+        counted, tensors = sum(one.elements for one in found), len(found)
     off = [quiet / before for before, quiet, _, _ in taken]
     on = [full / before for _, _, before, full in taken]
     more = [(b + d - a - c) / (a + c) * 2 / 100 for a, b, c, d in taken]
@@ -77,13 +79,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--policies", nargs="*", default=["bf16-mixed", "bf16-split", "fp32"])
+    parser.add_argument("--health", action="store_true", help="layer health, not watch")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for policy in arguments.policies:
-            found[policy] = one = measure(policy, arguments.rounds, Path(name))
+            found[policy] = one = measure(policy, arguments.rounds, Path(name), arguments.health)
             low, high = one["watched_quartiles"]
             print(
                 f"{policy:<12} watched / plain {one['watched_over_plain']:.3f} ({low:.3f} to "
@@ -94,7 +97,8 @@ def main() -> None:
             )
     if not arguments.no_save:
         results = {"threads": torch.get_num_threads()}
-        print(f"written: {save('watch-cpu', results | {'steps': found}, torch.device('cpu'))}")
+        name = "health-cpu" if arguments.health else "watch-cpu"
+        print(f"written: {save(name, results | {'steps': found}, torch.device('cpu'))}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from . import distributed as distributed, formats as formats, optim as optim
 from .diagnostics.estimate import estimate as estimate
+from .diagnostics.health import LayerHealth as LayerHealth
 from .diagnostics.memory import MemoryMeter as MemoryMeter
 from .diagnostics.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.nonfinite.cause import Cause as Cause

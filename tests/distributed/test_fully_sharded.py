@@ -9,7 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from distributed import parity
-from halfstep.precision.masters.local_part import reshard_
+from halfstep import LayerHealth
+from halfstep.precision.masters.local_part import local_part, reshard_
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
@@ -36,3 +37,25 @@ def test_each_rank_trains_half_of_the_numbers_and_gathered_weights_are_dropped(p
         assert held == owned == whole // 2
         assert all(sharded)
         assert (gathered, settled) == ("Tensor", "DTensor")
+
+
+def diverging(rank, layout):
+    """A layer of which one rank alone lets its part grow; what each rank says of it."""
+    strategy, model, precision = parity.prepare(layout, "fp32", shape=EVEN)
+    layer = model.blocks()[0].mlp.up
+    with LayerHealth(model, precision, every=1, tell=str) as health:
+        for step in range(40):
+            parity.backward_all(strategy, model, precision, step)
+            precision.step()
+            if step >= 30 and (rank == 1 or layout.startswith("data")):
+                with torch.no_grad():
+                    local_part(layer.weight).mul_(1.5)
+    return [(a.layer, a.quantity, a.since) for a in health.alarms]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["shard=2", "data=2"])
+def test_all_ranks_say_the_same_of_a_layer(pool2, layout):
+    one, other = pool2.run(diverging, layout=layout)
+    assert one == other
+    assert one[0][0].endswith("0.mlp.up")

@@ -16,10 +16,14 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )
 
 from halfstep import load_numerics, watch  # noqa: E402
-from halfstep.integrations.lightning import HalfstepPrecision  # noqa: E402
+from halfstep.integrations.hf_trainer import attach  # noqa: E402
+from halfstep.integrations.lightning import HalfstepPrecision, StepLog  # noqa: E402
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
          "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}  # fmt: skip
@@ -98,7 +102,7 @@ def check(loop, path, prefix=""):
         found = {(one.kind, one.name): one.elements for one in step.tensors}
         assert found["activation", name] == 2 * 4 * 8 * 32  # two micro-batches
         assert found["activation_gradient", name] == 2 * 4 * 8 * 32
-        for kind in ("weight", "gradient", "update"):
+        for kind in ("weight", "gradient"):
             assert found[kind, f"{name}.weight"] == 64 * 32
     return steps
 
@@ -117,3 +121,39 @@ def test_lightning(tmp_path, own):
         return by_lightning(path, precision="bf16-mixed")
 
     check(loop, tmp_path / "n.jsonl", "net.")
+
+
+GROWING = "bert.encoder.layer.0.output.dense"
+
+
+def grow(model, step):
+    if step >= 40:
+        with torch.no_grad():
+            model.get_submodule(GROWING).weight.mul_(1.3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_and_the_transformers_trainer_warn_of_a_layer(tmp_path):
+    class Growing(Module):
+        def on_train_batch_end(self, *_):
+            grow(self.net, self.global_step)
+
+    class Grow(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **_):
+            grow(model, state.global_step)
+
+    log = StepLog(health_every=1)
+    made = {"callbacks": [log], "plugins": [HalfstepPrecision("fp32")]}
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=4)
+    with pytest.warns(UserWarning, match=f"layer health: net.{GROWING}: largest weight"):
+        pl.Trainer(**{**QUIET, "max_epochs": 8}, **made).fit(Growing(), rows)
+    assert log._health is None
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "num_train_epochs": 8, "report_to": []}
+    options |= {"per_device_train_batch_size": 4, "disable_tqdm": True, "save_strategy": "no"}
+    trainer = Trainer(bert(), TrainingArguments(**options), train_dataset=Rows())
+    callback = attach(trainer, health_every=1)
+    trainer.add_callback(Grow())
+    with pytest.warns(UserWarning, match=f"layer health: {GROWING}: largest weight"):
+        trainer.train()
+    assert callback.health.alarms[0].layer == GROWING

@@ -6,6 +6,7 @@ import random
 import statistics
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,17 +48,17 @@ def deviation(values, new, least):
     start = statistics.median(v - slope * i for i, v in enumerate(values))
     residuals = [v - (start + slope * i) for i, v in enumerate(values)]
     expected = max(start + slope * n, statistics.median(values[-16:]))
-    tail = sorted(residuals)[-min(3, max(1, n // 40))] / 2
-    return (new - expected) / max(1.4826 * statistics.median(map(abs, residuals)), tail, least)
+    noise = max(1.4826 * statistics.median(map(abs, residuals)), least)
+    return lambda limit: (new - expected) / max(limit * noise, 3 * max(residuals))
 
 
 def excess(steps, loss, norm):
     seen = steps[-WINDOW:]
     of_loss = deviation([math.log(a) for a, _ in seen], math.log(loss), 0.02)
     of_norm = deviation([math.log(b) for _, b in seen], math.log(norm), 0.1)
-    joint = math.hypot(max(of_loss, 0) / LOSS_LIMIT, max(of_norm, 0) / NORM_LIMIT)
+    joint = math.hypot(max(of_loss(LOSS_LIMIT), 0), max(of_norm(NORM_LIMIT), 0))
     if loss > 1.4 * max(a for a, _ in steps):
-        joint = max(joint, of_loss / RECORD_LIMIT)
+        joint = max(joint, of_loss(RECORD_LIMIT))
     return joint / (1 + 4 / len(seen))
 
 
@@ -209,3 +210,53 @@ def test_a_state_without_a_window_begins_a_new_one():
     with pytest.raises(PrecisionError, match="spikes="):
         guarded.load_state_dict({**state, "spikes": {"window": 1}})
     precision.load_state_dict({**state, "spikes": guarded.state_dict()["spikes"]})  # not needed
+
+
+def mixed(kind, steps, seed):
+    """Losses and norms of healthy programs of a kind, by their distributions."""
+    draw = np.random.default_rng(seed)
+    losses = 2 * np.exp(-np.arange(steps) / 200) + 1
+    if kind == "t(3)":  # squared errors of heavy-tailed targets, in batches of 32
+        noise = (draw.standard_t(3, (steps, 32)) ** 2).mean(1) / 3
+    elif kind == "one sequence":  # of 2 to 40 tokens
+        noise = np.exp(draw.normal(0, 0.8 / np.sqrt(draw.integers(2, 40, steps))))
+    elif kind == "weighted":  # a rare class counts 20 times
+        noise = (1 + 2 * draw.binomial(32, 0.01, steps)) * np.exp(draw.normal(0, 0.1, steps))
+    else:
+        noise = np.exp(draw.normal(0, 0.03, steps))
+    if kind == "every 40th":
+        noise[39::40] *= 6
+    if kind == "curriculum":
+        noise[150:] *= 9
+    return zip((losses * noise).tolist(), (noise**0.5 + 0.1).tolist(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [("t(3)", 1), ("one sequence", 0), ("weighted", 0), ("plain", 0), ("every 40th", 1),
+     ("curriculum", 1)],
+)  # fmt: skip
+def test_what_repeats_is_data(kind, most):
+    detector, spikes = SpikeDetector(), []
+    for number, (loss, norm) in enumerate(mixed(kind, 2000, 3)):
+        if detector.test(loss, norm) is None:
+            detector.remember(loss, norm)
+        else:
+            spikes.append(number)
+            detector.leave_out(loss, norm)
+    assert len(spikes) <= most, spikes
+    assert kind != "every 40th" or spikes == [39]
+    assert detector.test(1e6, 1e6) is not None  # which is none of them
+
+
+def test_a_repeated_spike_is_applied_and_said_once_and_a_huge_one_never():
+    model, _, precision = warmed("fp32", on_spike="skip:1")
+    with pytest.warns(UserWarning, match="the step is left out"):
+        assert not step(model, precision, 30, 8.0).applied
+    assert step(model, precision, 31).applied
+    with pytest.warns(UserWarning, match="what repeats is data"):
+        assert step(model, precision, 32, 8.0).applied
+    assert step(model, precision, 33).applied
+    assert not step(model, precision, 34, 200.0).applied
+    with pytest.raises(SpikeError):
+        step(model, precision, 35, 200.0)

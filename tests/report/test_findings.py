@@ -224,6 +224,19 @@ def test_lines_that_could_not_be_read_are_a_note(folder):
     assert verdict(read_run(path)).startswith("numerics: ok")
 
 
+@pytest.mark.parametrize("rises", [False, True])
+def test_the_first_layer_that_left_its_past_is_named(folder, rises):
+    path = folder([line(s, loss=9.0 if rises and s >= 70 else 2.0) for s in range(1, 100)])
+    alarm = {"layer": "h.1", "quantity": "gradient", "since": 51, "step": 53, "times": 40.0}
+    later = {**alarm, "layer": "h.2", "since": 52}
+    with (path / "health.jsonl").open("w") as file:
+        file.write('{"step": 50, "layers": {}, "alarms": []}\n{"step": 51, "alarms": [3]}\n')
+        file.write(json.dumps({"step": 53, "alarms": [alarm, later]}) + "\n")
+    (found,) = [f for f in findings(read_run(path)) if f.name == "layer_health"]
+    said = "h.1: gradient norm 40 times its median since step 51"
+    assert found.text("en") == said + ("; the loss rises at step 70" if rises else "")
+
+
 # What was learned, which sound numbers do not show
 
 

@@ -15,6 +15,7 @@ from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 
 METRICS, CAUSES, NUMERICS = "metrics.jsonl", "causes.jsonl", "numerics.jsonl"
+HEALTH = "health.jsonl"
 CAPTURES = "captures"
 
 

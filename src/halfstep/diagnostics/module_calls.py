@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,16 +50,26 @@ class Call(NamedTuple):
     end: int = sys.maxsize  # one more than the last node's
 
 
+_searching: weakref.WeakSet[ModuleCalls] = weakref.WeakSet()
+
+
 class ModuleCalls:
     """The forwards of a model's modules while its hooks are on.
 
-    ``ended`` is called with each forward that has ended, and with its output.
+    ``ended`` is called with each forward that has ended, and with its output; ``begun`` with the
+    inputs of an outermost one. ``passive``: a module that is computed without a call is not seen,
+    nor is what runs while one without ``ended`` is hooked, as that looks for each operation.
     """
 
     def __init__(
-        self, model: nn.Module, ended: Callable[[Call, Any], None] = lambda call, output: None
+        self,
+        model: nn.Module,
+        ended: Callable[[Call, Any], None] | None = None,
+        *,
+        begun: Callable[[Any], None] = lambda args: None,
+        passive: bool = False,
     ) -> None:
-        self._model, self._ended = model, ended
+        self._model, self._ended, self._begun, self._passive = model, ended, begun, passive
         self._handles: list[RemovableHandle] = []
         self._portable: list[nn.Module] = []
         self._running: list[Call] = []
@@ -68,12 +79,14 @@ class ModuleCalls:
     def hook(self) -> None:
         """Register the hooks; if that fails, none is left."""
         self._thread = threading.get_ident()
+        if self._ended is None:
+            _searching.add(self)
         try:
             for name, module in self._model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                enter = Hook(partial(self._enter, name))
-                leave = Hook(partial(self._leave, name))
+                enter = Hook(partial(self._enter, name), passive=self._passive)
+                leave = Hook(partial(self._leave, name), passive=self._passive)
                 self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 self._handles.append(module.register_forward_hook(leave, always_call=True))
             self._portable = make_modules_portable_(self._model)
@@ -83,15 +96,18 @@ class ModuleCalls:
 
     def unhook(self) -> None:
         """Remove all hooks and forget what ran."""
+        _searching.discard(self)
         for handle in self._handles:
             handle.remove()
         make_modules_plain_(self._portable)
         self._handles, self._portable, self._calls, self._running = [], [], [], []
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self._passive and _searching):
             return
         stack, task = self._running, torch._C._current_graph_task_id()
+        if not stack:
+            self._begun(args)
         # A checkpoint's forward has no gradients on, but is inside of one that has.
         learns = torch.is_grad_enabled() or bool(stack and stack[-1].learns)
         first = torch._C._autograd._get_sequence_nr()
@@ -106,7 +122,13 @@ class ModuleCalls:
             call.task != -1 or threading.get_ident() == self._thread
         ):  # other threads number their own nodes
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
-        self._ended(call, output)
+        if self._ended is not None:
+            self._ended(call, output)
+
+    @property
+    def running(self) -> str | None:
+        """The name of the innermost module whose forward runs; None outside of all."""
+        return self._running[-1].name if self._running else None
 
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """The location of the current operation; ``names`` are by the key of the storage."""

@@ -20,6 +20,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
@@ -54,6 +55,7 @@ def attach(
     *,
     scaler: bool | None = None,
     lost_updates_every: int = 50,
+    health_every: int = 100,
     **options: Unpack[ScaleOptions],
 ) -> NumericsCallback:
     """Make a Trainer report its steps, and stop at a NaN; call it before ``train()``.
@@ -66,6 +68,8 @@ def attach(
         scaler: Whether to install halfstep's loss scaler. None: if the Trainer trains in fp16. True
             is for fp32 with an fp16 autocast of the model's own.
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
+        health_every: Compare each layer with its own past on every this many steps; 0: never. The
+            first that leaves it is told by a warning (:class:`halfstep.LayerHealth`).
         options: The scaler's options (:class:`halfstep.integrations.accelerate.ScaleOptions`);
             ``allow_pure``, ``names`` and ``ranks`` are also allowed without a scaler.
 
@@ -83,6 +87,7 @@ def attach(
     if not wanted:
         refuse_scale_options(trainer.accelerator, options)
     callback = NumericsCallback(trainer, wanted, lost_updates_every, options)
+    callback.health_every = health_every
     callback.install()
     trainer.log, trainer.training_step = callback.log, callback.training_step
     trainer.create_accelerator_and_postprocess = callback.begin_trial
@@ -99,7 +104,11 @@ class NumericsCallback(TrainerCallback):
     Attributes:
         scaler: The loss scaler, or None.
         meter: The :class:`halfstep.LostUpdateMeter` of the current or last training, or None.
+        health: Its :class:`halfstep.LayerHealth`, or None.
     """
+
+    health: LayerHealth | None = None
+    health_every = 0
 
     def __init__(
         self,
@@ -180,14 +189,18 @@ class NumericsCallback(TrainerCallback):
             PrecisionError: If small updates of 16-bit weights would be lost.
         """
         self._forget()
-        if self.meter is not None:
-            self.meter.close()
+        self.on_train_end(args, state, control)
         optimizer = bare(kwargs["optimizer"])
         if not self._options.get("allow_pure", False):
             refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
         applied = self._measured = max(0, state.global_step - skipped)
         self.meter = LostUpdateMeter(optimizer, self._every, start=applied) if self._every else None
+        if self.health_every:
+            self.health = LayerHealth(
+                self._trainer.model, optimizer, scaler=self._trainer.accelerator.scaler,
+                every=self.health_every, start=state.global_step,
+            )  # fmt: skip
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop, before anything is changed, if the loss or the gradients are not finite.
@@ -227,9 +240,10 @@ class NumericsCallback(TrainerCallback):
             self._reason = last.reason
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the meter's hooks from the optimizer."""
-        if self.meter is not None:
-            self.meter.close()
+        """Remove the hooks from the optimizer."""
+        for one in (self.meter, self.health):
+            if one is not None:
+                one.close()
 
     def _agreeing(self, device: torch.device) -> Ranks:
         asked = self._options.get("ranks")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explain_
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
@@ -410,10 +411,13 @@ class StepLog(Callback):
     Args:
         lost_updates_every: Measure lost updates on every this many applied steps; 0: never. Logged
             is the share of the parameter group that loses most.
+        health_every: Compare each layer with its own past on every this many steps; 0: never. The
+            first that leaves it is told by a warning (:class:`halfstep.LayerHealth`).
     """
 
-    def __init__(self, *, lost_updates_every: int = 50) -> None:
-        self._every = lost_updates_every
+    def __init__(self, *, lost_updates_every: int = 50, health_every: int = 100) -> None:
+        self._every, self._health_every = lost_updates_every, health_every
+        self._health: LayerHealth | None = None
         self._seen: StepResult | None = None
         self._meter: LostUpdateMeter | None = None
 
@@ -431,6 +435,8 @@ class StepLog(Callback):
             )
         self._seen = None
         self._meter = LostUpdateMeter(plugin.engine, self._every)
+        if self._health_every:
+            self._health = LayerHealth(pl_module, plugin.engine, every=self._health_every)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -468,6 +474,9 @@ class StepLog(Callback):
         if self._meter is not None:
             self._meter.close()
             self._meter = None
+        if self._health is not None:
+            self._health.close()
+            self._health = None
 
 
 class HeldScheduler:

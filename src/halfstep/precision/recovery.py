@@ -142,6 +142,7 @@ class Outcome:
     Attributes:
         on_broken: See :data:`OnBroken`.
         on_incurable: Called with a step that no loss scale can help, before it is answered.
+        about_layers: Called for a spike: tells what its layers show, for the message.
         on_stop: Called with such a step, counted, and its error, before that is raised.
     """
 
@@ -164,6 +165,7 @@ class Outcome:
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: OnBroken | None = None
         self.on_incurable: Callable[[Judged], None] | None = None
+        self.about_layers: Callable[[], str] | None = None
         self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
@@ -176,6 +178,14 @@ class Outcome:
         if self.ema is not None:
             self.ema.update_(self._masters.items())
         if self.spikes is not None:
+            if self.spikes.repeated and "repeated" not in self._said:
+                self._said.add("repeated")
+                warnings.warn(
+                    f"loss {judged.loss:.4g} and gradient norm {judged.norm:.4g} spike as a step "
+                    "that was left out did: what repeats is data, and is applied. If the data has "
+                    "not changed, the weights have: go back to a checkpoint. Said once",
+                    stacklevel=5,
+                )
             self.spikes.remember(judged.loss, judged.norm)
 
     def skipped(self, judged: Judged) -> StepResult:
@@ -183,11 +193,16 @@ class Outcome:
         progress = self.progress
         scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
         error = failure(self._policy, scale, judged, self._model, self._ranks, row)
+        if isinstance(error, SpikeError) and self.about_layers is not None:
+            what = str(error).removesuffix(_UNCHANGED)
+            error.args = (what + self.about_layers() + _UNCHANGED,)
         if error is not None and self.on_incurable is not None:
             self.on_incurable(judged)  # all is as before the step
         if self.on_broken is not None and not isinstance(error, SpikeError):
             self.on_broken(judged, error, scale.value, row, progress.calibrating)
         progress.skip()
+        if self.spikes is not None and judged.spike is not None:
+            self.spikes.leave_out(judged.loss, judged.norm)
         if error is not None:
             try:
                 self._leave_out(error)

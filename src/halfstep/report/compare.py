@@ -18,7 +18,7 @@ from halfstep.report.record import RunRecord
 NOT_ARITHMETIC = frozenset(
     f"run.{key}"
     for key in (
-        *("seed", "output_dir", "save_every", "keep", "watch", "lost_update_every"),
+        *("seed", "output_dir", "save_every", "keep", "watch", "health_every", "lost_update_every"),
         *("capture", "rank_timeout"),
     )
 ) | {"name"}

@@ -43,6 +43,16 @@ BY_HEART = N_(
 )
 
 
+WORDS = {
+    "weight": N_("largest weight"),
+    "update": N_("update to weight ratio"),
+    "gradient": N_("gradient norm"),
+    "activation": N_("largest output"),
+    "logit": N_("largest attention logit"),
+}
+"""What layer health measures."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunFinding:
     """Something that happened, and what to do about it.
@@ -72,10 +82,8 @@ class RunFinding:
         return gettext(self.do, language).format(**self._in(language))
 
     def _in(self, language: str) -> Mapping[str, Any]:
-        if "cause_class" not in self.values:
-            return self.values
-        words = {key: gettext(str(self.values[key]), language) for key in ("cause_class", "remedy")}
-        return {**self.values, **words}
+        keys = {"cause_class", "remedy", "quantity"} & self.values.keys()
+        return {**self.values, **{k: gettext(str(self.values[k]), language) for k in keys}}
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
@@ -235,6 +243,44 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
             N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
             values,
         )
+
+
+def _layer(run: RunRecord) -> Iterator[RunFinding]:
+    """The first layer that left its own past, and where the loss rose after it."""
+    alarms = [a for line in run.health for a in line.get("alarms") or () if isinstance(a, dict)]
+    first = next(iter(alarms), {})
+    quantity, times, since = (first.get(key) for key in ("quantity", "times", "since"))
+    if quantity not in WORDS or not isinstance(times, float) or not isinstance(since, int):
+        return
+    values = {"layer": first.get("layer") or "the model", "quantity": WORDS[quantity]}
+    values |= {"times": f"{times:.3g}", "since": f"{since:,}", "rise": f"{_rise(run, since):,}"}
+    text = N_("{layer}: {quantity} {times} times its median since step {since}")
+    if _rise(run, since):
+        text = N_(
+            "{layer}: {quantity} {times} times its median since step {since}; the loss rises at "
+            "step {rise}"
+        )
+    yield RunFinding(
+        "warning",
+        "layer_health",
+        text,
+        N_(
+            "Go back to a checkpoint from before it, with a lower learning rate for that layer or "
+            "optimizer.max_norm; health.jsonl has the numbers of all layers."
+        ),
+        values,
+    )
+
+
+def _rise(run: RunRecord, since: int) -> int:
+    """The first of five steps in a row, from ``since`` on, above all of the 50 before; or 0."""
+    steps, losses = run.series("loss")
+    before = [loss for step, loss in zip(steps, losses, strict=True) if step < since][-50:]
+    after = [(s, v) for s, v in zip(steps, losses, strict=True) if s >= since]
+    for i in range(len(after) - 4 if before else 0):
+        if not min(value for _, value in after[i : i + 5]) <= max(before):
+            return after[i][0]
+    return 0
 
 
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
@@ -456,6 +502,7 @@ def _damaged(run: RunRecord) -> Iterator[RunFinding]:
 RULES: Sequence[Callable[[RunRecord], Iterator[RunFinding]]] = (
     _ended,
     _diverged,
+    _layer,
     _left_out,
     _skips,
     _lost,

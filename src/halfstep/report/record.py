@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from halfstep.diagnostics.metrics import CAUSES, METRICS
+from halfstep.diagnostics.metrics import CAUSES, HEALTH, METRICS
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_saved
@@ -54,6 +54,7 @@ class RunRecord:
         config: The resolved configuration, by table and key; empty where it cannot be read.
         environment: ``env.json``: the machine that the run began on.
         steps: The lines of ``metrics.jsonl``, by step.
+        health: The lines of ``health.jsonl``: each layer's numbers, and the alarms.
         causes: What made a step's loss or gradients not finite, where that was found out.
         scores: ``report.json``: a classifier's answers to its validation examples, at their best.
         made_with: The hashes of data and tokenizer by name, from the newest checkpoint.
@@ -65,6 +66,7 @@ class RunRecord:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     steps: Sequence[Line]
+    health: Sequence[Line] = ()
     causes: Sequence[Line] = ()
     scores: Line = field(default_factory=dict)
     made_with: Line = field(default_factory=dict)
@@ -167,13 +169,14 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
             "that run.output_dir names"
         )
     damaged: dict[str, int] = {}
-    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES)}
+    lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
         config=_toml(folder / "config.toml", damaged),
         environment=_json(folder / "env.json", damaged),
         steps=[by_step[step] for step in sorted(by_step)],
+        health=lines[HEALTH],
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
         made_with=_made_with(folder, damaged),

@@ -19,6 +19,7 @@ from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.diagnostics.metrics import (
     CAPTURES,
     CAUSES,
+    HEALTH,
     METRICS,
     NUMERICS,
     MetricsFile,
@@ -59,8 +60,8 @@ class Tick:
         checkpoint: The checkpoint that was saved, if any.
         stopped_by: Empty, or why this is the last step: a signal's name, or a callback's
             ``"stop"``.
-        verdicts: The first cause of a step that was not finite, and the lost-update meter's
-            warnings, once per parameter group and process.
+        verdicts: The first cause of a step that was not finite, the lost-update meter's
+            warnings, once per parameter group and process, and the layer that leaves its own past.
     """
 
     record: Record
@@ -85,11 +86,13 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
+    news: list[str] = []
     with (
         _Books(session, path) as books,
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
         _watched(session, path),
+        _health(session, path, news),
         CauseSearch(session, path) as causes,
     ):
         while session.step < settings.max_steps:
@@ -109,7 +112,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: session.report_best(path))
-            verdicts = (*causes.verdicts, *losses.verdicts(lost, taken))
+            verdicts = (*causes.verdicts, *losses.verdicts(lost, taken), *news)
+            news.clear()
             yield Tick(record, evaluation, checkpoint, stopped_by, verdicts)
             if last:
                 return
@@ -399,6 +403,19 @@ def _watched(session: Session, path: Path) -> AbstractContextManager[Any]:
         session.task.model, session.precision, every=every, to=file, start=session.step
     )
     return watched
+
+
+def _health(session: Session, path: Path, news: list[str]) -> AbstractContextManager[Any]:
+    """Compare each layer with its own past, if the run asks for that; all ranks take part."""
+    every = session.config.run.health_every
+    if not every:
+        return nullcontext()
+    health: AbstractContextManager[Any] = part("diagnostics.health:LayerHealth")(
+        session.task.model, session.precision, every=every, to=path / HEALTH, start=session.step,
+        tell=lambda text: news.append(f"layer health: {text}"),
+        outputs=not session.config.run.compile,
+    )  # fmt: skip
+    return health
 
 
 def _due(step: int, every: int) -> bool:

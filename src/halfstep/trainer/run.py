@@ -5,6 +5,7 @@ A run folder holds::
     config.toml     the resolved configuration
     env.json        the machine that it ran on
     metrics.jsonl   one JSON object per step
+    health.jsonl    each layer's numbers and alarms: one JSON object per measured step
     numerics.jsonl  with --watch: one JSON object per watched step
     causes.jsonl    the first cause of each step that was not finite, where one was searched
     tokenizer/      enough to encode and decode text
@@ -246,7 +247,8 @@ def _lock(path: Path) -> IO[str]:
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
      "rank_timeout", "threads", "max_steps", "min_steps", "epochs", "eval_every",
-     "eval_batches", "lost_update_every", "watch", "save_every", "keep", "output_dir"}
+     "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
+     "output_dir"}
 )  # fmt: skip
 
 

@@ -50,10 +50,6 @@ def test_a_closures_gradients_are_those_of_its_step(given, found, tmp_path):
             assert loss.requires_grad
     steps = load_numerics(tmp_path / "n.jsonl").steps
     assert [of(step, "gradient")["0.weight"] for step in steps] == norms
-    for step in steps:
-        updates, gradients = of(step, "update"), of(step, "gradient")
-        for name, gradient in gradients.items():  # the update of SGD, but for its rounding
-            assert updates[name] == pytest.approx(0.5 * gradient, rel=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["", "fp32", "bf16-mixed", "bf16-split"])
@@ -107,16 +103,13 @@ def test_complex_empty_and_scalar_parameters():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns where it drops the imaginary part
         with watch(model, optimizer, every=1) as watched:
-            before = model.complex.detach().clone()
             model(X).sum().backward()
             optimizer.step()
     found = {(one.kind, one.name): one for one in watched.report().tensors}
-    weight, update = found["weight", "complex"], found["update", "complex"]
+    weight = found["weight", "complex"]
     assert (weight.elements, weight.absmax, weight.exponents) == (32, 4.0, {1: 16, 2: 16})
-    change = torch.view_as_real(model.complex.detach() - before)
-    assert update.absmax == change.abs().max()
     assert found["gradient", "complex"].elements == 32
-    assert found["weight", "empty"].elements == found["update", "empty"].elements == 0
+    assert found["weight", "empty"].elements == 0
     assert found["weight", "scalar"].absmax == 2
     assert ("weight", "whole") not in found
     assert "weight empty" in watched.table(rows=None)

@@ -164,7 +164,6 @@ def test_gradients_are_unscaled_and_a_skipped_step_is_counted_with_what_broke_it
     bare(8, make, True)
     broken, sound = seen[0], next(step for step in seen if step.applied)
     assert broken.loss_scale == 2.0**20 and not broken.applied  # noqa: PT018
-    assert not broken.of("update")
     assert sum(one.inf + one.nan for one in broken.of("gradient")) > 0
     # The same numbers without a scale, by torch itself; fp16 products differ in their last bits.
     model = network()
@@ -192,10 +191,8 @@ def test_a_fused_optimizer_which_is_called_on_overflow_too():
             seen.append(watched.report())
     broken, sound = seen
     assert not broken.applied
-    assert not broken.of("update")
     assert sound.applied
     assert sound.loss_scale == 2.0**19
-    assert len(sound.of("update")) == 6
     model = network()
     F.cross_entropy(model(data()[0]), data()[1]).backward()
     for one in sound.of("gradient"):  # a power of two scales exactly
@@ -211,7 +208,6 @@ def test_a_stopped_run_tells_of_its_last_step():
         precision.step(F.cross_entropy(model(data()[0] * math.inf), data()[1]))
     found = watched.report()
     assert not found.applied
-    assert "hold NaN or infinities; the first is activation 0" in found.verdicts()[0]
     json.loads(found.to_json(), parse_constant=lambda word: pytest.fail(word))
 
 
@@ -257,7 +253,7 @@ def test_each_tensor_is_counted_once(reentrant):
     assert elements(found, "activation") == want
     assert elements(found, "activation_gradient") == want
     trained = {"inner.weight", "inner.bias", "twice.weight", "twice.bias"}
-    for kind in ("weight", "gradient", "update"):
+    for kind in ("weight", "gradient"):
         assert set(elements(found, kind)) == trained
     names = Counter((one.kind, one.name, one.dtype) for one in found.tensors)
     assert set(names.values()) == {1}
@@ -273,7 +269,7 @@ def test_several_optimizers_end_a_step_together():
             first.step()
             second.step()
         assert watched.report().step == 2
-        assert len(watched.report().of("update")) == 4
+        assert len(watched.report().of("weight")) == 4
         first.step()
         first.step()  # a step of this optimizer alone has ended here
         second.step()

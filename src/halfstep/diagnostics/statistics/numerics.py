@@ -53,15 +53,8 @@ class StepNumerics:
         return common_window(self.in_16_bits(), form)
 
     def verdicts(self, form: FloatFormat | str = "fp16") -> tuple[str, ...]:
-        """What is wrong with the numbers, and what a format would make of them, in sentences."""
+        """What a format would make of the numbers, in sentences."""
         form, said = as_format(form), []
-        broken = [one for one in self.tensors if one.nan or one.inf]
-        if broken:
-            first = broken[0]
-            said.append(
-                f"{len(broken)} tensors hold NaN or infinities; the first is {_title(first)} with "
-                f"{first.nan:,} NaN and {first.inf:,} infinities"
-            )
         over = [one for one in self.of("activation", "weight") if beyond(one.absmax, form)]
         if over:
             most = max(over, key=lambda one: one.absmax)
@@ -89,10 +82,6 @@ class StepNumerics:
         outputs = self.of("activation_gradient")
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
         return (*(low or outputs), *self.of("gradient"))
-
-    def flushed(self, form: str, k: int) -> dict[str, float]:
-        """The share of each gradient times 2^k that a format would flush to 0."""
-        return {t.name: what_if(t, form, k).flushed for t in self.in_16_bits() if t.nonzero}
 
     def worst(
         self, form: FloatFormat | str = "fp16", k: int = 0, rows: int = 12

@@ -75,9 +75,9 @@ class TensorStatistics:
     """
 
     kind: Kind
-    """``"weight"`` and ``"update"`` (the weight after the step minus before it) and
-    ``"gradient"`` of a parameter; ``"activation"``, the output of a module, and
-    ``"activation_gradient"``, the loss's gradient with respect to it."""
+    """``"weight"`` and ``"gradient"`` of a parameter; ``"activation"``, the output of a module,
+    and ``"activation_gradient"``, the loss's gradient with respect to it; ``"update"``, how a step
+    changed a weight, in files of older versions alone."""
     name: str
     """Of the parameter or module, in the model; ``name[1]`` or ``name[key]`` where a module
     returns several tensors."""
@@ -227,6 +227,17 @@ class Collector:
         self._modules.unhook()
         self._handles = []
 
+    def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
+        """Count a parameter's finished gradient."""
+        self.add("gradient", name, gradient, scale)
+
+    def before(self, name: str, weight: Tensor) -> None:
+        """Count a weight before the update."""
+        self.add("weight", name, weight)
+
+    def after(self, name: str, weight: Tensor) -> None:
+        """Leave the update to :class:`halfstep.LayerHealth`."""
+
     def add(self, kind: Kind, name: str, x: Tensor, scale: float = 1.0) -> None:
         """Count the numbers of a tensor, divided by a loss scale; this rank's part of a DTensor.
 
@@ -241,17 +252,6 @@ class Collector:
             return
         scale = scale if 0 < scale < math.inf else 1.0
         count_into_(self._row((kind, name, x.dtype, x.device, scale)), x)
-
-    def add_update(self, name: str, after: Tensor, before: Tensor) -> None:
-        """Count how a weight changed; 16-bit ones in fp32, as their differences have more bits."""
-        if after.is_complex():
-            after, before = torch.view_as_real(after), torch.view_as_real(before)
-        if not after.is_floating_point():
-            return
-        after, before = after.detach(), before.detach()
-        wide = torch.promote_types(torch.promote_types(after.dtype, before.dtype), torch.float32)
-        row = self._row(("update", name, wide, after.device, 1.0))
-        count_into_(row, after.to(wide) - before.to(wide))
 
     def _row(self, key: _Key) -> Tensor:
         if key not in self._rows:

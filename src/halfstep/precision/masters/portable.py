@@ -32,10 +32,13 @@ _NUMBERED = (
 
 
 class Hook:
-    """A function as a hook that copies and pickles of a model leave out."""
+    """A function as a hook that copies and pickles of a model leave out.
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
+    A ``passive`` one may be left out by whoever computes a module without calling it.
+    """
+
+    def __init__(self, run: Callable[..., None], *, passive: bool = False) -> None:
+        self._run, self.passive = run, passive
 
     def __call__(self, *args: Any) -> None:
         """Run the function."""

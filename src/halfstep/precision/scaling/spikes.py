@@ -2,9 +2,10 @@
 
 A bad batch, one wild update or a flipped bit often leaves loss and gradients finite, so the checks
 for NaN and inf let the step through. Here both values are compared, as logarithms and before the
-update, with the line through the last :data:`WINDOW` applied steps. A single value decides only if
-it is far out; both together decide sooner, and so does a loss that is higher than any before it.
-Skipped steps and non-finite ones are never remembered.
+update, with the line through the last :data:`WINDOW` applied steps, and with how far the furthest
+of the last thousand was from such a line. A single value decides only if it is far out; both
+together decide sooner, and so does a loss that is higher than any before it. A spike that comes
+again, as of every 40th, longer batch or a curriculum, is data: it is applied.
 
 The limits were chosen on recorded healthy runs and judged on others:
 ``docs/decisions/0018-finite-spikes.md`` has the figures.
@@ -27,6 +28,11 @@ WINDOW = 128
 """Applied steps that a new one is compared with."""
 FEWEST = 20
 """Applied steps before the first test."""
+MEMORY = 1000
+"""Applied steps after which what was far out is forgotten."""
+AGAIN, EVER = 2.0, 10.0
+"""A step no more than twice one that was left out is data, not an accident: it is applied. That
+holds for losses up to 10 times the highest ever applied."""
 LOSS_LIMIT, NORM_LIMIT = 5.0, 10.0
 """Robust standard deviations that each value alone may be above where the steps before lead."""
 RECORD_LIMIT, RECORD = 3.0, 1.4
@@ -34,9 +40,12 @@ RECORD_LIMIT, RECORD = 3.0, 1.4
 _FEW = 4.0  # with n steps in the window both limits grow by 1 + 4 / n, as n steps tell less
 _RECENT = 16  # steps whose median the expected value is not below: a falling line overshoots
 _TO_SIGMA = 1.4826  # of a normal distribution's MAD
-_THIRD_OF_WINDOW = 2.0  # the third largest of 128 normal numbers, in standard deviations
+_OF_FURTHEST = 3.0  # times how far the furthest applied step was: a heavy tail has such steps
 _LEAST_LOSS, _LEAST_NORM = 0.02, 0.1  # least deviations, relative: of runs without any noise
 _TINIEST = 2.0**-149  # stands for a norm of 0
+
+
+_Pair = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +63,23 @@ class Spike:
 
 
 class SpikeDetector:
-    """Remembers the loss and gradient norm of the last applied steps, and tests the next one."""
+    """Remembers the loss and gradient norm of the last applied steps, and tests the next one.
+
+    Attributes:
+        repeated: Whether the step that was tested last is no accident, as it was left out before.
+    """
+
+    _seen: deque[_Pair]  # loss and norm
+    _highest: float  # loss of any applied step, where losses are positive
+    _furthest: _Pair  # that loss and norm of the last thousand steps were from their lines
+    _left_out: list[tuple[float, float, int]]  # loss, norm, and applied steps since
+    _was_spike: bool  # the step before
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._highest = 0.0  # loss of any applied step, where losses are positive
+        self.restore_(None)
 
     def test(self, loss: float, norm: float) -> Spike | None:
-        """Test a step before its update; remembers nothing.
+        """Test a step before its update; remembers nothing of it but how far it is out.
 
         Where a loss is 0 or negative, now or in the window, losses are compared without logarithms.
 
@@ -72,51 +90,90 @@ class SpikeDetector:
         Returns:
             What is wrong with it, or None; always None before :data:`FEWEST` steps.
         """
+        self.repeated, self._out = False, (0.0, 0.0)
         if len(self._seen) < FEWEST:
             return None
         losses, norms = zip(*self._seen, strict=True)
         logs = min(*losses, loss) > 0
-        loss_above, expected_loss = _deviation([*losses, loss], _LEAST_LOSS, logs=logs)
-        tiny = [max(value, _TINIEST) for value in (*norms, norm)]
-        norm_above, expected_norm = _deviation(tiny, _LEAST_NORM, logs=True)
-        loss_part = max(loss_above, 0.0) / LOSS_LIMIT
-        norm_part = max(norm_above, 0.0) / NORM_LIMIT
+        of_loss = _Trend([*losses], logs=logs)
+        of_norm = _Trend([max(value, _TINIEST) for value in norms], logs=True)
+        loss_out, norm_out = of_loss.beyond(loss), of_norm.beyond(max(norm, _TINIEST))
+        self._out = (loss_out if logs else 0.0), norm_out  # in logarithms
+        furthest = max(of_loss.furthest, self._furthest[0] if logs else 0.0)
+        noise = max(_TO_SIGMA * of_loss.mad, _LEAST_LOSS * of_loss.size)
+        of_norms = max(_TO_SIGMA * of_norm.mad, _LEAST_NORM)
+        loss_part = _part(loss_out, LOSS_LIMIT * noise, furthest)
+        norm_part = _part(norm_out, NORM_LIMIT * of_norms, max(of_norm.furthest, self._furthest[1]))
         excess = math.hypot(loss_part, norm_part)
         if logs and loss > RECORD * self._highest:
-            excess = max(excess, loss_part * LOSS_LIMIT / RECORD_LIMIT)
+            excess = max(excess, _part(loss_out, RECORD_LIMIT * noise, furthest))
         excess /= 1 + _FEW / len(self._seen)
         if excess <= 1:
             return None
+        self.repeated = any(loss <= AGAIN * a and norm <= AGAIN * b for a, b, _ in self._left_out)
+        if self.repeated:
+            return None
         reason: Spiking = "loss_spike" if loss_part >= norm_part else "gradient_spike"
-        return Spike(reason, expected_loss, expected_norm, excess)
+        return Spike(reason, of_loss.expected, of_norm.expected, excess)
+
+    def leave_out(self, loss: float, norm: float) -> None:
+        """Remember a spike that is not applied: if it comes again, it is data."""
+        if self._highest > 0 and loss <= EVER * self._highest:
+            self._was_spike = True
+            self._left_out = [*self._left_out[-3:], (loss, norm, 0)]
 
     def remember(self, loss: float, norm: float) -> None:
         """Remember an applied step."""
-        self._seen.append((loss, norm))
+        follows, self._was_spike = self._was_spike, self.repeated
+        if self.repeated:
+            self._left_out = [(a, b, 0) for a, b, _ in self._left_out]
+        if not self.repeated or follows:  # of a new level; a single one tells nothing of others
+            self._seen.append((loss, norm))
+        if self.repeated:
+            return
         self._highest = max(self._highest, loss)
+        kept = [(a, b, age + 1) for a, b, age in self._left_out if age < MEMORY]
+        self._left_out = kept
+        faded = [far * (1 - 1 / MEMORY) for far in self._furthest]
+        self._furthest = max(faded[0], self._out[0]), max(faded[1], self._out[1])
 
     def state(self) -> dict[str, Any]:
         """Everything that later tests depend on: numbers in lists, which JSON keeps exactly."""
         window = [[loss, norm] for loss, norm in self._seen]
-        return {"highest_loss": self._highest, "window": window}
+        return {
+            "highest_loss": self._highest,
+            "window": window,
+            "furthest": [*self._furthest],
+            "left_out": [[*one] for one in self._left_out],
+            "was_spike": self._was_spike,
+        }
 
     def restore_(self, state: object) -> None:
         """Continue from :meth:`state`, or begin anew from None."""
-        self._highest, window = as_state(state)
-        self._seen = deque(window, maxlen=WINDOW)
+        highest, window, furthest, left_out, was_spike = as_state(state)
+        self._highest, self._furthest, self._left_out = highest, furthest, left_out
+        self._seen, self._was_spike = deque(window, maxlen=WINDOW), was_spike
+        self.repeated, self._out = False, (0.0, 0.0)
 
 
-def as_state(state: object) -> tuple[float, list[tuple[float, float]]]:
+_State = tuple[float, list[_Pair], _Pair, list[tuple[float, float, int]], bool]
+
+
+def as_state(state: object) -> _State:
     """Check a detector's saved state, which may come from a damaged file; None is an empty one."""
     if state is None:
-        return 0.0, []
+        return 0.0, [], (0.0, 0.0), [], False
     saved: Any = state
     try:
         highest, window = saved["highest_loss"], [(loss, norm) for loss, norm in saved["window"]]
-        values = [highest, *(value for pair in window for value in pair)]
+        far, further = saved.get("furthest", (0.0, 0.0))  # not in states of older versions
+        left_out = [(loss, norm, age) for loss, norm, age in saved.get("left_out", ())]
+        values = [highest, far, further]
+        values += [value for some in (*window, *left_out) for value in some]
         if len(window) <= WINDOW and all(map(math.isfinite, values)):
-            return highest, window
-    except (KeyError, TypeError, ValueError):
+            was_spike = bool(saved.get("was_spike", False))
+            return highest, window, (far, further), left_out, was_spike
+    except (KeyError, TypeError, ValueError, AttributeError):
         pass
     raise PrecisionError(
         f"the saved precision state has spikes={state!r:.80}: not the highest loss, and the loss "
@@ -124,33 +181,42 @@ def as_state(state: object) -> tuple[float, list[tuple[float, float]]]:
     )
 
 
-def _deviation(values: Sequence[float], least: float, *, logs: bool) -> tuple[float, float]:
-    """How far the last value is above where the others lead, and where that is.
+def _part(out: float, limit: float, furthest: float) -> float:
+    """How far out a value is, as a multiple of what is allowed."""
+    return max(out, 0.0) / max(limit, _OF_FURTHEST * furthest)
 
-    The line is Tukey's resistant one, through the medians of the first and the last third. The
-    deviation is the largest of three: the MAD of the residuals, as of normal noise; their third
-    largest, which is more where the noise has a heavy tail; and ``least``, relative to the values.
+
+class _Trend:
+    """Where values lead, and how they scatter: a resistant line through them, or their logarithms.
+
+    The line is Tukey's, through the medians of the first and the last third.
 
     **Source:** Tukey, Exploratory Data Analysis, 1977, chapter 10 (the line); Rousseeuw and Croux,
     "Alternatives to the median absolute deviation", 1993, section 1 (the factor of the MAD).
     """
-    every = np.array([math.log(v) for v in values] if logs else values)
-    seen, new = every[:-1], float(every[-1])
-    n = len(seen)
-    third = n // 3
-    first, last = _median(seen[:third]), _median(seen[-third:])
-    slope = (last - first) / (n - third)
-    times = np.arange(n)
-    start = _median(seen - slope * times)
-    residuals = np.sort(seen - (start + slope * times))
-    expected = max(start + slope * n, _median(seen[-_RECENT:]))
-    mad = _median(np.abs(residuals))
-    rank = min(3, max(1, n // 40))  # the largest itself, while the window fills
-    tail = float(residuals[-rank]) / _THIRD_OF_WINDOW
-    if not logs:
-        least *= _median(np.abs(seen)) or 1.0
-    above = (new - expected) / max(_TO_SIGMA * mad, tail, least)
-    return above, math.exp(min(expected, 700.0)) if logs else expected
+
+    def __init__(self, values: Sequence[float], *, logs: bool) -> None:
+        self._logs = logs
+        seen = np.array([math.log(v) for v in values] if logs else values)
+        n, third = len(seen), len(seen) // 3
+        first, last = _median(seen[:third]), _median(seen[-third:])
+        slope = (last - first) / (n - third)
+        times = np.arange(n)
+        start = _median(seen - slope * times)
+        residuals = seen - (start + slope * times)
+        self._expected = max(start + slope * n, _median(seen[-_RECENT:]))
+        self.mad = _median(np.abs(residuals))
+        self.furthest = float(residuals.max())
+        self.size = 1.0 if logs else _median(np.abs(seen)) or 1.0
+
+    def beyond(self, value: float) -> float:
+        """How far a value is above where the others lead."""
+        return (math.log(value) if self._logs else value) - self._expected
+
+    @property
+    def expected(self) -> float:
+        """Where the others lead."""
+        return math.exp(min(self._expected, 700.0)) if self._logs else self._expected
 
 
 def _median(values: np.ndarray[Any, Any]) -> float:

@@ -115,6 +115,11 @@ class RunConfig:
     lost_update_every: Count = option(
         50, "Measure lost updates every this many applied steps (docs/lost-updates.md); 0: never."
     )
+    health_every: Count = option(
+        100,
+        "Compare each layer with its own past on every N-th step, at first more often "
+        "(docs/health.md); 0: never.",
+    )
     watch: Count = option(
         0,
         "Count the exponents of weights, activations, gradients and updates on the first step and "

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, C width, V vocabulary, N = B T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -412,8 +412,9 @@ class _Weights(NamedTuple):
 def _unchanged(block: nn.Module) -> _Weights | None:
     """The parameters of a block's six layers; None where somebody changed one.
 
-    Changed are a module of another class (a subclass, too), one with hooks (tensor parallelism,
-    a user's, a watch's) or with a ``forward`` of its own, and parameters of a subclass of tensors.
+    Changed are a module of another class (a subclass, too), one with hooks that are not passive
+    (tensor parallelism, a user's, a watch's) or with a ``forward`` of its own, and parameters of a
+    subclass of tensors.
     """
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
@@ -421,11 +422,15 @@ def _unchanged(block: nn.Module) -> _Weights | None:
     for name, expected in _AS_BUILT.items():
         m: Any = block.get_submodule(name)
         hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        if type(m) is not expected or "forward" in m.__dict__ or any(hooks):
+        if type(m) is not expected or "forward" in m.__dict__ or (any(hooks) and _active(hooks)):
             return None
         if m._parameters:
             found += (m._parameters.get("weight"), m._parameters.get("bias"))
     return _Weights(*found) if all(map(is_plain, found)) else None
+
+
+def _active(hooks: Iterable[Mapping[int, Any]]) -> bool:
+    return not all(getattr(hook, "passive", False) for some in hooks for hook in some.values())
 
 
 class _FusedBlock(torch.autograd.Function):
