@@ -100,18 +100,6 @@ def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     assert twice.returncode == 2
 
 
-def test_a_run_of_relative_paths_is_used_from_anywhere(tmp_path, monkeypatch, halfstep):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "book.txt").write_text("the quick brown fox. " * 200)
-    monkeypatch.chdir(tmp_path)
-    run = ["train", *SMALL, "--data", "book.txt", "--max-steps", 2, "--output-dir", "runs/x"]
-    assert halfstep(*run).returncode == 0
-    monkeypatch.chdir(tmp_path / "other")
-    resumed = ["train", "--resume", "--max-steps", 3, "--output-dir", "../runs/x"]
-    for words in (["trace", "../runs/x"], ["evaluate", "--run", "../runs/x"], resumed):
-        assert halfstep(*words).returncode == 0, words
-
-
 def test_explain_and_env(halfstep):
     text = halfstep("explain", "fp16-mixed", "params=bf16,master=bf16", "--device", "cpu").stdout
     assert "simulated" in text

@@ -19,7 +19,6 @@ from halfstep.trainer.run import (
     execute,
     is_run,
     keeping_policy,
-    reached,
     require_fresh,
     require_resumable,
     run_config,
@@ -111,7 +110,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
     wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
-    wanted = reached(with_run_folder(wanted, Path(saved.run.output_dir)), path)
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

@@ -9,7 +9,6 @@ Shapes: C width, H heads, D width of a head (C = H D).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -24,21 +23,9 @@ from halfstep.trainer.models.pretrained import (
     WEIGHTS,
     new_folder,
     require_finite,
+    require_library,
 )
-from halfstep.trainer.models.shapes import GPTConfig
 
-_KEYS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "n_positions": "block_size",
-    "vocab_size": "vocab_size",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "attn_pdrop": "dropout",
-    "embd_pdrop": "dropout",
-    "resid_pdrop": "dropout",
-}
-"""Key of ``config.json`` to the field of GPTConfig. **Source:** ``transformers.GPT2Config``."""
 _PARTS = {
     "attn_norm": "ln_1",
     "attn.qkv": "attn.c_attn",
@@ -78,36 +65,24 @@ def save_gpt2(
     Raises:
         CheckpointError: If the folder cannot be written, or a weight is not finite in ``dtype``.
     """
-    tensors = {}
+    shape, tensors = model.config, {}
+    # only GPT-2's vocabulary has <|endoftext|> at 50256, where transformers assumes it
+    end = 50256 if shape.vocab_size == 50257 else None
+    config = require_library("transformers").GPT2Config(
+        n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
+        n_positions=shape.block_size, vocab_size=shape.vocab_size,
+        layer_norm_epsilon=shape.layer_norm_eps, attn_pdrop=shape.dropout,
+        embd_pdrop=shape.dropout, resid_pdrop=shape.dropout, bos_token_id=end, eos_token_id=end,
+        architectures=["GPT2LMHeadModel"], dtype=dtype,
+    )  # fmt: skip
     for name, parameter in model.named_parameters():
         theirs = f"transformer.{hf_name(name)}"
-        tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
+        tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", dtype)
         require_finite(tensor, Path(folder), theirs)
         tensors[theirs] = tensor.contiguous()
     with new_folder(Path(folder)) as temporary:
-        write_gpt2_config(temporary / "config.json", model.config, dtype)
+        config.save_pretrained(temporary)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-
-
-def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Write what ``transformers`` needs to build the same network, with weights of this dtype."""
-    # Only GPT-2's vocabulary has <|endoftext|> at 50256; by default, transformers assumes it there.
-    end_of_text = 50256 if config.vocab_size == 50257 else None
-    content = {
-        "architectures": ["GPT2LMHeadModel"],
-        **{key: getattr(config, ours) for key, ours in _KEYS.items()},
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": str(dtype).removeprefix("torch."),
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,
-    }
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def hf_name(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -279,15 +278,7 @@ class TrainedLM(Trained):
         self.open(use)
         if not (use.prompt or self.template == "plain"):
             raise ConfigError("--prompt is empty; give what the model is to answer")
-        around: AbstractContextManager[None] = nullcontext()
-        if use.base:
-            if not isinstance(self.model, LoraLM):
-                raise ConfigError(
-                    f"--base: {self.path} trained all weights and has no adapter; leave it out"
-                )
-            around = self.model.model.disable_adapter()
-        with around:
-            return self.answer(use.prompt, **use.drawing)
+        return self.answer(use.prompt, **use.drawing)
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""

@@ -161,8 +161,6 @@ class TrainedText(Trained):
 
     def generate(self, use: Generating) -> str:
         """Return the prompt and its continuation; without a prompt, start a new document."""
-        if use.base:
-            raise ConfigError("--base is for LoRA runs of finetune lm; leave it out")
         self.open(use)
         tokenizer = self.tokenizer
         end = tokenizer.end_of_text
