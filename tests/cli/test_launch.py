@@ -26,7 +26,7 @@ def test_options_of_torchrun_stand_behind_two_dashes():
     _, request = read_words(words)
     assert (request.words, request.launcher) == (words[:6], ["--max-restarts", "3", "--", "x"])
     assert request.start.nproc == 2
-    assert read_words(["formats", "--", "-1"])[1].values == ("-1",)
+    assert read_words(["explain", "--", "-1"])[1].policies == ("-1",)
 
 
 def test_ranks_get_the_command_without_nproc():
