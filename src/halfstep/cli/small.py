@@ -52,7 +52,6 @@ def run(arguments: Explain | Doctor | Estimate | Report | Replay) -> int:
 
 
 def _explain(arguments: Explain) -> None:
-    """Print what each policy means, or one line for every policy."""
     device = choose_device(arguments.device)
     if arguments.policies:
         print("\n\n".join(str(explain(text, device)) for text in arguments.policies))
@@ -69,7 +68,6 @@ def _explain(arguments: Explain) -> None:
 
 
 def _doctor(arguments: Doctor) -> None:
-    """Print which policy each device is good for; in JSON also what is installed here."""
     live = [is_live(name) for name in arguments.device]
     every = [
         diagnose(choose_device(name)) if here else diagnose_named(name)
@@ -88,7 +86,6 @@ def _doctor(arguments: Doctor) -> None:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """Format a diagnosis: what to take and why, and the formats."""
     rows = [("format", "hardware", "halfstep")]
     for row in found["forms"]:
         rows.append((row["form"], row["status"], row["here"] or "-"))
@@ -101,7 +98,6 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _estimate(arguments: Estimate) -> None:
-    """Print a table of the memory's parts under each policy."""
     if arguments.params and arguments.config:
         raise ConfigError("--params and --config: give one of them")
     layout = Layout.parse(arguments.parallel)
@@ -137,7 +133,6 @@ def _estimate(arguments: Estimate) -> None:
 
 
 def _report(arguments: Report) -> None:
-    """Read the runs, write the page, and print each run's verdict."""
     if not arguments.runs:
         raise ConfigError("halfstep report RUN [RUN ...]: give the folder of a run, or of several")
     folders = [Path(name) for name in arguments.runs]

@@ -75,7 +75,6 @@ def _train(
 
 
 def _requested(request: Request) -> BaseConfig:
-    """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
         named = request.given.get("run.output_dir")
         if named is None:
@@ -98,7 +97,6 @@ def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
 
 
 def _resumed(request: Request, path: Path) -> BaseConfig:
-    """Load the configuration with which to resume the run in ``path``."""
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:

@@ -51,7 +51,6 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
 
 
 def _evaluate(arguments: Evaluating) -> None:
-    """Print how good a model is: loss and perplexity, or a classifier's report."""
     trained = open_trained(arguments)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
@@ -61,7 +60,6 @@ def _evaluate(arguments: Evaluating) -> None:
 
 
 def _predict(arguments: Predicting) -> None:
-    """Write the label and probability of every text as JSON lines."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # JSON lines are UTF-8, whatever the terminal uses
         sys.stdout.reconfigure(encoding="utf-8")
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)

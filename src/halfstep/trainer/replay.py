@@ -88,7 +88,6 @@ class Capturing:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the generators of Python and NumPy, as JSON has them."""
     kind, keys, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
@@ -219,7 +218,6 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:
-    """Take the session's next step, and compare it with what was found before."""
     judged: list[Judged] = []
     session.precision.outcome.on_incurable = judged.append
     weights = {name: value.clone() for name, value in session.precision.masters.items()}
@@ -242,7 +240,6 @@ def _take(session: Session, before: Finding, own: str) -> Replayed:
 
 
 def _config(table: object, where: Path) -> TrainConfig:
-    """The configuration in a capture, which may come from anywhere."""
     try:
         config = config_from_table(table) if isinstance(table, dict) else None
     except HalfstepError as error:

@@ -338,7 +338,6 @@ def execute(
 
 
 def _introduce(session: Session, say: Say) -> None:
-    """Tell the user what is trained, on which device, in which layout and arithmetic."""
     config, support, size = session.config, session.precision.support, session.world.size
     layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
@@ -356,7 +355,6 @@ def _introduce(session: Session, say: Say) -> None:
 
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
-    """Restore a new session from its run's newest checkpoint, and tell the user."""
     notes: list[str] = []
     before, now = run_config(path, notes).precision, session.config.precision
     for note in notes:

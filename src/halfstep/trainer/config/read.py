@@ -79,7 +79,6 @@ def build(
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Convert a TOML value or a command-line string to a field's type, or raise ConfigError."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (UnionType, Annotated):  # X | None, or X in a range
         return _convert(value, parts[0], where)

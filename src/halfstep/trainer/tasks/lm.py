@@ -99,7 +99,6 @@ class LMTask(FinetuneTask):
         self.deal(config, self.data.train_rows.lengths)
 
     def _adapt(self, config: LMConfig) -> None:
-        """Add adapters, which alone are trained then, if the configuration has any."""
         choice = config.model
         if choice.lora_r:
             self.leaves = "adapter"

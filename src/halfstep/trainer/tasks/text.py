@@ -209,7 +209,6 @@ class TrainedText(Trained):
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the model's shape with the tokenizer's vocabulary."""
     size = tokenizer.vocab_size
     if config.model.vocab_size not in (0, size):
         raise ConfigError(
