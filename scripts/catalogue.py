@@ -14,14 +14,14 @@ from babel.messages.extract import extract_from_dir
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
-from halfstep.diagnostics.nonfinite.cause import CHANGES, REMEDIES, remedy_of
+from halfstep.diagnostics.nonfinite.cause import OF_OPERATION, REMEDIES, remedy_of
 
 REPORT = Path(__file__).parents[1] / "src/halfstep/report"
 PO = REPORT / "locale/zh/LC_MESSAGES/halfstep.po"
 MO = PO.with_suffix(".mo")
 METHODS = [("**.py", "python"), ("templates/**.j2", "jinja2")]
-WIDER = [remedy_of(name, "fp16") for name, change in CHANGES.items() if change == "range"]
-QUOTED = (*REMEDIES, *REMEDIES.values(), *WIDER)
+WIDER = [remedy_of(name, "fp16") for name in REMEDIES]
+QUOTED = (*REMEDIES, *REMEDIES.values(), *OF_OPERATION.values(), *WIDER)
 """What other packages say and a page translates."""
 
 

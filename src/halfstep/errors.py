@@ -1,8 +1,8 @@
 """Every error that halfstep raises on purpose.
 
-Each message says what is wrong, what was found, what is allowed and what to do. The command line
-prints it on one line and leaves with the class's ``exit_code``; a library user catches
-:class:`HalfstepError` or one of its children.
+Each message says in one line what is wrong, what was found, what is allowed and what to do; that of
+a NaN has four: the loss, its first cause, what to do, what to type. The command line leaves with
+the class's ``exit_code``; a library user catches :class:`HalfstepError` or one of its children.
 """
 
 from __future__ import annotations

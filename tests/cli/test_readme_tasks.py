@@ -47,7 +47,7 @@ OUTCOMES = {
     ),
     "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
     "nan": (
-        [r"first cause: .* of layers\.", "to do: lower the learning rate"],
+        [r"first cause: .* of layers\.", "to do: ", "try: the same command with --precision bf16"],
         ["runs/nan/report.html"],
     ),
     "policy": (

@@ -1,4 +1,7 @@
-"""Planted faults: cause, operation, module and remedy are right; healthy runs have none."""
+"""Planted faults: cause, operation, module, remedy and samples are right; healthy runs have none.
+
+A program is healthy if its loss and all gradients are finite, which each test looks up itself.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,16 @@ import pytest
 import torch
 
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
+from diagnostics.small_programs import FAULTS as SMALL, HEALTHY
 from halfstep import Precision, PrecisionError, first_cause
+
+
+def under(policy, model):
+    """The model, or a Precision of it at a loss scale of 1."""
+    if not policy:
+        return model
+    spec = policy + (",init_scale=1" if policy.startswith("fp16") else "")
+    return Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -14,17 +26,41 @@ def test_a_planted_fault_is_named_with_its_remedy(fault):
     torch.manual_seed(0)
     model, batch = MAKERS[fault.model](), batch_for(fault.model)
     fault.plant(model, batch)
-    spec = fault.policy + (",init_scale=1" if fault.policy.startswith("fp16") else "")
-    precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = fault.loss or (lambda model, batch: loss_of(fault.model, model, batch))
-    cause = first_cause(precision, lambda: loss(model, batch))
+    precision = under(fault.policy, model)
+    cause = first_cause(precision, lambda batch: loss_of(fault.model, model, batch), batch)
     assert cause is not None
     told = f"{cause}"
     assert cause.cause_class == fault.cause_class, told
     assert cause.op.startswith(fault.op), told
     assert cause.direction == fault.direction, told
     assert fault.remedy in cause.remedy, told
+    assert cause.samples == fault.samples, told
     assert fault.module is None or cause.module == fault.module, told
+
+
+@pytest.mark.parametrize("program", [*SMALL, *HEALTHY], ids=lambda program: program.name)
+@pytest.mark.filterwarnings("ignore:std\\(\\)")
+def test_what_is_said_of_a_small_program(program):
+    torch.manual_seed(0)
+    model = program.model()
+    precision = under(program.policy, model)
+    cause = first_cause(precision, lambda batch: program.loss(model, batch), program.batch)
+    told, (op, cause_class, remedy) = f"{cause}", program.told
+    if cause is None:
+        assert not op
+    else:
+        assert cause.op.startswith(op or "none"), told
+        assert cause.cause_class == cause_class, told
+        assert remedy in cause.remedy, told
+        assert ("fp32" not in cause.remedy) or cause.dtype == torch.float16, told
+        assert cause.samples == program.samples, told
+        assert program.module in (None, cause.module), told
+        assert "small_programs.py:" in cause.source or cause.module or cause_class.startswith("eps")
+    with precision.autocast() if program.policy else torch.enable_grad():
+        value = program.loss(model, program.batch)
+    value.backward()
+    ends = [value, *(p.grad for p in model.parameters() if p.grad is not None), *model.parameters()]
+    assert all(bool(end.isfinite().all()) for end in ends) is (cause is None), told
 
 
 @pytest.mark.covering

@@ -190,3 +190,26 @@ def test_so_it_is_with_weights_of_16_bits(pool2, layout, policy, name):
         return
     for _, step in broken_steps(pool2, layout, policy, policy, name, "gradient"):
         assert (step["error"], step["cause"]) == ("NonFiniteError", "gradients")
+
+
+def losses_that_break(rank, values):
+    """The message of a step whose loss is multiplied by each rank's value."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        precision.step(model(torch.ones(2, 4)).square().mean() * values[rank])
+    except HalfstepError as error:
+        return str(error).partition(" before any gradient")[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ((1.0, math.inf), "rank 1's loss is inf"),
+        ((math.nan, 1.0), "rank 0's loss is nan"),
+        ((math.nan, math.nan), "the loss is nan on every rank"),
+    ],
+)
+def test_the_rank_whose_loss_is_not_finite_is_named_by_all(pool2, values, told):
+    assert pool2.run(losses_that_break, values=values) == [told, told]

@@ -151,3 +151,28 @@ def test_another_device_is_refused():
                 run(ENTRIES[name], **{operand: ENTRIES[name].given[operand].to("meta")})
 
     every(OPERANDS, check)
+
+
+def test_nothing_at_all_is_no_result_or_refused():
+    """Of no rows, and of no columns: nothing is read where nothing is."""
+
+    def check(name, operand, size):
+        given = ENTRIES[name].given[operand]
+        empty = given.new_zeros(size[: given.ndim])
+        with contextlib.suppress(
+            PrecisionError, TypeError, ValueError, ArithmeticError, LookupError
+        ):
+            assert all(part.isfinite().all() for part in run(ENTRIES[name], **{operand: empty}))
+
+    every(((*case, size) for case in OPERANDS for size in ((0, C), (N, 0), (0, 0, 0, 0))), check)
+
+
+@pytest.mark.parametrize("target", [-1, C, 2**40, -(2**63)])
+def test_a_target_out_of_range_is_refused(target):
+    """It would be read far outside of the logits."""
+    wrong = torch.where(torch.arange(N) == 7, target, TARGETS)
+    for name in ("cross-entropy", "cross-entropy in place"):
+        with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
+            run(ENTRIES[name], targets=wrong)
+    ignored = rows.cross_entropy(numbers(N, C), torch.full((N,), target), target)
+    assert not ignored.any()

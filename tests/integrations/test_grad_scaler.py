@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import GradScaler
 from halfstep.integrations import grad_scaler
-from integrations.scaler_side import Plain, TakesScaler
+from integrations.lockstep import Plain, TakesScaler
 
 INF, NAN = math.inf, math.nan
 OPTIMIZERS = {

@@ -1,7 +1,6 @@
 """halfstep.GradScaler with its options off IS torch.amp.GradScaler: random programs in lock-step.
 
-``lockstep.py`` describes the programs. Below, faults are planted in copies of the scaler, one of
-each kind at a time, to show that the same programs would find them.
+``lockstep.py`` describes the programs.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import pytest
 import torch
 
 from halfstep import GradScaler
-from integrations.lockstep import first_difference
-from integrations.scaler_side import outcome
+from integrations.lockstep import first_difference, outcome
 
 PROGRAMS = 480
 TORCH = torch.amp.GradScaler

@@ -269,8 +269,20 @@ def test_a_loss_that_is_nan_stops_with_its_cause(name):
         fit(plugin, model)
     assert caught.value.cause == "forward"
     assert same(weights(model), model.kept)
-    assert "First cause: not finite in the input data: aten.mul.Tensor" in str(caught.value)
-    assert caught.value.first_cause.cause_class == "literal not finite"
+    _, first, to_do, typed = str(caught.value).splitlines()
+    assert first.startswith("first cause: literal not finite: aten.mul.Tensor in fp")
+    assert to_do.startswith("to do: replace the literal")
+    assert typed == "try: print(error.first_cause)"
+
+
+def test_the_row_that_breaks_a_batch_is_named():
+    data = batches()
+    data.tensors[0][BATCH + 2, 0] = math.nan
+    run = trainer(HalfstepPrecision("bf16-mixed"))
+    with pytest.raises(NonFiniteError, match="; sample 2\n") as caught:
+        run.fit(Regression(), DataLoader(data, batch_size=BATCH))
+    assert caught.value.first_cause.samples == (2,)
+    assert caught.value.first_cause.cause_class == "data not finite"
 
 
 def test_no_step_where_training_step_gives_none():

@@ -216,15 +216,39 @@ def keep(held):
     return Keep()
 
 
+class OneRow(AlwaysNaN):
+    """Breaks rows whose first token is 3, of which there is one in the second batch."""
+
+    def forward(self, input_ids, labels):
+        steep = (input_ids[:, :1] == 3) * 200.0
+        logits = self.linear(input_ids.float()) + steep.exp()
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def test_the_first_cause_is_found_by_running_the_batch_again(tmp_path):
     trainer = made(tmp_path, model=AlwaysNaN(lambda call: call >= 3))
     attach(trainer)
-    with pytest.raises(NonFiniteError, match=r"First cause: overflow: aten\.mul") as e:
+    with pytest.raises(NonFiniteError, match=r"\nfirst cause: overflow: aten\.mul") as e:
         trainer.train()
     assert "step 4: the loss is nan:" in str(e.value)
-    assert "to do: " in str(e.value)
+    assert [line.partition(": ")[0] for line in str(e.value).splitlines()[1:]] == [
+        "first cause", "to do", "try"]  # fmt: skip
     assert e.value.first_cause.micro_batches == 1
+    assert e.value.first_cause.samples == ()  # every row
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_the_row_that_breaks_a_batch_is_named(tmp_path):
+    trainer = made(tmp_path, model=OneRow())
+    seen = []
+    callback = attach(trainer)
+    step = callback.training_step
+    trainer.training_step = lambda model, inputs, *more: (
+        seen.append(inputs["input_ids"]), step(model, inputs, *more))[1]  # fmt: skip
+    with pytest.raises(NonFiniteError, match=r"\nfirst cause: overflow: aten\.exp") as e:
+        trainer.train()
+    rows = (seen[-1][:, 0] == 3).nonzero().view(-1).tolist()
+    assert list(e.value.first_cause.samples) == rows
 
 
 @pytest.mark.parametrize(("value", "clip"), [(INF, 1.0), (NAN, 0.0)])

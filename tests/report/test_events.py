@@ -33,7 +33,7 @@ def test_kinds(folder, reason, more, kind):
 def test_overflows_are_told_together_and_the_others_one_by_one(folder):
     lines = [line(1, applied=False, calibrating=True, skip_reason="overflow", loss_scale=2048.0)]
     lines += [line(s, applied=False, skip_reason="overflow", loss_scale=2.0**s) for s in (4, 8)]
-    cause = "overflow in a product: aten.mm"
+    cause = "overflow in a matmul: aten.mm"
     lines += [line(9, applied=False, skip_reason="nonfinite_loss", first_cause=cause)]
     lines += [line(20, loss=300.0, applied=False, skip_reason="loss_spike")]
     run = read_run(folder([*lines, line(30)]))

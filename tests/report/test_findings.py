@@ -193,13 +193,13 @@ def test_fp32_masters_lose_nothing_that_another_format_would_keep(folder, policy
 def test_the_first_cause_and_its_remedy_in_both_languages(folder):
     lines = [line(s) for s in range(1, 10)]
     path = folder([*lines, line(10, applied=False, skip_reason="forward")], steps=99)
-    cause = {"step": 10, "cause_class": "overflow in a residual sum", "module": "layers.3"}
+    cause = {"step": 10, "cause_class": "overflow in a sum", "module": "layers.3"}
     cause |= {"op": "aten.add.Tensor", "remedy": "x.float() + y.float()"}
     (path / "causes.jsonl").write_text(json.dumps(cause) + "\n")
     (found,) = findings(read_run(path))
-    assert found.text("en").endswith("overflow in a residual sum, in layers.3 (aten.add.Tensor)")
+    assert found.text("en").endswith("overflow in a sum, in layers.3 (aten.add.Tensor)")
     assert found.remedy("en") == "To do: x.float() + y.float()."
-    assert "残差相加溢出" in found.text("zh")
+    assert "求和溢出" in found.text("zh")
     assert "x.float() + y.float()" in found.remedy("zh")
     cause["remedy"] = remedy_of(cause["cause_class"], "fp16")
     (path / "causes.jsonl").write_text(json.dumps(cause) + "\n")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune as pruning
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import prune as pruning
 
 from strangers.loops import HalfLoop, Idiom, Kit, Loop, flat
 
@@ -117,13 +115,6 @@ def plain(kit: Kit) -> None:
 
 
 @idiom
-def adamw(kit: Kit) -> None:
-    model = mlp()
-    loop = kit.take(model, kit.adamw(model.parameters()))
-    train(loop)
-
-
-@idiom
 def accumulate(kit: Kit) -> None:
     loop = usual(kit)
     for number in range(STEPS):
@@ -140,15 +131,12 @@ def clip_by_argument(kit: Kit) -> None:
         loop.step(max_norm=0.2)
 
 
-@between
-def clip_grad_norm(loop: Loop, number: int, kit: Kit) -> None:
-    kit.seen.append(float(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)))
-
-
-@between
-def unscale_then_clip(loop: Loop, number: int, kit: Kit) -> None:
-    loop.unscale_()
-    nn.utils.clip_grad_norm_(loop.model.parameters(), 0.2)
+@idiom
+def hook_from_before_that_clips(kit: Kit) -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+    train(kit.take(model, kit.sgd(model.parameters())))
 
 
 @by_loss
@@ -185,18 +173,6 @@ def sharpness_aware(kit: Kit) -> None:
 
 
 @idiom
-def best_model_by_deepcopy(kit: Kit) -> None:
-    loop = usual(kit)
-    train(loop, range(3))
-    best = copy.deepcopy(loop.model)
-    train(loop, range(3, STEPS))
-    kit.trained.append(best)
-    kit.start.append(kit.start[0])
-    with torch.no_grad():
-        kit.seen.append(float(loss_of(best, 0)))
-
-
-@idiom
 def averaged_model(kit: Kit) -> None:
     loop = usual(kit)
     # torch's other way, a fused kernel, takes no average of another dtype than the weights'
@@ -208,9 +184,6 @@ def averaged_model(kit: Kit) -> None:
         average.update_parameters(loop.model)
     kit.trained.append(average.module)
     kit.start.append(kit.start[0])
-
-
-# --- optimizers, schedules, freezing --------------------------------------------------------------
 
 
 # --- several models -------------------------------------------------------------------------------
@@ -250,27 +223,6 @@ def gan(kit: Kit) -> None:
 def of(kit: Kit, model: nn.Module, lr: float = 0.05) -> None:
     loop = kit.take(model, kit.sgd(model.parameters(), lr=lr))
     train(loop)
-
-
-@idiom
-def checkpointed(kit: Kit) -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = checkpoint(self.body[:2], x, use_reentrant=False)
-            return self.body[2](hidden)
-
-    of(kit, Again(), 0.1)
-
-
-@idiom
-def spectral_norm(kit: Kit) -> None:
-    model = mlp()
-    model[0] = parametrizations.spectral_norm(model[0], n_power_iterations=5)
-    of(kit, model)
 
 
 @idiom
@@ -464,33 +416,6 @@ def back_to_a_file(kit: Kit) -> None:
             loop.model.load_state_dict(model)
             loop.optimizers[0].load_state_dict(optimizer)
             loop.load(more)
-
-
-# --- more kinds of modules ------------------------------------------------------------------------
-
-
-@idiom
-def experts(kit: Kit) -> None:
-    """Routed rows are written, and added, into fresh fp32 tensors."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(8, 3)
-            self.experts = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights, chosen = self.gate(x).softmax(-1).topk(3, -1)
-            mixed, written = torch.zeros(16, 2), x.new_zeros(16, 2)
-            for number, expert in enumerate(self.experts):
-                row, rank = torch.where(chosen == number)
-                mixed.index_add_(0, row, expert(x[row]) * weights[row, rank, None])
-                mine = torch.arange(16) % 3 == number
-                written[mine] = expert(x[mine])
-            return mixed + written.scatter_add(0, torch.zeros(1, 2).long(), expert(x[:1]))
-
-    torch.manual_seed(0)
-    of(kit, Experts(), 0.02)
 
 
 # --- slips ----------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 import halfstep
 from halfstep.errors import HalfstepError
+from halfstep.precision.masters.accumulation import graph_leaves
 
+BF16, F16 = torch.bfloat16, torch.float16
 POLICIES = (
     "fp32",
     "bf16-mixed",
@@ -39,18 +41,22 @@ POLICIES = (
 class Loop:
     """A model and its optimizers in a training loop of plain torch."""
 
-    def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: list[Optimizer], average: float | None = None
+    ) -> None:
         self.model = model
         self.optimizers = optimizers
+        self.average = halfstep.EMA(model, average) if average else None
 
     def autocast(self) -> Any:
         return contextlib.nullcontext()
 
+    def around(self) -> Any:
+        """A context for the whole loop, where a policy's may be so."""
+        return contextlib.nullcontext()
+
     def backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
-
-    def unscale_(self) -> None:
-        pass
 
     def discard(self) -> None:
         for optimizer in self.optimizers:
@@ -63,30 +69,141 @@ class Loop:
         for optimizer in self.optimizers:
             optimizer.step()
         self.discard()
+        if self.average is not None:
+            keep, averages = self.average.decay, self.average.averages
+            for name, p in self.model.named_parameters():
+                if name in averages:
+                    averages[name] = keep * averages[name] + (1 - keep) * p.detach()
+
+    def skipped_step(self) -> None:
+        """A step whose gradients are not finite."""
+        self.discard()
+
+    def averaged(self) -> Any:
+        assert self.average is not None
+        return self.average.applied_to(self.model)
 
     def state(self) -> Any:
-        return {}
+        return copy.deepcopy({"average": self.average.state_dict() if self.average else {}})
 
     def load(self, state: Any) -> None:
-        pass
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+
+class ByHand(Loop):
+    """What a policy is, written out in plain torch.
+
+    Casts are those of ``halfstep.autocast``, which other tests hold to their table. 16-bit weights
+    are fp32 tensors of values that 16 bits hold, beside what the policy keeps of their masters.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], policy: str, **o: Any):
+        super().__init__(model, optimizers, **o)
+        self.policy = halfstep.parse_policy(policy)
+        self.stored, compute = self.policy.param_dtype, self.policy.compute_dtype
+        self.casts = {F16: "fp16-mixed", BF16: "bf16-mixed"}.get(compute, "fp32")
+        self.scale = 256.0 if compute == F16 else 1.0
+        self.masters: dict[Tensor, Tensor] = {}
+        if self.stored != torch.float32:
+            kept = {
+                p for m in model.modules() if isinstance(m, nn.BatchNorm1d) for p in m.parameters()
+            }
+            self.low = [p for p in model.parameters() if p not in kept]
+            self.masters = {p: p.data.clone() for p in self.low}
+            self.show()
+            model.register_forward_pre_hook(lambda *_: self.adopt())
+
+    def show(self) -> None:
+        for p, master in self.masters.items():
+            p.data = master.to(self.stored).float()
+
+    @torch.inference_mode(False)
+    def adopt(self) -> None:
+        """What the program has written is a 16-bit number, and is the master."""
+        for p, master in self.masters.items():
+            p.data = p.data.to(self.stored).float()
+            self.masters[p] = master.where(master.to(self.stored) == p.data, p.data)
+
+    def autocast(self) -> Any:
+        return halfstep.autocast(self.casts, "cpu")
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        handles = [leaf.register_hook(lambda g: g / self.scale) for leaf in graph_leaves(loss)]
+        with self.autocast().arithmetic():
+            (loss.float() * self.scale).backward(**options)
+        for handle in handles:
+            handle.remove()
+
+    def skipped_step(self) -> None:
+        super().skipped_step()
+        self.scale /= 2
+
+    def step(self, max_norm: float | None = None) -> None:
+        self.adopt()
+        for p, master in self.masters.items():
+            p.data = master
+        pure = self.low if self.masters and self.policy.is_pure else []
+        self.convert(pure, self.stored)
+        super().step(max_norm)
+        self.convert(pure, torch.float32)
+        for p in self.masters:
+            chance = self.policy.update == "stochastic"
+            self.masters[p] = rounded_by_chance(p.data, 16) if chance else p.data.clone()
+            dropped = {"bf16": 16, "8bit": 20}.get(self.policy.moments)
+            for value in self.moments(p).values() if dropped else ():
+                value.copy_(rounded_by_chance(value, dropped))
+        self.show()
+
+    def convert(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+        for p in parameters:
+            gradient, p.grad = p.grad, None
+            p.data = p.data.to(dtype)
+            p.grad = None if gradient is None else gradient.to(dtype)
+            for value in self.moments(p).values():
+                value.data = value.data.to(dtype)
+
+    def moments(self, p: nn.Parameter) -> dict[str, Tensor]:
+        states = [optimizer.state.get(p, {}) for optimizer in self.optimizers]
+        return {k: v for s in states for k, v in s.items() if isinstance(v, Tensor) and v.dim()}
+
+    def state(self) -> Any:
+        self.adopt()
+        names = {p: name for name, p in self.model.named_parameters()}
+        masters = {names[p]: master for p, master in self.masters.items()}
+        return copy.deepcopy({**super().state(), "masters": masters, "scale": self.scale})
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        self.scale = state["scale"]
+        held = dict(self.model.named_parameters())
+        self.masters = {held[name]: master for name, master in state["masters"].items()}
+        self.show()
+
+
+def rounded_by_chance(x: Tensor, bits: int) -> Tensor:
+    """Up or down to a neighbour that has the last ``bits`` of an fp32 number's bits 0."""
+    noise = torch.randint(0, 2**bits, x.shape, dtype=torch.int32)
+    return (x.view(torch.int32) + noise).bitwise_and(-(2**bits)).view(torch.float32)
 
 
 class HalfLoop(Loop):
     """The same under a policy."""
 
-    def __init__(self, model: nn.Module, optimizers: list[Optimizer], policy: str) -> None:
-        super().__init__(model, optimizers)
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], policy: str, **o: Any):
+        super().__init__(model, optimizers, **o)
         chosen = optimizers if len(optimizers) != 1 else optimizers[0]
-        self.precision = halfstep.Precision(policy, model, chosen)
+        skips = {"on_nonfinite": "skip:9", "ema": self.average} if self.average else {}
+        self.precision = halfstep.Precision(policy, model, chosen, **skips)
 
     def autocast(self) -> Any:
         return self.precision.autocast()
 
+    def around(self) -> Any:
+        return self.precision.autocast()
+
     def backward(self, loss: Tensor, **options: Any) -> None:
         self.precision.backward(loss, **options)
-
-    def unscale_(self) -> None:
-        """Do nothing: ``p.grad`` is unscaled already."""
 
     def discard(self) -> None:
         self.precision.discard()
@@ -95,11 +212,15 @@ class HalfLoop(Loop):
         result = self.precision.step(max_norm=max_norm)
         assert result.applied, f"a step was skipped that fp32 takes: {result.reason}"
 
+    def skipped_step(self) -> None:
+        assert not self.precision.step().applied, "a step of an infinite gradient was applied"
+
     def state(self) -> Any:
-        return copy.deepcopy(self.precision.state_dict())
+        return {**super().state(), "precision": copy.deepcopy(self.precision.state_dict())}
 
     def load(self, state: Any) -> None:
-        self.precision.load_state_dict(state)
+        super().load(state)
+        self.precision.load_state_dict(state["precision"])
 
 
 @dataclass
@@ -108,33 +229,38 @@ class Kit:
 
     Attributes:
         policy: None for plain torch.
+        by_hand: Whether the policy's definition is written out in plain torch.
         trained: What was trained, in the order it was taken.
         seen: Numbers that the idiom read on its way, such as norms of gradients.
     """
 
     policy: str | None = None
+    by_hand: bool = False
     trained: list[nn.Module] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
     start: list[Tensor] = field(default_factory=list)
 
-    def _own(self) -> bool:
-        return self.policy is not None and (halfstep.parse_policy(self.policy).needs_own_optimizer)
+    def own(self) -> bool:
+        if self.policy is None or self.by_hand:
+            return False
+        return halfstep.parse_policy(self.policy).needs_own_optimizer
 
     def sgd(self, params: Iterable[Any], **options: Any) -> Optimizer:
-        kind: Any = halfstep.optim.SGD if self._own() else torch.optim.SGD
+        kind: Any = halfstep.optim.SGD if self.own() else torch.optim.SGD
         return kind(params, **{"lr": 0.1, "momentum": 0.9, **options})
 
     def adamw(self, params: Iterable[Any], **options: Any) -> Optimizer:
-        kind: Any = halfstep.optim.AdamW if self._own() else torch.optim.AdamW
+        kind: Any = halfstep.optim.AdamW if self.own() else torch.optim.AdamW
         # an eps that fp16 holds, and that keeps noise in tiny gradients from being amplified
         return kind(params, **{"lr": 0.01, "eps": 1e-3, **options})
 
-    def take(self, model: nn.Module, *optimizers: Optimizer) -> Loop:
+    def take(self, model: nn.Module, *optimizers: Optimizer, average: float | None = None) -> Loop:
         self.trained.append(model)
         self.start.append(flat(model))
         if self.policy is None:
-            return Loop(model, [*optimizers])
-        return HalfLoop(model, [*optimizers], self.policy)
+            return Loop(model, [*optimizers], average)
+        kind = ByHand if self.by_hand else HalfLoop
+        return kind(model, [*optimizers], self.policy, average=average)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -161,9 +287,9 @@ class Outcome:
     seen: tuple[float, ...]
 
 
-def run(idiom: Idiom, policy: str | None) -> Outcome:
+def run(idiom: Idiom, policy: str | None, by_hand: bool = False) -> Outcome:
     torch.manual_seed(0)
-    kit = Kit(policy)
+    kit = Kit(policy, by_hand)
     idiom(kit)
     weights = torch.cat([flat(model) for model in kit.trained])
     start = torch.cat(kit.start)

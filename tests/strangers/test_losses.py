@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import halfstep
 from every import every
-from strangers.loops import POLICIES
+from strangers.loops import POLICIES, HalfLoop, Loop
 from strangers.losses import Beside, Prepare
 
 pytestmark = pytest.mark.strangers
@@ -51,48 +51,31 @@ def optimizer_of(model: nn.Module, kind: str, policy: str = "fp32") -> torch.opt
     )
 
 
-def plain(kind: str, prepare: Prepare) -> list[float]:
-    """A calm program in plain torch: accumulation, clipping, a schedule by hand."""
-    model = network()
-    optimizer = optimizer_of(model, kind)
-    prepare(model)
-    losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for part in range(MICRO_BATCHES):
-            x, y = batch(MICRO_BATCHES * step + part)
-            loss = F.cross_entropy(model(x), y) / MICRO_BATCHES
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.97
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
 Fault = Callable[[nn.Sequential], None]
 """Something that goes wrong with the gradients, before they are clipped."""
 
 
-def halved(
-    kind: str, policy: str, fault: Fault | None = None, *, clip: bool = True, twice: bool = False
-) -> list[float]:
-    """The same program under a policy; ``twice``: a step's last micro-batch counts twice."""
+def train(
+    kind: str, policy: str | None, prepare: Prepare | None = None, fault: Fault | None = None,
+    *, clip: bool = True, twice: bool = False,
+) -> list[float]:  # fmt: skip
+    """A calm program: accumulation, clipping, a schedule by hand; in plain torch without a policy.
+
+    ``twice``: a step's last micro-batch counts twice.
+    """
     model = network()
-    optimizer = optimizer_of(model, kind, policy)
-    precision = halfstep.Precision(policy, model, optimizer)
+    optimizer = optimizer_of(model, kind, policy or "fp32")
+    loop = Loop(model, [optimizer]) if policy is None else HalfLoop(model, [optimizer], policy)
+    if prepare is not None:
+        prepare(model)
     losses = []
     for step in range(STEPS):
         total = 0.0
-        parts = [*range(MICRO_BATCHES), *([MICRO_BATCHES - 1] if twice else [])]
-        for count, part in enumerate(parts):
+        for count, part in enumerate([*range(MICRO_BATCHES), *[MICRO_BATCHES - 1] * twice]):
             x, y = batch(MICRO_BATCHES * step + part)
-            with precision.autocast():
+            with loop.autocast():
                 loss = F.cross_entropy(model(x), y) / MICRO_BATCHES
-            precision.backward(loss)
+            loop.backward(loss)
             total += loss.item() if count < MICRO_BATCHES else 0.0
         if fault is not None:
             fault(model)
@@ -100,14 +83,14 @@ def halved(
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] *= 0.97
-        assert precision.step().applied
+        loop.step()
         losses.append(total)
     return losses
 
 
 @cache
 def beside(kind: str) -> Beside:
-    return Beside(partial(plain, kind))
+    return Beside(partial(train, kind, None))
 
 
 def last_layer_doubled(model: nn.Sequential) -> None:
@@ -130,12 +113,12 @@ def one_gradient_lost(model: nn.Sequential) -> None:
 
 
 FAULTS: dict[str, Callable[[str, str], list[float]]] = {
-    "gradients of one group doubled": partial(halved, fault=last_layer_doubled),
-    "clipping lost": partial(halved, clip=False),
-    "a loss scale left in": partial(halved, fault=scale_left_in),
-    "a layer that never moves": partial(halved, fault=a_layer_never_moves),
-    "a gradient that is lost": partial(halved, fault=one_gradient_lost),
-    "a micro-batch counted twice": partial(halved, twice=True),
+    "gradients of one group doubled": partial(train, fault=last_layer_doubled),
+    "clipping lost": partial(train, clip=False),
+    "a loss scale left in": partial(train, fault=scale_left_in),
+    "a layer that never moves": partial(train, fault=a_layer_never_moves),
+    "a gradient that is lost": partial(train, fault=one_gradient_lost),
+    "a micro-batch counted twice": partial(train, twice=True),
 }
 # Adam divides gradients by their own size: a factor on all of a weight's gradients, or on all
 # gradients of a step, is nearly nothing to it. Such faults are for SGD to show.
@@ -145,7 +128,7 @@ CASES = [("sgd", name) for name in FAULTS] + [("adamw", name) for name in ADAM_S
 
 def test_a_calm_program_needs_two_thirds_of_what_is_allowed_at_most():
     def check(kind, policy):
-        assert beside(kind).ratio(policy, halved(kind, policy)) < 2 / 3
+        assert beside(kind).ratio(policy, train(kind, policy)) < 2 / 3
 
     every(itertools.product(("sgd", "adamw"), POLICIES), check)
 

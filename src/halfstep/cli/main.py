@@ -13,7 +13,7 @@ from contextlib import suppress
 from halfstep import __version__
 from halfstep.cli.commands import MODULES, Request
 from halfstep.cli.grammar import read_words
-from halfstep.errors import HalfstepError, lost_contact
+from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 
 INTERRUPTED = 4
 """Exit code of a run that a signal ended after it had saved."""
@@ -75,12 +75,17 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def _complain(text: str, code: int) -> int:
-    """Print an error in one line, with the number of the rank where there are several."""
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
-    if len(plain) > _LONGEST:
-        plain = f"{plain[:1500]} ... {plain[-400:]}"
+    """Print an error in one line, a NaN in its four; with the number of the rank, if many."""
     rank = rank_of_many()
-    print(f"halfstep: error: {'' if rank is None else f'rank {rank}: '}{plain}", file=sys.stderr)
+    start = f"halfstep: error: {'' if rank is None else f'rank {rank}: '}"
+    lines = text.splitlines() if code == NonFiniteError.exit_code else [text]
+    for line in lines or [""]:
+        plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(line.split()))
+        if len(plain) > _LONGEST:
+            plain = f"{plain[:1500]} ... {plain[-400:]}"
+        broken = plain.replace("; ", ";\n    ") if len(lines) > 1 else plain
+        print(f"{start}{broken}", file=sys.stderr)
+        start = "  "
     return code
 
 

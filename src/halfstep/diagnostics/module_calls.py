@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.nonfinite.operations import storage_key
+from halfstep.precision.casting import autocast, op_casts
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
+
+_HALFSTEP = str(Path(__file__).parents[1])
+_NONFINITE = str(Path(__file__).parent / "nonfinite")
+_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_CALLER = (_TORCH, _NONFINITE, __file__, autocast.__file__, op_casts.__file__)
 
 
 class Location(NamedTuple):
@@ -100,11 +108,6 @@ class ModuleCalls:
             self._calls.append(call._replace(end=torch._C._autograd._get_sequence_nr()))
         self._ended(call, output)
 
-    @property
-    def any_ended(self) -> bool:
-        """Whether any forward has ended."""
-        return bool(self._calls)
-
     def place(self, names: Mapping[int, tuple[str, bool]]) -> Location:
         """The location of the current operation; ``names`` are by the key of the storage."""
         task = torch._C._current_graph_task_id()
@@ -130,3 +133,43 @@ class ModuleCalls:
             return Location("", "", "backward", kind)
         call = min(runs, key=lambda run: run.end - run.first)
         return Location(call.name, call.class_name, "backward", kind)
+
+
+class Caller(NamedTuple):
+    """The code that called an operation."""
+
+    simulated: dict[str, Any] | None  # the locals of a 16-bit simulation that runs it
+    source: str = ""  # file and line
+    own: bool = False  # whether that is a user's autograd.Function
+
+
+def caller(thread: int) -> Caller:
+    """The user's code that runs an operation in a thread, and a 16-bit simulation that is running.
+
+    The simulation may be above a dispatch mode in the stack. Then the mode sees only the parts of
+    an operation, and the operation itself is known from the simulation's frame.
+    """
+    simulated = None
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if code is autocast.SimulatedProducts.run.__code__:
+            if simulated is None and "wide" in frame.f_locals:
+                simulated = frame.f_locals  # its operands are converted to fp32
+        elif not code.co_filename.startswith(_NOT_THE_CALLER):
+            own = code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward")
+            own = own and not code.co_filename.startswith(_HALFSTEP)
+            return Caller(simulated, f"{code.co_filename}:{frame.f_lineno}", own)
+        frame = frame.f_back
+    return Caller(simulated)
+
+
+def makes_first_gradient() -> bool:
+    """Whether the running ``torch.ones_like`` is the first gradient of a loss's ``backward``."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(20):  # dispatch modes may be between
+        if frame is None or frame.f_code is torch.autograd._make_grads.__code__:
+            break
+        frame = frame.f_back
+    above = None if frame is None else frame.f_back
+    return above is not None and above.f_code is torch.autograd.backward.__code__

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.cause import Cause
-from halfstep.diagnostics.nonfinite.first_cause import search
+from halfstep.diagnostics.nonfinite.first_cause import searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -277,25 +276,32 @@ def stopped(
 ) -> NonFiniteError:
     """The error for a step that is not finite, with its first cause if that can be found.
 
-    Args:
-        trainer: A ``transformers.Trainer`` before its optimizer's step; its gradients are cleared.
-        step: The step's number, from 1.
-        micro: Loss and inputs of each micro-batch.
-        values: The losses as numbers, and the norm of the gradients.
-        of_loss: Whether it is a loss that is not finite, on some rank.
+    The Trainer is before its optimizer's step, whose number is from 1; ``values`` are the losses
+    of the micro-batches, and the norm of the gradients. The gradients are cleared.
     """
     named = dict(trainer.model.named_parameters())
     weights = find_nonfinite((n, local_part(p)) for n, p in named.items()).names
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    first, told = None, ""
-    agreed = ranks_of_this_process(micro[0][0].device)  # one rank's weights alone may be broken
-    if not agreed.worst([int(bool(weights))])[0]:
-        first, told, anew = _run_again(trainer, micro, named)
-        broken = anew or broken  # before clipping, which spreads a NaN over all gradients
+    first, told, anew = None, "", list[tuple[str, ...]]()
+    agreed = ranks_of_this_process(micro[0][0].device)
+    loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
+    what = agreed.of_loss(loss.reshape(())) if of_loss else ""
+    # one rank's weights alone may be broken; a forward that gathers weights would hang alone
+    apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
+    if not agreed.worst([int(bool(weights))])[0] and not apart:
+        first, told = searched(
+            trainer.model,
+            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
+            [dict(inputs) for _, inputs in micro],
+            clear=trainer.model.zero_grad,
+            finish=lambda: anew.append(_broken_gradients(named)),
+        )
+        broken = next(iter(anew), ()) or broken  # clipping spreads a NaN over all gradients
     if of_loss:
-        what = _which_loss(values[:-1], index)
+        if index is not None and len(micro) > 1:
+            what += f" in micro-batch {index + 1} of {len(micro)}"
         source = "the forward pass or the data made it, no loss scale can help"
     else:
         what = f"the norm of the gradients is {values[-1]} with a finite loss"
@@ -316,36 +322,3 @@ def _broken_gradients(named: Mapping[str, Tensor]) -> tuple[str, ...]:
     return find_nonfinite(
         (name, local_part(p.grad)) for name, p in named.items() if p.grad is not None
     ).names
-
-
-def _which_loss(losses: Sequence[float], index: int | None) -> str:
-    if index is None:
-        return "the loss of another rank is not finite"
-    place = f" in micro-batch {index + 1} of {len(losses)}" if len(losses) > 1 else ""
-    return f"the loss is {losses[index]}{place}"
-
-
-def _run_again(
-    trainer: Any, micro: Sequence[tuple[Tensor, Any]], named: Mapping[str, Tensor]
-) -> tuple[Cause | None, str, tuple[str, ...]]:
-    """Rerun micro-batches for the first cause, also as text, and the names of broken gradients."""
-    several = not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank)
-    if several and any(map(is_sharded, named.values())):
-        return None, "", ()  # its forward gathers weights, and a rank that fails alone would hang
-    broken: list[tuple[str, ...]] = []
-    failed = ""
-    try:
-        cause = search(
-            trainer.model,
-            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
-            [inputs for _, inputs in micro],
-            clear=trainer.model.zero_grad,
-            finish=lambda: broken.append(_broken_gradients(named)),
-        )
-    except Exception as error:  # a diagnosis must not hide what it is a diagnosis of
-        failed = f". Looking for the first cause failed: {type(error).__name__}: {error}"
-        cause = None
-    finally:
-        trainer.model.zero_grad()
-    told = failed if cause is None else f". First cause: {cause}"
-    return cause, told, broken[0] if broken else ()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import explained
+from halfstep.diagnostics.nonfinite.first_cause import explain_
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.casting.autocast import Autocast
@@ -145,9 +145,10 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            if not automatic:  # the closure does nothing there
-                raise
-            raise explained(error, model, lambda *_: closure(), clear=model.zero_grad) from error
+            if automatic:  # else the closure does nothing
+                run, batch = _with_batch(closure)
+                explain_(error, model, run, [batch], clear=model.zero_grad)
+            raise
         return output
 
     def clip_gradients(
@@ -260,6 +261,24 @@ class HalfstepPrecision(LightningPrecision):
         """Continue exactly where :meth:`state_dict` was taken; ignored outside a training."""
         if self.engine is not None:
             self.engine.load_state_dict(state_dict)
+
+
+def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object], Any]:
+    """How to run a closure of Lightning's on a part of its batch, and the batch; None: not known.
+
+    Lightning keeps the arguments of ``training_step``, by name, in the closure.
+    """
+    given: dict[str, Any] = getattr(getattr(closure, "_step_fn", None), "args", ({},))[0]
+
+    def run(_: int, part: Any) -> None:
+        whole = given.get("batch")
+        given.update({"batch": part} if "batch" in given else {})
+        try:
+            closure()
+        finally:
+            given.update({"batch": whole} if "batch" in given else {})
+
+    return run, given.get("batch")
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from halfstep.integrations.optimizer_tensors import (
     with_gradients,
 )
 from halfstep.precision.checks import some
-from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
+from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
 _UNPICKLED = ("_optimizers", "_find_names", "meter")
 Optimizers = Callable[[], Sequence[Optimizer]]
@@ -274,25 +274,17 @@ class FiniteGuard(LoopScaler):
 
     def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
         loss = self._losses_sum
-        device = torch.device(self._device) if loss is None else loss.device
-        of_loss = loss_error(loss, self._agreeing(device))
+        if loss is None:
+            loss = torch.zeros((), device=self._device)
+        of_loss = self._agreeing(loss.device).of_loss(loss)
         if of_loss:
-            what = f"the loss is {of_loss}: the forward pass or the data made it"
+            what = f"{of_loss}: the forward pass or the data made it"
         else:
             whose = some(found.names) or "parameters that are not known here"
             what = f"{found.what} in the gradients of {whose} under a finite loss"
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
-            "to lower; to see which operation made it: "
-            "print(halfstep.first_cause(model, lambda: your_loss(batch)))",
+            "to lower\ntry: print(halfstep.first_cause(model, your_loss, batch))",
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else found.names,
         )
-
-
-def loss_error(loss: Tensor | None, ranks: Ranks) -> str:
-    """Say what is wrong with a loss that is not finite on some rank, else "". All ranks call it."""
-    mine = loss is not None and not bool(loss.isfinite().all())
-    if not ranks.worst([int(mine)])[0]:
-        return ""
-    return f"{loss.tolist()}" if mine and loss is not None else "not finite on another rank"

@@ -304,7 +304,7 @@ void halfstep_norm_backward(const void* x, int32_t x_is_bf16, const float* gain,
 }
 
 // loss[r] = log sum exp(logits[r]) - logits[r][target]; 0 where the target is `ignored`. Targets are
-// in range: the caller has looked. base[r] holds the largest logit, and the logarithm of the sum of
+// in range: rows.py looks. base[r] holds the largest logit, and the logarithm of the sum of
 // exponentials of what the others are below it.
 void halfstep_cross_entropy(const void* logits, int32_t is_bf16, int64_t stride,
                             const int64_t* targets, int64_t ignored, float* loss, float* base,

@@ -281,8 +281,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
     """``logsumexp(logits) - logits[target]`` of each row in fp32; 0 where the target is ignored.
 
-    Logits are bf16 or fp32, each row contiguous; targets int64, and the caller has looked at their
-    range. Rows with ``ignore_index`` get no gradient.
+    Logits are bf16 or fp32, each row contiguous; targets int64. Rows with ``ignore_index`` get no
+    gradient.
     """
     losses_N: Tensor = _CrossEntropy.apply(logits_NV, targets_N, ignore_index)  # type: ignore[no-untyped-call]
     return losses_N
@@ -316,10 +316,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _losses(logits: Tensor, targets: Tensor, ignore: int, loss: Tensor, base: Tensor) -> None:
     """Write each row's loss (N,), and what its backward needs (N, 2)."""
     rows, narrow = len(logits), is_bf16(logits.dtype)
+    wanted = address(targets, rows, torch.int64)
+    wrong = ((targets < 0) | (targets >= logits.shape[1])) & (targets != ignore)
+    if wrong.any():
+        raise IndexError(f"Target {int(targets[wrong][0])} is out of bounds.")  # as torch says it
     library().halfstep_cross_entropy(
         strided_address(logits, logits.shape, logits.dtype), narrow, logits.stride(0),
-        address(targets, rows, torch.int64), ignore, address(loss, rows, _FP32),
-        address(base, 2 * rows, _FP32), *logits.shape, torch.get_num_threads(),
+        wanted, ignore, address(loss, rows, _FP32), address(base, 2 * rows, _FP32),
+        *logits.shape, torch.get_num_threads(),
     )  # fmt: skip
 
 

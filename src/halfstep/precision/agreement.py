@@ -120,6 +120,15 @@ class ManyRanks(Ranks):
         if moved is not marks:
             marks.copy_(moved)
 
+    def of_loss(self, loss: Tensor) -> str:
+        """Say on which ranks the loss is not finite; "" if it is on none."""
+        every = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        every[dist.get_rank()] = loss
+        dist.all_reduce(every)
+        broken = [(n, v) for n, v in enumerate(every.tolist()) if not math.isfinite(v)]
+        told = ", ".join(f"rank {number}'s loss is {value}" for number, value in broken)
+        return told if len(broken) < self._size else f"the loss is {broken[0][1]} on every rank"
+
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
         """All ranks' findings."""
         marks = self.worst([int(n in some) for some in (found.nan, found.inf) for n in names])

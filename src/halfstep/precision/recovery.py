@@ -29,10 +29,7 @@ OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
 the error if no loss scale can help, the loss scale, how many steps in a row were not applied, and
 whether the scale still searches for its level. It may run the batch again."""
 
-FIND_IT = (
-    "; to see which operation made it: print(halfstep.first_cause(precision, lambda: "
-    "your_loss(batch)))"
-)
+FIND_IT = "\ntry: print(halfstep.first_cause(precision, your_loss, batch))"
 """What the error of a user's own loop ends with; others run the batch again by themselves."""
 _UNCHANGED = "; the weights are unchanged"
 
@@ -87,7 +84,7 @@ def failure(
     if judged.spike is not None:
         return _spiking(judged, judged.spike)
     if judged.found is None:
-        return _broken_loss(policy, judged.loss, model, ranks)
+        return _broken_loss(policy, judged, model, ranks)
     found, scale = judged.found, loss_scale.value
     what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
     where = f"{what} in the gradients of {some(found.names)} under a finite loss of {judged.loss:g}"
@@ -122,22 +119,21 @@ def _spiking(judged: Judged, spike: Spike) -> SpikeError:
 
 
 def _broken_loss(
-    policy: PrecisionPolicy, loss: float, model: nn.Module, ranks: Ranks
+    policy: PrecisionPolicy, judged: Judged, model: nn.Module, ranks: Ranks
 ) -> NonFiniteError:
     """The error for a loss that is itself not finite; the same on all ranks."""
     weights = dict(model.named_parameters())
     found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
     broken = ranks.union(found, list(weights)).names
-    text = (
-        f"the loss is {loss} before any gradient: the forward pass or the data made it, no loss "
-        f"scale can help (policy {policy}){_UNCHANGED + FIND_IT}"
-    )
+    whose = judged.whose or f"the loss is {judged.loss}"
+    what, end = "the forward pass or the data made it", _UNCHANGED + FIND_IT
     if broken:
-        text = (
-            f"the loss is {loss} before any gradient: the weights {some(broken)} are not finite, "
-            f"no loss scale can help (policy {policy})"
-        )
-    return NonFiniteError(text, cause="forward", parameters=broken)
+        what, end = f"the weights {some(broken)} are not finite", ""
+    return NonFiniteError(
+        f"{whose} before any gradient: {what}, no loss scale can help (policy {policy}){end}",
+        cause="forward",
+        parameters=broken,
+    )
 
 
 class Outcome:

@@ -231,17 +231,22 @@ class _Books:
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
-        if capture.is_dir():
-            also += f"; take the step again: halfstep replay {capture}"
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
-        told = [f"step {step}: {without_hint(error)}"]
-        if isinstance(error, NonFiniteError) and cause is not None:
-            told += [f"first cause: {cause.summary}", f"to do: {cause.remedy}"]
-            error.first_cause = cause
         # rank 0 writes metrics and completes checkpoints
-        told += [causes.failed, world.share(last + also)]
-        error.args = ("; ".join(filter(None, told)),)
+        told = [f"step {step}: {without_hint(error)}; {world.share(last + also)}", causes.failed]
+        typed = f"halfstep replay {capture}" if capture.is_dir() else ""
+        if isinstance(error, NonFiniteError) and cause is not None:
+            told += [cause.told]
+            error.first_cause = cause
+            again = f"the same command with {'--resume ' if kept else ''}"
+            if cause.leaves_fp16:
+                typed = typed or f"{again}--precision bf16-mixed"
+            elif cause.samples:
+                typed = typed or f"{again}--on-nonfinite skip:3"
+            typed = typed or f"halfstep report {self._folder.parent}"
+        told += [f"try: {typed}" if typed else ""]
+        error.args = ("\n".join(filter(None, told)),)
 
 
 class _Losses:

@@ -1,25 +1,21 @@
 """The report of the first NaN or infinity: one operation in full detail, its class and remedy.
 
-:data:`REMEDIES` has all classes and what to do about them; :func:`cause_class` chooses one by the
-facts that the trace has about the operation.
+:func:`cause_class` names what went wrong where the operation's own facts decide it, and
+:func:`remedy_of` what to do about it in the format at hand.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
+from halfstep.diagnostics.nonfinite.operations import MATMULS, SUMS, Kind, Operation
 from halfstep.precision.policy.policy import dtype_name
 
 REMEDIES = {
-    "weights diverged": (
-        "lower the learning rate, lengthen the warm-up, or clip gradients (max_norm=1.0) where "
-        "nothing does yet"
-    ),
     "weight not finite": (
         "go back to a checkpoint whose weights are finite; what wrote it (an update at too high a "
         "learning rate, an initialisation, a cast) ran before this step"
@@ -37,21 +33,16 @@ REMEDIES = {
         "write the tensor before it is read: torch.zeros(...) in place of torch.empty(...)"
     ),
     "overflow in attention scores": (
-        "scale before the product, q = q * head_dim ** -0.5, or normalise q and k; or call "
-        "F.scaled_dot_product_attention, which keeps the scores in fp32"
+        "scale before the matmul, q = q * head_dim ** -0.5, or normalise q and k"
     ),
-    "overflow in a residual sum": (
-        "keep the residual stream in fp32, x = x.float() + branch(x).float(), or scale the branch "
-        "down at its initialisation"
-    ),
-    "overflow in a product": (
-        "scale the layer's input or weight down, or compute this layer in fp32: with "
+    "overflow in a matmul": (
+        "scale an operand down before the matmul, or compute it in fp32: with "
         "torch.autocast(x.device.type, enabled=False): y = layer(x.float())"
     ),
-    "overflow in the loss": (
-        "compute the loss in fp32, loss_fn(logits.float(), targets), and sum before dividing by "
-        "counts only where the sum fits"
+    "overflow in a sum": (
+        "add in fp32: x.float() + y.float(), x.float().sum(); or scale down what is added"
     ),
+    "overflow in the loss": "compute the loss in fp32: loss_fn(logits.float(), targets)",
     "overflow in a cast": (
         "clamp before the cast, x.clamp(-m, m).to(dtype) with m = torch.finfo(dtype).max, or keep "
         "the tensor in fp32"
@@ -85,131 +76,111 @@ REMEDIES = {
         "the infinity was allowed when it was made: use a large finite number there, such as "
         "torch.finfo(dtype).min / 4, or x.masked_fill(...) after this operation"
     ),
-}
-"""A class of causes to what to do about it."""
-
-Kind = Literal[
-    "overflow",
-    "x / 0 or log 0",
-    "inf - inf or 0 * inf",
-    "0 / 0 or invalid",
-    "fully masked row",
-    "not finite in the input data",
-]
-Role = Literal["", "parameter", "buffer", "unwritten", "number"]
-Change = Literal["", "range", "rate", "data"]
-
-
-CHANGES: Mapping[str, Change] = {
-    "weights diverged": "rate",
-    "data not finite": "data",
-    **dict.fromkeys(
-        (
-            "overflow in attention scores",
-            "overflow in a residual sum",
-            "overflow in a product",
-            "overflow in the loss",
-            "overflow in a cast",
-            "overflow in the backward",
-            "overflow",
-        ),
-        "range",
+    "every target is ignored": (
+        "every target of this loss, if there is one, is ignore_index or has weight 0: leave such "
+        "batches out, or divide a sum by its count: F.cross_entropy(..., reduction='sum') / "
+        "count.clamp_min(1)"
+    ),
+    "eps too small": (
+        "raise the optimizer's eps, torch.finfo(dtype).tiny at least: the second moment and eps "
+        "are 0 in this format, and the update divides by them"
     ),
 }
-"""Class of a cause to what a run can change without a change of code: a policy with more range, the
-learning rate, or leaving out the batch."""
+"""A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
+
+OF_OPERATION = {
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
+        "keep the operand within -1 and 1, and off them where it needs a gradient or is a pole: "
+        "x.clamp(eps - 1, 1 - eps)"
+    )),
+    # eps, not 0: at 0 the gradient of a root is infinite
+    "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
+    **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
+        "leave out what is empty: there is no mean of nothing, nor a variance of one element "
+        "(correction=0 where that is 0)"
+    )),
+    **dict.fromkeys(("log", "log2", "log10", "log1p"), (
+        "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
+    )),
+    "_ctc_loss": (
+        "an input is too short for its target, whose probability is 0: leave such samples out, or "
+        "zero_infinity=True"
+    ),
+    "_linalg_slogdet": (
+        "the matrix is singular, and the logarithm of 0 infinite: add eps * torch.eye(n) to it"
+    ),
+    **dict.fromkeys(("bmm", "baddbmm"), (
+        "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
+    )),
+    "div": "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)",
+}  # fmt: skip
+"""An operation to what to do at its pole, outside of its domain, or where it overflows."""
+
+Role = Literal["", "parameter", "buffer", "unwritten", "number"]
 
 
-def remedy_of(name: str, form: str) -> str:
-    """What to do about a class of causes in a format: the line to change, or the setting."""
-    text = REMEDIES[name]
-    wider = CHANGES.get(name) == "range" and form == "fp16"
-    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if wider else text
-
-
-_BIG_GAIN = 10.0
-"""The median gain (rms * sqrt(fan in)) of matrices above which a model's weights have diverged: at
-a usual initialisation, and in trained models, it is of the order of 1."""
-_LOSS = re.compile(r"loss|entropy|criterion", re.IGNORECASE)
-_POLE = re.compile(r"(Log|Sqrt|Rsqrt|Div|Reciprocal|Pow|Norm|LinalgVectorNorm|Dist|Cdist)\w*?Back")
-_ATTENTION = re.compile(r"att(ention|n)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What the trace knows of the operation that made the first NaN or infinity."""
-
-    kind: Kind
-    base: str  # the operation's name without namespace and overload, such as "add"
-    product: bool  # whether it is a matmul, a convolution or a sum
-    attention: bool  # whether it is a whole attention
-    node: str | None  # the autograd node that runs it; None in the forward
-    own: bool  # whether it ran in an autograd.Function of the user
-    module: str
-    class_name: str
-    called_by: str  # file and function that called it
-    dims: int  # number of dimensions of the output
-    roles: Sequence[Role]  # of the operands that are not finite
-    tensors: int  # number of operands that are tensors
-    mask: bool  # whether infinities came from a mask that no longer fitted
-    gain: float  # the median gain of the model's matrices
-    after: bool  # whether a module's forward has ended before
-
-
-def cause_class(facts: Facts) -> str:
-    """The class of a cause, a key of :data:`REMEDIES`."""
-    if facts.kind == "not finite in the input data":
-        return _of_input(facts)
-    if facts.mask:
-        return "overflow of a mask"
-    if facts.kind == "fully masked row":
-        return "fully masked row"
-    if facts.gain > _BIG_GAIN:
-        return "weights diverged"
-    if facts.own:
-        return "own autograd.Function"
-    if facts.kind == "0 / 0 or invalid" and _POLE.match(facts.node or ""):
-        return "log or division of zero"
-    others = {
-        "x / 0 or log 0": "log or division of zero",
-        "0 / 0 or invalid": "invalid operation",
-        "inf - inf or 0 * inf": "inf - inf",
-    }
-    return others.get(facts.kind) or _of_overflow(facts)
-
-
-def _of_input(facts: Facts) -> str:
-    roles = {
-        "parameter": "weight not finite",
-        "buffer": "buffer not finite",
-        "unwritten": "unwritten memory",
-        "number": "literal not finite",
-    }
-    for role, name in roles.items():
-        if role in facts.roles:
-            return name
-    return "own autograd.Function" if facts.own else "data not finite"
-
-
-def _of_overflow(facts: Facts) -> str:
-    if facts.node is not None:
+def cause_class(
+    kind: Kind, known: Operation, operands: Sequence[Operand], *, backward: bool, zero_divisor: bool
+) -> str:
+    """The class of a cause, a key of :data:`REMEDIES`, by what its operation is and has read."""
+    if kind == "not finite in the input data":
+        roles = [operand.role for operand in operands if operand.nan or operand.inf]
+        return next((name for role, name in _OF_ROLE.items() if role in roles), "data not finite")
+    if zero_divisor and known.base.endswith("addcdiv"):
+        return "eps too small"
+    if kind == "0 / 0 or invalid":
+        if known.base.startswith("nll_loss"):  # a mean over the targets' weights
+            return "every target is ignored"
+        return "log or division of zero" if backward and zero_divisor else "invalid operation"
+    if kind != "overflow":
+        return _OF_KIND[kind]
+    if backward:
         return "overflow in the backward"
-    inside = bool(facts.module)
-    if _LOSS.search(facts.base) or (not inside and _LOSS.search(facts.called_by)):
-        return "overflow in the loss"
-    outside = not facts.class_name and (facts.after or facts.dims == 0)
-    if outside or _LOSS.search(facts.class_name):
-        return "overflow in the loss"
-    in_attention = bool(_ATTENTION.search(f"{facts.module}.{facts.class_name}"))
-    scores = facts.base in ("bmm", "baddbmm", "matmul", "einsum")
-    added = facts.base in ("add", "mul", "div") and facts.dims >= 4
-    if facts.attention or (in_attention and (scores or added)):
-        return "overflow in attention scores"
-    if facts.base in ("_to_copy", "copy", "to"):
+    if known.base in ("_to_copy", "copy", "to"):
         return "overflow in a cast"
-    if facts.base in ("add", "sub") and facts.tensors == 2:
-        return "overflow in a residual sum"
-    return "overflow in a product" if facts.product else "overflow"
+    if "loss" in known.base:
+        return "overflow in the loss"
+    if known.attention or known.base in MATMULS:
+        return f"overflow in {'attention scores' if known.attention else 'a matmul'}"
+    tensors = sum(operand.dtype is not None for operand in operands)
+    added = known.base in SUMS or (known.base in ("add", "sub") and tensors == 2)
+    return "overflow in a sum" if added else "overflow"
+
+
+_OF_ROLE = {
+    "parameter": "weight not finite",
+    "buffer": "buffer not finite",
+    "unwritten": "unwritten memory",
+    "number": "literal not finite",
+}
+_OF_KIND = {
+    "fully masked row": "fully masked row",
+    "inf - inf or 0 * inf": "inf - inf",
+    "x / 0 or log 0": "log or division of zero",
+}
+
+
+def remedy_of(name: str, form: str, base: str = "", largest: Operand | None = None) -> str:
+    """What to do about a class of causes in a format such as ``"fp16"``: the line to change.
+
+    ``base`` is the operation's name, such as ``"exp"``, and ``largest`` its largest input.
+    """
+    text, narrow = REMEDIES[name], form == "fp16"
+    if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
+        text = OF_OPERATION.get(base, text)
+    if not name.startswith("overflow") or name == "overflow of a mask":
+        return text
+    size = f"{largest.name} is up to {short(largest.largest)}" if largest else "its operand"
+    if largest and largest.role == "parameter" and name != "overflow in the backward":
+        text = f"reload or shrink the weight: {size}"
+    elif base in ("exp", "expm1"):
+        bound = {"fp16": 11.09, "fp64": 709.7}.get(form, 88.7)
+        text = f"clamp the argument: x.clamp(max={bound})"
+    elif not narrow and name == "overflow in the backward":
+        text = f"scale the loss down, or clamp what this operation reads: {size}"
+    elif not narrow and name not in ("overflow in a cast", "overflow in attention scores"):
+        text = f"clamp or scale down what it reads: {size}"
+    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if narrow else text
 
 
 # The report of one operation.
@@ -256,12 +227,12 @@ class Cause:
         elements: Number of elements of the output.
         inputs: The operation's inputs.
         node: The autograd node, in the backward.
-        source: File and line that called the operation: in the forward, and in the backward of an
-            ``autograd.Function`` written in Python.
+        source: File and line that called the operation; in the backward, those of the forward that
+            made the autograd node, or of an ``autograd.Function`` written in Python.
         cause_class: What went wrong, such as ``"overflow in attention scores"``: a class with one
             remedy.
-        gain: The median over the model's matrices of rms * sqrt(fan in), of the order of 1 in
-            healthy models; 0 if it has none.
+        samples: The rows of the batch, from 0, that make it: each of them does so alone, and the
+            rest of the batch is finite. Empty where that is not so, or was not tried.
         micro_batch: Number of the micro-batch in which it happened, from 1; 0: not known.
         micro_batches: Number of micro-batches of the step; 0: not known.
     """
@@ -279,20 +250,18 @@ class Cause:
     node: str = ""
     source: str = ""
     cause_class: str = "overflow"
-    gain: float = 0.0
+    samples: tuple[int, ...] = ()
     micro_batch: int = 0
     micro_batches: int = 0
 
     @property
     def remedy(self) -> str:
         """What to do about it: the line to change, or the setting."""
-        return remedy_of(self.cause_class, dtype_name(self.dtype))
-
-    @property
-    def change(self) -> Change:
-        """What a run can change without a change of code: ``"range"``, ``"rate"``, ``"data"``."""
-        change = CHANGES.get(self.cause_class, "")
-        return "" if change == "range" and self.dtype != torch.float16 else change
+        largest = max(self.inputs, key=lambda operand: operand.largest, default=None)
+        base = self.op.split(".")[1].rstrip("_") if "." in self.op else self.op
+        forward = self.node.partition("Backward")[0].lower()  # "SqrtBackward0" is that of sqrt
+        base = forward if forward in OF_OPERATION else base
+        return remedy_of(self.cause_class, dtype_name(self.dtype), base, largest)
 
     @property
     def place(self) -> str:
@@ -301,33 +270,45 @@ class Cause:
         where = where if self.class_name else "outside the model's modules"
         return f"{where}, {self.node}" if self.node else where
 
-    def _micro_batch(self) -> str:
-        if not self.micro_batches:
-            return ""
-        return f"micro-batch {self.micro_batch} of {self.micro_batches}"
+    def _where(self) -> list[str]:
+        """Which samples, and which micro-batch, as words."""
+        numbers = ", ".join(map(str, self.samples))
+        of = f"sample{'s' * (len(self.samples) > 1)} {numbers}" if self.samples else ""
+        micro = f"micro-batch {self.micro_batch} of {self.micro_batches}"
+        return list(filter(None, [of, micro if self.micro_batches > 1 else ""]))
 
     @property
     def summary(self) -> str:
-        """The cause in one line: class, operation, place, largest input and source line."""
+        """The cause in one line: class, operation, place, largest input, line and samples."""
         line = self._operation(self.cause_class)
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
-            line += f", inputs up to {short(largest)} ({self._share_of(largest)})"
+            line += f", inputs up to {short(largest)}{self._share_of(largest)}"
         for operand in self.inputs:
             if operand.role == "parameter" and operand.nan:
                 line += f", {operand.name}"
         line += f", at {self.source}" if self.source else ""
-        where = self._micro_batch()
-        return line + f"; {where}" if where else line
+        return "; ".join([line, *self._where()])
+
+    @property
+    def leaves_fp16(self) -> bool:
+        """Whether it is an overflow that bf16, whose range is that of fp32, may not have."""
+        return self.kind == "overflow" and self.dtype == torch.float16
+
+    @property
+    def told(self) -> str:
+        """What happened, and what to do about it: two lines of a message."""
+        return f"first cause: {self.summary}\nto do: {self.remedy}"
 
     def _operation(self, what: str) -> str:
         form = dtype_name(self.dtype)
         return f"{what}: {self.op} in {form}, {self.place}"
 
     def _share_of(self, value: float) -> str:
-        """How much of the format's range a value takes."""
+        """How much of the format's range a value takes, where that is worth a word."""
         most = torch.finfo(self.dtype).max
-        return f"{100 * value / most:.3g} % of {short(most)}"
+        share = 100 * value / most
+        return f" ({share:.3g} % of {short(most)})" if share >= 0.01 else ""
 
     def to_json(self) -> dict[str, Any]:
         """The cause as values that ``json.dumps`` writes: dtypes by name."""
@@ -344,8 +325,7 @@ class Cause:
             f"({100 * (self.nan + self.inf) / self.elements:.3g} %)",
             *map(self._input, self.inputs),
         ]
-        where = self._micro_batch()
-        lines += [where] if where else []
+        lines += self._where()
         lines += [f"at {self.source}"] if self.source else []
         what = "" if self.cause_class == self.kind else f"{self.cause_class}: "
         return "\n  ".join([*lines, f"to do: {what}{self.remedy}"])
@@ -353,8 +333,8 @@ class Cause:
     def _input(self, operand: Operand) -> str:
         """An input's range, and what in it is not finite."""
         form = f"{dtype_name(operand.dtype)} up to " if operand.dtype else ""
-        share = self._share_of(operand.largest)
-        line = f"input {operand.name}: {form}{short(operand.largest)} ({share})"
+        line = f"input {operand.name}: {form}{short(operand.largest)}"
+        line += self._share_of(operand.largest)
         if operand.inf or operand.nan:
             line = f"{line}, and {operand.inf:,} inf, {operand.nan:,} NaN"
         return line

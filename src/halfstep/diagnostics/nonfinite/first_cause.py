@@ -1,76 +1,68 @@
 """Finds the first operation that made a NaN or an infinity, and the module in which it ran.
 
 A NaN shows in the loss, far from its cause. Inside :func:`trace_nonfinite` every operation of
-forward and backward is checked, functional ones too::
+forward and backward is checked, functional ones too: one sum on the device, one host sync. One
+that makes NaN or infinities of finite numbers, or reads them from outside (data, weights, literals,
+memory that nothing has written), is only a suspect, since a mask, ``torch.where``, ``nan_to_num``
+or a softmax may take them out again. Such elements carry the number of their suspect along::
 
-    outputs are finite                               continue: one sum on the device, one host sync
-    a non-finite input came from no operation seen   data or weights are the cause: report that
-    NaN that the inputs do not explain               this operation is the cause: report it
-    infinity that the inputs do not explain          it is a suspect: see below
-    otherwise                                        it passes on values that were allowed
+    all came of one suspect       the outputs descend from it
+    they came of several, or are  the operation runs again on copies: of finite numbers alone, what
+      a part of the outputs       is not finite was made here; of one suspect's alone, it reaches it
+    the loss, a leaf's gradient   the first suspect that they descend from is the cause
+      or a weight is not finite
+    no backward runs at all       what nothing has read takes their place
 
-Intended infinities are allowed: -inf as an input (a mask) or a literal, and +inf as the literal of
-a fill. A NaN made from them is reported. Storages with allowed values are remembered by weak
-references, so that reading them again is not reported. Views, and operations that only allocate,
-are never reported.
-
-An infinity need not be a fault: T5 takes ``log(0)`` of distances that it does not use, a softmax
-makes 0 of ``-inf``, a clamp makes a number of ``inf``. So the operation that makes one is a suspect
-at first, and so is everything that the infinity passes through::
-
-    NaN is made of it                  the suspect is the cause
-    it becomes finite                  the suspect is cleared, unless NaN is made of it elsewhere
-    nothing has made it finite         the suspect is the cause of what is still infinite
-
-Where several are the cause, the first is reported.
+Intended infinities have no suspect: -inf as an input (a mask) or a literal, +inf as the literal of
+a fill or in a buffer. A NaN made from them has.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.nonfinite.cause import (
-    Cause,
-    Facts,
-    Kind,
-    Operand,
-    Role,
-    cause_class,
-)
+from halfstep.diagnostics.module_calls import Caller, ModuleCalls, caller, makes_first_gradient
+from halfstep.diagnostics.nonfinite.cause import Cause, Operand, Role, cause_class
 from halfstep.diagnostics.nonfinite.operations import (
-    Counts,
+    FILLS,
+    MEANT,
+    NEWS,
+    OUTSIDE,
+    UNWRITTEN,
+    Call,
+    Flow,
     Input,
+    Kind,
     Operation,
-    Suspects,
-    count,
+    bad_elements,
+    dense,
+    divides_by_zero,
     floating,
     inputs,
     kind_of,
     look_finite,
+    not_finite,
     operation,
     overflows_a_mask,
     storage_key,
-    stored,
 )
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require, require_model
-from halfstep.precision.casting import autocast, op_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.recovery import FIND_IT
@@ -78,10 +70,7 @@ from halfstep.precision.scaling import gradients
 from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
-_TORCH = str(Path(torch.__file__).parent)
-_HALFSTEP = str(Path(__file__).parents[2])
-_OURS = (str(Path(__file__).parent),)
-_NOT_THE_CALLER = (_TORCH, *_OURS, autocast.__file__, op_casts.__file__)
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 # Code that looks for overflows, so that it is never the cause.
 _CHECKS = gradients.__file__
 
@@ -113,7 +102,7 @@ def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
           input self: fp16 up to 300 (0.458 % of 65504)
           input other: 300 (0.458 % of 65504)
           at ...
-          to do: overflow in the loss: compute the loss in fp32, ...
+          to do: clamp the operand, or compute this operation in fp32: x.float(); ...
     """
     return NonFiniteTrace(model)
 
@@ -125,19 +114,44 @@ class NonFiniteTrace(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cause: Cause | None = None
-        self._suspects = Suspects()
         self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
-        self._allowed: dict[int, tuple[StorageWeakRef, bool]] = {}  # True: unwritten
-        self._prune_at = 1024
+        self._cause: Cause | None = None
+        self._suspects: list[Cause] = []
+        self._flow = Flow()
+        self._tasks: set[int] = set()  # the backwards that have begun; -1 once one was asked for
+        self._leaves: list[weakref.ref[Tensor]] = []  # of the newest loss
+        # by the number of an autograd node: where the forward called, and whether it is a suspect
+        self._lines: dict[int, str] = {}
+        self._forwards: dict[int, int] = {}
+        self._made = -1
 
     @property
     def first_cause(self) -> Cause | None:
-        """The first cause so far; None as long as all values are finite, intended or unused."""
-        return self._cause or self._suspects.open
+        """The first operation from which a loss or gradient that is not finite descends, if any.
+
+        Before any backward, what nothing has read takes the place of the loss.
+        """
+        if self._cause is None and self._suspects:
+            ends = [p.grad for p in self._model.parameters() if p.grad is not None]
+            self._end([*ends, *self._model.parameters()])
+            if self._cause is None and not self._tasks:
+                number = self._flow.unread
+                return self._suspects[number - 1] if number else None
+        return self._cause
+
+    def _end(self, tensors: Iterable[Tensor]) -> None:
+        """Take the suspect of what should be finite, where it is not, for the cause."""
+        with torch.no_grad():
+            found = list(filter(None, map(self._flow.first_in, floating([*tensors]))))
+        if self._cause is None and found:
+            self._cause = self._suspects[min(found) - 1]
+
+    def _backward_has_ended(self) -> None:
+        leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
+        self._end([leaf.grad for leaf in leaves if leaf.grad is not None])
 
     def __enter__(self) -> NonFiniteTrace:
         if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
@@ -152,8 +166,9 @@ class NonFiniteTrace(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._cause = self.first_cause
         self._modules.unhook()
-        self._names, self._allowed = {}, {}
+        self._names, self._flow, self._suspects, self._lines = {}, Flow(), [], {}
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -165,6 +180,14 @@ class NonFiniteTrace(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         known = operation(func)
+        task = torch._C._current_graph_task_id()
+        if self._cause is None and task not in self._tasks and task != -1:
+            self._tasks.add(task)
+            _ENGINE.queue_callback(self._backward_has_ended)
+        if known.base == "ones_like" and makes_first_gradient():
+            self._tasks.add(-1)
+            self._leaves = [weakref.ref(leaf) for leaf in graph_leaves(args[0])]
+            self._end(args)
         if self._cause is not None or known.view:
             return func(*args, **kwargs)
         written: list[Tensor] = []
@@ -174,67 +197,116 @@ class NonFiniteTrace(TorchDispatchMode):
         keep = known.reads_what_it_writes and not known.allocates
         before = {id(t): t.detach().clone() for t in written} if keep else {}
         result = func(*args, **kwargs)
-        outputs = list({id(t): t for t in (*floating(result), *written)}.values())
-        if known.first_counts:
-            self._allow_values(outputs[1:])
-            outputs = outputs[:1]
-        if known.collective:  # what other ranks made, which they trace themselves
-            self._allow_values([*outputs, *floating(args)])
-        elif known.allocates:
-            self._allow_values(outputs, unwritten=True)
-        elif not look_finite(outputs):
-            with torch.no_grad():
-                self._judge(func, known, args, kwargs, before, outputs)
-        elif self._suspects and not known.looks(result):
-            self._suspects.clear(self._read(known, args, kwargs))
+        self._made = torch._C._autograd._get_sequence_nr() - 1  # its own node's, if it is new
+        if self._made in self._lines or not torch.is_grad_enabled():
+            self._made = -1
+        elif threading.get_ident() == self._thread:
+            self._lines[self._made] = caller(self._thread).source
+        else:  # another thread numbers its own nodes, so that numbers no longer tell
+            self._made, self._lines, self._forwards = -1, {}, {}
+        self._look(Call(func, known, args, kwargs, before, written), result)
         return result
 
-    def _read(self, known: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """The suspects whose infinities an operation may have read."""
-        by_name = [*zip(known.names, args, strict=False), *kwargs.items()]
-        overwritten = () if known.reads_what_it_writes else known.writes
-        given = [value for name, value in by_name if name not in overwritten]
-        return self._suspects.of(floating(given if known.names else args))
+    def _look(self, call: Call, result: Any) -> None:
+        """Label what an operation has made, if it is not finite."""
+        known, outputs = call.known, call.outputs(result, call.written)
+        if known.first_counts:
+            self._flow.write(MEANT, *[t for t in floating(result) if t is not outputs[0]])
+        if known.collective:  # what other ranks made, which they trace themselves
+            every = [*outputs, *floating(call.args)]
+            self._flow.write(MEANT, *[t for t in every if self._flow.of(t) is None])
+        elif known.allocates:
+            self._flow.write(UNWRITTEN, *outputs)
+        else:
+            finite = look_finite(outputs)
+            if self._suspects and not known.looks(result):
+                self._flow.read(call.read())
+            if not finite:
+                with torch.no_grad():
+                    self._judge(call, outputs)
 
-    def _judge(
-        self,
-        func: Any,
-        known: Operation,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: dict[int, Tensor],
-        outputs: list[Tensor],
-    ) -> None:
-        """Record an operation as the first cause, or its outputs as allowed."""
-        counts = [(t, c) for t in outputs if (c := count(t)).nan or c.inf]
-        if not counts:
+    def _judge(self, call: Call, outputs: list[Tensor]) -> None:
+        """Label what an operation made that is not finite; it may be a new suspect."""
+        bad = bad_elements(outputs)
+        if not bool(bad.any()):
             return  # only their sum overflowed
-        outputs = [t for t, _ in counts]
-        made = Counts(*(sum(numbers) for numbers in zip(*(c for _, c in counts), strict=True)))
-        given = inputs(known, args, kwargs, before)
-        if any(self._is_news(i, known) for i in given):
-            kind: Kind | None = "not finite in the input data"
-        else:
-            kind = kind_of(func, known, given, outputs, made)
-        from_suspects = self._read(known, args, kwargs) if self._suspects else []
-        if from_suspects and made.nan and kind is not None:
-            self._cause = self._suspects.first(from_suspects)
-            return
-        self._suspects.pass_on(from_suspects, outputs)
-        if kind is None:
-            self._allow_values(outputs)
-            return
-        caller = self._caller()
-        if caller.source.startswith(_CHECKS):
-            self._allow_values(outputs)
-            return
-        cause = self._cause_of(kind, known, given, outputs, made, caller)
-        if made.nan or kind == "not finite in the input data":
-            forward = self._suspects.forward_of(cause.node, cause.module)
-            self._cause = self._suspects.open or forward or cause
-        else:
-            self._suspects.add(cause, outputs)
-            self._allow_values(outputs)
+        given = inputs(call.known, call.args, call.kwargs, call.before)
+        nan = torch.cat([dense(t).isnan().reshape(-1).to(bad.device) for t in outputs])
+        numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
+        meant = any(c.inf for c in numbers)
+        kept = call.known.base in FILLS or bool(nan.any())
+        sources: list[tuple[int | None, Tensor]] = [(NEWS, bad)]
+        if not any(c.nan or (c.plus_inf and not kept) for c in numbers):
+            labels = {id(i.original): self._label(i, call.known) for i in given if i.broken}
+            sources = call.sources(bad, labels, given)
+        found = torch.zeros_like(bad, dtype=torch.int32)
+        suspect = partial(self._suspect, call, given, outputs, nan)
+        for label, mask in sources:
+            found[mask] = label or MEANT
+            if label == NEWS:
+                found[mask] = suspect(mask, "not finite in the input data")
+            elif label is None and not meant:
+                found[mask] = suspect(mask)
+            elif label in (None, MEANT, OUTSIDE):
+                found[mask & nan] = suspect(mask & nan, meant=True)
+        parts = torch.split(found, [dense(t).numel() for t in outputs])
+        for tensor, part in zip(outputs, parts, strict=True):
+            broken = part[not_finite(tensor).reshape(-1).to(part.device)]
+            if broken.numel():
+                least, most = torch.aminmax(broken)
+                shaped = part.view(dense(tensor).shape).to(tensor.device)
+                self._flow.write(int(least) if least == most else shaped, tensor)
+
+    def _suspect(
+        self,
+        call: Call,
+        given: list[Input],
+        outputs: list[Tensor],
+        nan: Tensor,
+        mask: Tensor,
+        kind: Kind | None = None,
+        *,
+        meant: bool = False,
+    ) -> int:
+        """The number of the suspect that has made these elements of the outputs."""
+        number, called = int(mask.sum()), caller(self._thread)
+        if not number or called.source.startswith(_CHECKS):
+            return MEANT
+        made = int((nan & mask).sum())
+        kind = kind or kind_of(call.known, given, outputs, nan=made > 0, meant=meant)
+        node = torch._C._current_autograd_node()
+        forward = None if node is None else self._forwards.get(node._sequence_nr())
+        if forward and kind in ("0 / 0 or invalid", "x / 0 or log 0"):
+            return forward  # the backward of a pole
+        parts = torch.split(mask, [dense(t).numel() for t in outputs])
+        elements = sum(len(part) for part in parts if bool(part.any()))
+        counts = {"nan": made, "inf": number - made, "elements": elements}
+        self._suspects.append(self._cause_of(kind, call.known, given, outputs, called, counts))
+        self._forwards[self._made] = len(self._suspects)
+        return len(self._suspects)
+
+    def _label(self, given: Input, known: Operation) -> int | Tensor:
+        """Where the elements of an input that are not finite come from."""
+        counts, tensor = given.counts, given.original
+        assert isinstance(tensor, Tensor)
+        unnamed = "", isinstance(tensor, nn.Parameter)
+        name, is_parameter = self._names.get(storage_key(tensor), unnamed)
+        is_buffer = bool(name) and not is_parameter
+        mask = not (is_parameter or counts.nan or (counts.plus_inf and not is_buffer))
+        outside = NEWS if not mask else MEANT if is_buffer else OUTSIDE
+        labels = self._flow.of(tensor)
+        if labels is None:
+            labels = outside
+        written = given.name.split("[")[0] in known.writes
+        swaps = {
+            UNWRITTEN: UNWRITTEN if written else outside,
+            OUTSIDE: OUTSIDE if known.reads_masks else NEWS,
+        }
+        if isinstance(labels, int):
+            return swaps.get(labels, labels)
+        for label, other in swaps.items():
+            labels = torch.where(labels == label, other, labels)
+        return labels
 
     def _cause_of(
         self,
@@ -242,77 +314,38 @@ class NonFiniteTrace(TorchDispatchMode):
         known: Operation,
         given: list[Input],
         outputs: list[Tensor],
-        made: Counts,
-        caller: Caller,
+        called: Caller,
+        counts: dict[str, Any],
     ) -> Cause:
         """Describe an operation that made NaN or infinities for no fault of its inputs."""
-        simulated, dtype, low = caller.simulated, outputs[0].dtype, None
+        simulated, dtype, low = called.simulated, outputs[0].dtype, None
         if simulated is not None:
             low = dtype = simulated["self"].dtype
             if operation(simulated["func"]) != known:  # func is its final conversion
                 known = operation(simulated["func"])
                 given = inputs(known, simulated["args"], simulated["kwargs"], {})
-        place, gain = self._modules.place(self._names), median_gain(self._model)
+        place = self._modules.place(self._names)
         operands = tuple(self._operand(i, low) for i in given)
-        forward = place.direction == "forward"
-        facts = Facts(
-            kind=kind,
-            base=known.base,
-            product=known.product,
-            attention=known.attention,
-            node=None if forward else place.node,
-            own=caller.own,
-            module=place.module,
-            class_name=place.class_name,
-            called_by=caller.function,
-            dims=outputs[0].dim(),
-            roles=[o.role for o in operands if o.nan or o.inf],
-            tensors=sum(isinstance(i.original, Tensor) for i in given),
-            mask=kind == "overflow" and forward and overflows_a_mask(made, given),
-            gain=gain,
-            after=self._modules.any_ended,
-        )
+        backward, source = place.direction == "backward", called.source
+        zero = divides_by_zero(known, given)
+        name = cause_class(kind, known, operands, backward=backward, zero_divisor=zero)
+        if backward and called.own and kind != "not finite in the input data":
+            name = "own autograd.Function"
+        elif kind == "overflow" and not backward and overflows_a_mask(outputs, given):
+            name = "overflow of a mask"
+        node = torch._C._current_autograd_node()
+        if backward and not called.own:
+            source = "" if node is None else self._lines.get(node._sequence_nr(), "")
         return Cause(
             kind=kind,
             op=known.name,
             dtype=dtype,
-            nan=made.nan,
-            inf=made.inf,
-            elements=made.elements,
             inputs=operands,
-            source=caller.source if caller.own or forward else "",
-            cause_class=cause_class(facts),
-            gain=gain,
+            source=source,
+            cause_class=name,
+            **counts,
             **place._asdict(),
         )
-
-    def _allow_values(self, tensors: Iterable[Tensor], *, unwritten: bool = False) -> None:
-        """Remember that these tensors may hold NaN or infinities from now on."""
-        for tensor in tensors:
-            storage = stored(tensor).untyped_storage()
-            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._allowed[ref.cdata] = ref, unwritten
-        if len(self._allowed) > self._prune_at:
-            # A weak reference keeps the key of freed memory from being reused: drop expired ones.
-            for key in [k for k, (ref, _) in self._allowed.items() if ref.expired()]:  # type: ignore[no-untyped-call]
-                del self._allowed[key]
-            self._prune_at = 1024 + 2 * len(self._allowed)
-
-    def _is_news(self, given: Input, known: Operation) -> bool:
-        """Whether an input is not finite, is not a mask, and was made by no operation seen here."""
-        if not isinstance(given.original, Tensor):
-            return False
-        counts, key = given.counts, storage_key(given.original)
-        written = given.name.split("[")[0] in known.writes
-        if key in self._allowed and (written or not self._unwritten(key)):
-            return False
-        name, is_parameter = self._names.get(key, ("", False))
-        is_buffer = bool(name) and not is_parameter
-        plus, minus = counts.plus_inf and not is_buffer, counts.minus_inf and is_parameter
-        return bool(counts.nan or plus or minus)
-
-    def _unwritten(self, key: int) -> bool:
-        return key in self._allowed and self._allowed[key][1]
 
     def _operand(self, given: Input, low: torch.dtype | None) -> Operand:
         name, dtype, counts = given.name, None, given.counts
@@ -322,63 +355,21 @@ class NonFiniteTrace(TorchDispatchMode):
             if key in self._names:
                 known, is_parameter = self._names[key]
                 name, role = f"{name} = {known}", "parameter" if is_parameter else "buffer"
-            if counts.nan and self._unwritten(key):
+            elif isinstance(given.original._base, nn.Parameter):  # of another model
+                role = "parameter"
+            label = self._flow.of(given.original)
+            if counts.nan and isinstance(label, int) and label == UNWRITTEN:
                 name = f"{name} (of torch.empty, written by nothing that torch sees)"
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
-
-    def _caller(self) -> Caller:
-        """The user's code that runs the operation, and a 16-bit simulation that is running.
-
-        The simulation may be above this mode in the stack. Then this mode sees only the parts of
-        an operation, and the operation itself is known from the simulation's frame.
-        """
-        simulated = None
-        frame: FrameType | None = sys._current_frames().get(self._thread)
-        while frame is not None:
-            code = frame.f_code
-            if code is autocast.SimulatedProducts.run.__code__:
-                if simulated is None and "wide" in frame.f_locals:
-                    simulated = frame.f_locals  # its operands are converted to fp32
-            elif not code.co_filename.startswith(_NOT_THE_CALLER):
-                first = code.co_varnames[:1]
-                own = first == ("ctx",) and code.co_name in ("forward", "backward")
-                own = own and not code.co_filename.startswith(_HALFSTEP)
-                function = f"{Path(code.co_filename).stem}.{code.co_qualname}"
-                return Caller(simulated, f"{code.co_filename}:{frame.f_lineno}", function, own)
-            frame = frame.f_back
-        return Caller(simulated)
-
-
-class Caller(NamedTuple):
-    """The code that called an operation."""
-
-    simulated: dict[str, Any] | None  # the locals of a 16-bit simulation that runs it
-    source: str = ""  # file and line
-    function: str = ""  # the file's stem and the function's qualified name
-    own: bool = False  # whether that is a user's autograd.Function
-
-
-def median_gain(model: nn.Module) -> float:
-    """The median over the model's matrices of rms * sqrt(fan in); embeddings are left out."""
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    gains = []
-    for parameter in model.parameters():
-        codes = not parameter.is_floating_point() and not parameter.is_complex()  # quantised
-        lazy = nn.parameter.is_lazy(parameter)
-        if codes or lazy or parameter.dim() < 2 or id(parameter) in tables:
-            continue
-        value = stored(parameter.detach()).double()
-        if value.numel() and bool(value.isfinite().all()):
-            inner = parameter.numel() / parameter.shape[0]
-            gains.append(float(value.square().mean().sqrt()) * inner**0.5)
-    return sorted(gains)[len(gains) // 2] if gains else 0.0
 
 
 # A batch run again under the trace: forward and backward are those of the step that failed.
 
 
-def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) -> Cause | None:
+def first_cause(
+    precision: Precision | nn.Module, loss: Callable[..., Tensor], batch: Any = None
+) -> Cause | None:
     """Run forward and backward of a batch again, and name what makes its first NaN or infinity.
 
     Call it where a step was skipped or has raised, with the batch of that step. Weights, buffers,
@@ -386,17 +377,17 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
     gradients are cleared, those of other tensors stay.
 
     Args:
-        precision: The :class:`halfstep.Precision` that trains, whose autocast, loss scale and
-            arithmetic are used; or the model of a loop without one.
-        loss: Computes the loss, a scalar, as the loop does. Where it runs a second model in
-            training, buffers of that one move.
+        precision: The :class:`halfstep.Precision` that trains, or the model of a loop without one.
+        loss: Computes the loss, a scalar, as the loop does; it is given ``batch``, if there is one.
+            Where it runs a second model in training, buffers of that one move.
+        batch: Tensors, in tuples, lists or dicts, of equally many rows each. Parts of it run, too,
+            for ``Cause.samples``.
 
     Returns:
-        The cause; None if all values are finite.
+        The cause; None if the loss and all gradients are finite.
 
     Raises:
-        PrecisionError: If ``precision`` is neither, or ``loss`` is not a function that returns a
-            scalar with its graph.
+        PrecisionError: If ``precision`` is neither, or ``loss`` returns no scalar with its graph.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -410,7 +401,7 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
     if not callable(loss):
         raise PrecisionError(
             f"first_cause(loss) is {loss!r:.60}; allowed: a function that computes the loss, as in "
-            "first_cause(precision, lambda: loss_of(batch))"
+            "first_cause(precision, loss_of, batch)"
         )
     if isinstance(precision, Precision):
         model = precision.model
@@ -420,7 +411,11 @@ def first_cause(precision: Precision | nn.Module, loss: Callable[[], Tensor]) ->
         model, context = precision, nullcontext
         backward, clear = Tensor.backward, model.zero_grad
     clear()
-    cause = search(model, lambda *_: _run(model, context, loss, backward), [None], clear=clear)
+
+    def run(_: int, part: Any) -> None:
+        _run(model, context, loss if batch is None else partial(loss, part), backward)
+
+    cause = search(model, run, [batch], clear=clear)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
@@ -450,17 +445,9 @@ def search(
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
-    It starts from the present buffers and random state, and leaves them as they are.
-
-    Args:
-        model: The model whose modules are named.
-        run: Runs forward and backward of a micro-batch, given its number, from 0, and the batch.
-        batches: The micro-batches.
-        clear: Drops the gradients.
-        finish: Called after the last micro-batch, under the trace.
-
-    Returns:
-        The first cause, or None if every value was finite.
+    It starts from the present buffers and random state, and leaves them as they are. ``run`` is
+    given the number of a micro-batch, from 0, and the batch or a part of it; ``clear`` drops the
+    gradients, and ``finish`` is called after the last micro-batch, under the trace.
     """
     at, trace = 0, trace_nonfinite(model)
     with undisturbed(model), trace:
@@ -472,33 +459,87 @@ def search(
         finish()
     clear()
     cause = trace.first_cause
-    return cause and replace(cause, micro_batch=at + 1, micro_batches=len(batches))
+    if cause is None:
+        return None
+
+    def broken(part: Any) -> bool:
+        again = trace_nonfinite(model)
+        with undisturbed(model), again:
+            run(at, part)
+        clear()
+        return again.first_cause is not None
+
+    samples = () if cause.cause_class in _OF_NO_ROW else _samples(broken, batches[at])
+    return replace(cause, samples=samples, micro_batch=at + 1, micro_batches=len(batches))
 
 
-def explained(
+_OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
+_FEW = 8  # more rows than these are no accident of some samples
+
+
+def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
+    """The rows that are not finite alone, without which the rest of the batch is; else ()."""
+    leaves, spec = tree_flatten(batch)
+    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1:
+        return ()
+    rows = list(range(sizes.pop()))
+
+    def part(numbers: list[int]) -> Any:
+        def some(leaf: Any) -> Any:
+            return leaf[numbers] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+        return tree_unflatten(map(some, leaves), spec)
+
+    def of(numbers: list[int]) -> Iterator[int]:
+        # one row runs twice, since a batch norm refuses one
+        if not broken(part(numbers if len(numbers) > 1 else numbers * 2)):
+            return
+        if len(numbers) == 1:
+            yield from numbers
+            return
+        yield from of(numbers[: len(numbers) // 2])
+        yield from of(numbers[len(numbers) // 2 :])
+
+    try:
+        found = list(islice(of(rows), _FEW + 1))
+        rest = [row for row in rows if row not in found]
+        proved = 0 < len(found) <= _FEW and rest and not broken(part(rest))
+    except Exception:  # a part of the batch cannot run: that proves nothing
+        return ()
+    return tuple(found) if proved else ()
+
+
+def searched(
+    model: nn.Module,
+    run: Callable[[int, Any], object],
+    batches: Sequence[Any],
+    *,
+    clear: Callable[[], object],
+    finish: Callable[[], object] = lambda: None,
+) -> tuple[Cause | None, str]:
+    """:func:`search`, and the lines in which a message tells what was found, or why nothing."""
+    try:
+        cause = search(model, run, batches, clear=clear, finish=finish)
+    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
+        clear()
+        return None, f"\nlooking for the first cause failed: {type(failed).__name__}: {failed}"
+    told = "" if cause is None else f"\n{cause.told}\ntry: print(error.first_cause)"
+    return cause, told
+
+
+def explain_(
     error: NonFiniteError,
     model: nn.Module,
     run: Callable[[int, Any], object],
-    batches: Sequence[Any] = (None,),
+    batches: Sequence[Any],
     *,
     clear: Callable[[], object],
-) -> NonFiniteError:
-    """An error with its first cause, found by :func:`search` where this process is the only one."""
-    if not isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
-        return error  # the other ranks do not take part
-    cause = None
-    try:
-        cause = search(model, run, batches, clear=clear)
-        told = "" if cause is None else f". First cause: {cause}"
-    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
-        name = type(failed).__name__
-        told = f". Looking for the first cause failed: {name}: {failed}"
-    finally:
-        clear()
-    plain = str(error).removesuffix(FIND_IT)
-    known = NonFiniteError(f"{plain}{told}", cause=error.cause, parameters=error.parameters)
-    known.first_cause = cause
-    return known
+) -> None:
+    """Add its first cause to an error, where this process is the only one."""
+    if isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
+        error.first_cause, told = searched(model, run, batches, clear=clear)
+        error.args = (str(error).removesuffix(FIND_IT) + told,)
 
 
 @contextmanager

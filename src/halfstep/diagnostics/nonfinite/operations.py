@@ -6,14 +6,23 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
 
-from halfstep.diagnostics.nonfinite.cause import Cause, Kind
 from halfstep.precision.scaling.gradients import in_fp64
+
+Kind = Literal[
+    "overflow",
+    "x / 0 or log 0",
+    "inf - inf or 0 * inf",
+    "0 / 0 or invalid",
+    "fully masked row",
+    "not finite in the input data",
+]
 
 _ALLOCATES = frozenset(
     [
@@ -27,22 +36,60 @@ _OVERWRITES = frozenset(  # the old values are not read
         *("exponential_", "geometric_", "log_normal_", "cauchy_"),
     ]
 )
-_FILLS = frozenset(
+FILLS = frozenset(
     [
         *("full", "full_like", "new_full", "fill", "scalar_tensor", "masked_fill", "index_fill"),
         *("where", "constant_pad_nd", "scatter"),
     ]
 )
-# Sums and sums of products: with finite inputs, NaN comes only from an inner overflow (inf - inf).
-_SUMS = frozenset(
+# With finite inputs, NaN comes of these only by an inner overflow (inf - inf).
+MATMULS = frozenset(
     [
         *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr"),
         *("linear", "matmul", "einsum", "convolution", "convolution_backward", "_trilinear"),
-        *("sum", "cumsum", "embedding_dense_backward", "scatter_add", "index_add"),
+        *("_grouped_mm", "grouped_mm", "_sparse_addmm", "_sparse_mm", "_scaled_mm", "inner"),
+        *("mkldnn_linear", "_convolution", "mkldnn_convolution", "cudnn_convolution"),
+    ]
+)
+SUMS = frozenset(
+    [
+        *("sum", "nansum", "mean", "cumsum", "embedding_dense_backward", "scatter_add"),
+        *("index_add", "index_put", "_index_put_impl", "scatter_reduce", "segment_reduce"),
+        *("_embedding_bag", "_embedding_bag_forward_only", "logcumsumexp", "_sparse_sum"),
+        *("_fft_r2c", "_fft_c2r", "_fft_c2c"),
     ]
 )
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")  # namespaces
-_POLES = frozenset(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "div"])
+_POLES = {  # arguments at which a function of one operand is infinite
+    **dict.fromkeys(["log", "log2", "log10", "rsqrt", "reciprocal", "pow"], (0.0,)),
+    **dict.fromkeys(["lgamma", "digamma", "polygamma"], (0.0, -1.0, -2.0)),
+    **dict.fromkeys(["logit", "special_ndtri"], (0.0, 1.0)),
+    **dict.fromkeys(["atanh", "erfinv"], (-1.0, 1.0)),
+    "log1p": (-1.0,),
+}
+_DIVISORS = {
+    **dict.fromkeys(["div", "_foreach_div"], "other"),
+    **dict.fromkeys(["addcdiv", "_foreach_addcdiv"], "tensor2"),
+}
+# What reads the -inf of a mask, or only moves it.
+_READS_MASKS = frozenset(
+    [
+        *("add", "sub", "where", "masked_fill", "minimum", "maximum", "max", "min", "amax", "amin"),
+        *(
+            "logsumexp",
+            "logaddexp",
+            "exp",
+            "sigmoid",
+            "clamp",
+            "nan_to_num",
+            "triu",
+            "tril",
+            "topk",
+        ),
+        *("_to_copy", "to", "copy", "clone", "cat", "stack", "index", "index_select", "gather"),
+        *("repeat", "contiguous", "_pin_memory", "constant_pad_nd", "index_put", "scatter", "sort"),
+    ]
+)
 _SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options
     ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
 )
@@ -63,17 +110,17 @@ class Operation:
     first_counts: bool  # whether only its first output should be finite
     collective: bool = False  # whether its values come from other ranks
 
-    @property
-    def product(self) -> bool:
-        """Whether it is a sum, or sums of products."""
-        return self.base in _SUMS
-
     def looks(self, result: Any) -> bool:
         """Whether it only looks at its inputs, or their shape, as ``isinf`` and ``ones_like``."""
         if self.base.endswith("_like") or self.base.startswith("new_"):
             return True
         only = not any(True for _ in floating(result)) and isinstance(result, Tensor)
         return only and self.base not in ("_to_copy", "to")
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether -inf from outside is a mask to it; to others it is data."""
+        return self.softmax or self.base in _READS_MASKS or self.allocates
 
     @property
     def softmax(self) -> bool:
@@ -90,7 +137,10 @@ def operation(func: Any) -> Operation:
     if schema is None:
         flex = name == "flex_attention"
         return Operation(f"higher_order.{name}", base, (), (), True, False, False, flex, flex)
-    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    real = not name.startswith(("prim.", "aten.sym_"))  # what asks for a shape has no kernel
+    composite = real and func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
     forward = "backward" not in base
     attention = ("scaled_dot_product" in base or "attention_forward" in base) and forward
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -121,8 +171,8 @@ def floating(value: Any) -> Iterator[Tensor]:
         yield from floating(list(value.values()))
 
 
-def stored(tensor: Tensor) -> Tensor:
-    """The values that a tensor stores on this rank, dense and real."""
+def dense(tensor: Tensor) -> Tensor:
+    """The values that a tensor stores on this rank."""
     to_local = getattr(tensor, "to_local", None)  # of a distributed tensor
     tensor = tensor if to_local is None else to_local()
     if tensor.is_mkldnn:
@@ -131,7 +181,19 @@ def stored(tensor: Tensor) -> Tensor:
         tensor = tensor._values()
     elif tensor.is_nested or tensor.layout != torch.strided:
         tensor = tensor.values()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The values that a tensor stores on this rank, dense and real."""
+    value = dense(tensor)
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def not_finite(tensor: Tensor) -> Tensor:
+    """Which elements of a tensor are NaN or infinite."""
+    value = dense(tensor)
+    return ~(value.float() if value.element_size() == 1 else value).isfinite()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -197,6 +259,11 @@ class Input:
     value: Tensor | float  # its values before the operation: a copy if it was written to
     counts: Counts  # of ``value``
 
+    @property
+    def broken(self) -> bool:
+        """Whether it is a tensor with NaN or infinities."""
+        return isinstance(self.original, Tensor) and bool(self.counts.nan or self.counts.inf)
+
 
 def inputs(
     known: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], before: Mapping[int, Tensor]
@@ -226,80 +293,75 @@ def inputs(
 
 
 def kind_of(
-    func: Any, known: Operation, given: Sequence[Input], outputs: Sequence[Tensor], made: Counts
-) -> Kind | None:
-    """Why outputs are not finite, or None if the operation only passes on its inputs.
+    known: Operation,
+    given: Sequence[Input],
+    outputs: Sequence[Tensor],
+    *,
+    nan: bool,
+    meant: bool = False,
+) -> Kind:
+    """What makes outputs not finite that no suspect explains.
 
-    Non-finite inputs have been allowed before. ``outputs`` are the outputs that are not finite, and
-    ``made`` counts their elements.
+    ``nan``: it makes NaN, and not infinities alone; ``meant``: of infinities that were meant.
     """
-    tensors = [i.counts for i in given if isinstance(i.value, Tensor)]
-    numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
-    if any(c.nan for c in numbers):
-        return "not finite in the input data"
-    plus, minus = (any(getattr(i.counts, n) for i in given) for n in ("plus_inf", "minus_inf"))
-    if made.nan and not any(c.nan for c in tensors):
-        if known.softmax and not plus and _masks_a_row(known, given):
-            return "fully masked row"
-        if (plus or minus) and not known.attention:
-            return "inf - inf or 0 * inf"
-        sums = known.attention or known.base in _SUMS
-        return "overflow" if sums and tensors else "0 / 0 or invalid"
-    if any(c.minus_inf for c in numbers) or (known.base in _FILLS and (plus or minus)):
-        return None
-    if any(c.inf for c in numbers):
-        return "not finite in the input data"
-    if known.attention:  # a mask's -inf is no reason for an infinity here
-        minus = False
-    explained = plus or minus
-    if explained and torch.Tag.pointwise in getattr(func, "tags", ()):
-        explained = not _new_infinities(given, outputs[0])
-    if not made.inf or explained:
-        return None
-    pole = known.base in _POLES and _at_zero(known, given, outputs[0])
-    return "x / 0 or log 0" if pole else "overflow"
+    if not nan:
+        return "x / 0 or log 0" if _at_pole(known, given, outputs) else "overflow"
+    minus = any(i.counts.minus_inf for i in given)
+    masks = known.softmax and not any(i.counts.plus_inf for i in given)
+    if masks and (known.base == "_masked_softmax" or (minus and _masks_a_row(known, given))):
+        return "fully masked row"
+    if meant and not known.attention:
+        return "inf - inf or 0 * inf"
+    # a complex product is a sum of four, and a norm sums squares
+    product = known.base in ("mul", "pow") and outputs[0].is_complex()
+    most = torch.finfo(outputs[0].dtype).max ** 0.5
+    product |= "norm" in known.base and any(i.counts.largest > most for i in given)
+    sums = product or known.attention or known.base in (MATMULS | SUMS) - {"mean"}
+    read = any(isinstance(i.value, Tensor) for i in given)
+    return "overflow" if sums and read else "0 / 0 or invalid"
 
 
 def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
-    """Whether some row of a softmax was wholly masked, given that its output has NaN."""
+    """Whether some row of a softmax that made NaN was wholly masked."""
     if not known.attention:  # there is no other way to NaN from finite scores and -inf
-        return known.base == "_masked_softmax" or any(i.counts.minus_inf for i in given)
+        return True
     rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
     return any(bool(row.all(dim=-1).any()) for row in rows)
 
 
-def _at_zero(known: Operation, given: Sequence[Input], output: Tensor) -> bool:
-    """Whether some output element is infinite where the divisor, or the only operand, is 0."""
-    name = "other" if known.base == "div" else "self"
-    (divisor,) = [i.value for i in given if i.name == name]
-    zero = stored(divisor) == 0 if isinstance(divisor, Tensor) else torch.tensor(divisor == 0)
-    return bool((stored(output).isinf() & zero.to(output.device)).any())
+def _at_pole(known: Operation, given: Sequence[Input], outputs: Sequence[Tensor]) -> bool:
+    """Whether some output is infinite where the divisor is 0, or the operand at a pole."""
+    if known.base in ("_linalg_slogdet", "_ctc_loss"):  # the logarithm of 0
+        return True
+    if known.base in _DIVISORS:
+        return divides_by_zero(known, given)
+    poles = _POLES.get(known.base, ())
+    operand = next((i.value for i in given if i.name == "self"), None)
+    if not poles or operand is None:
+        return False
+    value, output = torch.as_tensor(operand), dense(outputs[0])
+    at = sum(value == pole for pole in poles)
+    return bool((output.isinf() & torch.as_tensor(at, device=output.device).bool()).any())
 
 
-def _new_infinities(given: Sequence[Input], output: Tensor) -> bool:
-    """Whether a pointwise operation's output is infinite where all inputs were finite."""
-    came = torch.zeros_like(stored(output), dtype=torch.bool)
-    for i in given:
-        if isinstance(i.value, Tensor):
-            came = came | ~stored(i.value).isfinite()
-    return bool((stored(output).isinf() & ~came).any())
+def divides_by_zero(known: Operation, given: Sequence[Input]) -> bool:
+    """Whether the operation divides, and a divisor is 0."""
+    return any(i.counts.zero for i in given if i.name.split("[")[0] == _DIVISORS.get(known.base))
 
 
 _LOWEST = tuple(torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32))
 
 
-def overflows_a_mask(made: Counts, given: Sequence[Input]) -> bool:
+def overflows_a_mask(outputs: Sequence[Tensor], given: Sequence[Input]) -> bool:
     """Whether infinities are those of an additive mask that was added twice or cast too narrow.
 
-    Such an operation makes nothing but -inf, and one of its inputs is a mask: it has no values but
-    0 and one other, or its lowest value is, to 1 %, the lowest number of a format.
+    Such an operation makes nothing but -inf, and the lowest value of an input is, to 1 %, the
+    lowest number of a format, or its only one besides 0.
     """
-    if made.nan or made.plus_inf:
+    if any(bool((stored(output) == math.inf).any()) for output in outputs):
         return False
     for i in given:
-        if not isinstance(i.value, Tensor):
-            continue
-        values = stored(i.value).double()
+        values = stored(torch.as_tensor(i.value)).double()
         lowest = float(values[values.isfinite()].min()) if bool(values.isfinite().any()) else 0.0
         near = any(abs(lowest / low - 1) < 0.01 for low in _LOWEST)
         two = bool(((values == 0) | (values == lowest) | (values == -math.inf)).all())
@@ -308,68 +370,181 @@ def overflows_a_mask(made: Counts, given: Sequence[Input]) -> bool:
     return False
 
 
-class _Suspect:
-    """A cause of infinities, and the storages that hold them."""
-
-    def __init__(self, cause: Cause) -> None:
-        self.cause = cause
-        self.storages: dict[int, StorageWeakRef] = {}  # weak references keep keys from reuse
-        self.cleared = False
+# Labels of values that are not finite, besides the numbers of suspects, from 1.
+MEANT = 0
+OUTSIDE = -1  # -inf that came from outside, which may be a mask
+UNWRITTEN = -2  # memory that nothing has written
+NEWS = -3  # from outside, and no mask: a suspect that is not numbered yet
 
 
-class Suspects:
-    """The operations that have made infinities, in order."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One run of an operation."""
+
+    func: Any
+    known: Operation
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    before: Mapping[int, Tensor]  # copies of what it has written, as it was, by the tensor's id
+    written: Sequence[Tensor]
+
+    def outputs(self, result: Any, written: Sequence[Tensor]) -> list[Tensor]:
+        """What should be finite of what it returned and wrote."""
+        every = list({id(t): t for t in (*floating(result), *written)}.values())
+        return every[:1] if self.known.first_counts else every
+
+    def read(self) -> Iterator[Tensor]:
+        """The tensors whose values it may have read."""
+        by_name = [*zip(self.known.names, self.args, strict=False), *self.kwargs.items()]
+        overwritten = () if self.known.reads_what_it_writes else self.known.writes
+        given = [value for name, value in by_name if name not in overwritten]
+        return floating(given if self.known.names else self.args)
+
+    def sources(
+        self, bad: Tensor, labels: Mapping[int, int | Tensor], given: Sequence[Input]
+    ) -> list[tuple[int | None, Tensor]]:
+        """Where elements that are not finite come from: labels, or None for the operation itself.
+
+        ``bad`` are those of all outputs, one after the other, and ``labels`` those of the inputs,
+        by the tensor's id. Later sources hold where several are given for an element.
+        """
+        present: set[int] = set()
+        for i in given:
+            label = labels.get(id(i.original))
+            if isinstance(label, Tensor) and isinstance(i.value, Tensor):
+                present.update(label[not_finite(i.value)].tolist())
+            elif isinstance(label, int):
+                present.add(label)
+        # an early suspect explains an element better than a late one
+        order = sorted(present, key=lambda label: (label > 0, label == NEWS, -label))
+        if len(order) == 1 and bool(bad.all()):
+            return [(order[0], bad)]
+        made = self._again(bad, labels, None) if order else bad
+        if made is None:
+            return [(order[-1], bad)]
+        found = [(None, made), *((label, bad & ~made) for label in order[-1:])]
+        for label in order if len(order) > 1 or bool(made.any()) else ():
+            reached = self._again(bad, labels, label)
+            found += [] if reached is None else [(label, reached)]
+        return found
+
+    def _again(
+        self, bad: Tensor, labels: Mapping[int, int | Tensor], keep: int | None
+    ) -> Tensor | None:
+        """What is not finite of finite inputs, or what one label's elements reach.
+
+        All that is not finite is replaced, or all but the elements of that label: by 0, and then by
+        0.5, of which a logarithm and a division are finite. None: it cannot run on copies.
+        """
+        tags = getattr(self.func, "tags", ())
+        if not self.known.name.startswith("aten.") or torch.Tag.nondeterministic_seeded in tags:
+            return None
+        for fill in (0.0, 0.5):
+            copies: dict[int, Tensor] = {}
+
+            def copied(leaf: Any, fill: float = fill, copies: dict[int, Tensor] = copies) -> Any:
+                if not isinstance(leaf, Tensor) or not any(True for _ in floating(leaf)):
+                    return leaf
+                value, label = self.before.get(id(leaf), leaf), labels.get(id(leaf))
+                kept = not_finite(value)
+                if keep is None:
+                    kept = ~kept
+                else:
+                    kept &= torch.as_tensor(label == keep, device=kept.device)
+                return copies.setdefault(id(leaf), torch.where(kept, value, fill))
+
+            try:
+                args, kwargs = tree_map(copied, (self.args, dict(self.kwargs)))
+                written = [copies[id(tensor)] for tensor in self.written]
+                bad = bad & bad_elements(self.outputs(self.func(*args, **kwargs), written))
+            except (RuntimeError, NotImplementedError, TypeError):  # sparse, quantised, distributed
+                return None
+        return bad
+
+
+def bad_elements(tensors: Sequence[Tensor]) -> Tensor:
+    """Which elements of tensors, one after the other, are NaN or infinite."""
+    masks = [not_finite(tensor).reshape(-1) for tensor in tensors]
+    return torch.cat([mask.to(masks[0].device) for mask in masks])
+
+
+class Flow:
+    """Which suspect each value that is not finite descends from: a label for each element.
+
+    They are kept by storage: one number where all such elements of a storage have the same label.
+    """
 
     def __init__(self) -> None:
-        self._suspects: list[_Suspect] = []
+        # Weak references keep the key of freed memory from being reused.
+        self._labels: dict[int, tuple[StorageWeakRef, int | Tensor]] = {}
+        self._unread: dict[int, int] = {}  # first suspects in storages that nothing has read
+        self._prune_at = 1024
 
-    def __bool__(self) -> bool:
-        """Whether there are any, cleared ones included."""
-        return bool(self._suspects)
+    def of(self, tensor: Tensor) -> int | Tensor | None:
+        """The labels of a tensor's elements, or of all of them; None if nothing seen wrote it."""
+        value = stored(tensor)
+        labels = self._labels.get(value.untyped_storage()._cdata, (None, None))[1]
+        if not isinstance(labels, Tensor):
+            return labels
+        if labels.numel() * value.element_size() != value.untyped_storage().nbytes():
+            return int(labels.max())  # it is viewed in another dtype
+        view = labels.as_strided(value.shape, value.stride(), int(value.storage_offset()))
+        return view.amax(-1) if tensor.is_complex() else view
 
-    def add(self, cause: Cause, made: Iterable[Tensor]) -> None:
-        """Remember an operation that made infinities of finite numbers."""
-        suspect = _Suspect(cause)
-        self._suspects.append(suspect)
-        _hold(suspect, made)
+    def write(self, labels: int | Tensor, *tensors: Tensor) -> None:
+        """Label what an operation has written; only elements that are not finite matter."""
+        for tensor in tensors:
+            value = stored(tensor)
+            storage = value.untyped_storage()
+            ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._unread.pop(ref.cdata, None)
+            if first := first_of(labels):
+                self._unread[ref.cdata] = first
+            before = self._labels.get(ref.cdata, (None, None))[1]
+            elements = storage.nbytes() // value.element_size()
+            table: int | Tensor = labels
+            whole = value.numel() == elements or before is None
+            same = isinstance(before, int) and before == labels
+            if isinstance(labels, Tensor) or not (whole or same):
+                if isinstance(before, Tensor) and before.numel() == elements:
+                    table = before
+                else:
+                    fill = before if isinstance(before, int) else MEANT
+                    table = torch.full((elements,), fill, dtype=torch.int32, device=value.device)
+                view = table.as_strided(value.shape, value.stride(), int(value.storage_offset()))
+                new = torch.as_tensor(labels)
+                view.copy_(new.unsqueeze(-1) if new.dim() and tensor.is_complex() else new)
+            self._labels[ref.cdata] = ref, table
+        if len(self._labels) > self._prune_at:
+            self._prune()
 
-    def of(self, given: Iterable[Tensor]) -> list[int]:
-        """The numbers of the suspects whose infinities may be in these tensors."""
-        keys = {storage_key(tensor) for tensor in given}
-        return [n for n, s in enumerate(self._suspects) if keys & s.storages.keys()]
+    def read(self, tensors: Iterable[Tensor]) -> None:
+        """An operation has read these."""
+        for tensor in tensors:
+            self._unread.pop(storage_key(tensor), None)
 
-    def pass_on(self, numbers: Iterable[int], made: Iterable[Tensor]) -> None:
-        """Infinities of these suspects have passed into what an operation made."""
-        tensors = [*made]
-        for number in numbers:
-            _hold(self._suspects[number], tensors)
-
-    def clear(self, numbers: Iterable[int]) -> None:
-        """An operation has made finite numbers of the infinities of these suspects."""
-        for number in numbers:
-            self._suspects[number].cleared = True
-
-    def first(self, numbers: Iterable[int]) -> Cause:
-        """The first of these and of all that are not cleared."""
-        known = {*numbers}
-        return next(s.cause for n, s in enumerate(self._suspects) if n in known or not s.cleared)
-
-    def forward_of(self, node: str, module: str) -> Cause | None:
-        """The suspect whose backward this autograd node is, such as ``log`` of ``LogBackward0``."""
-        for suspect in self._suspects:
-            base = suspect.cause.op.split(".")[1].strip("_").replace("_", "")
-            forward = suspect.cause.direction == "forward" and suspect.cause.module == module
-            if forward and node.partition("Backward")[0].lower() == base:
-                return suspect.cause
-        return None
+    def _prune(self) -> None:
+        for key, (ref, _) in list(self._labels.items()):
+            if key not in self._unread and ref.expired():  # type: ignore[no-untyped-call]
+                del self._labels[key]
+        self._prune_at = 1024 + 2 * len(self._labels)
 
     @property
-    def open(self) -> Cause | None:
-        """The first suspect whose infinities nothing has made finite."""
-        return next((s.cause for s in self._suspects if not s.cleared), None)
+    def unread(self) -> int:
+        """The first suspect of values that nothing has read; 0 if there is none."""
+        return min(self._unread.values(), default=0)
+
+    def first_in(self, tensor: Tensor) -> int:
+        """The first suspect that made elements of a tensor NaN or infinite; 0 if none did."""
+        labels = self.of(tensor)
+        if labels is None or look_finite([tensor]):
+            return 0
+        return first_of(torch.where(not_finite(tensor), labels, MEANT))
 
 
-def _hold(suspect: _Suspect, tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        reference = StorageWeakRef(stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
-        suspect.storages[reference.cdata] = reference
+def first_of(labels: int | Tensor) -> int:
+    """The first suspect among labels; 0 if there is none."""
+    if isinstance(labels, Tensor):
+        suspects = labels[labels > 0]
+        return int(suspects.min()) if suspects.numel() else 0
+    return max(labels, 0)

@@ -98,13 +98,11 @@ class GradientAccumulation:
             self._handles.append(self._hook(parameter))
 
     def _hook(self, tensor: Tensor) -> RemovableHandle:
-        """Unscale a gradient before the user's hooks see it: torch calls them in the dict's order.
-
-        The dict is the tensor's own, an ``OrderedDict``.
-        """
+        """Unscale a gradient before the user's hooks see it, those from before as well."""
         handle: RemovableHandle = tensor.register_hook(self._unscale)  # type: ignore[no-untyped-call]
         hooks: Any = tensor._backward_hooks
-        hooks.move_to_end(handle.id, last=False)
+        for number in [*hooks][:-1]:  # torch's C++ goes by insertion, which move_to_end leaves
+            hooks[number] = hooks.pop(number)
         return handle
 
     @contextmanager

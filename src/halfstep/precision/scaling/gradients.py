@@ -170,6 +170,10 @@ class Ranks:
         """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
         return 1
 
+    def of_loss(self, loss: Tensor) -> str:
+        """Say whose loss is not finite; "" if everybody's is. All ranks call it."""
+        return "" if bool(loss.isfinite().all()) else f"the loss is {loss.tolist()}"
+
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
         """The findings of all ranks; ``names`` are all possible names, equal on every rank."""
         return found
@@ -192,6 +196,7 @@ class Judged:
     norm: float  # the global 2-norm of its gradients, in fp64 if squares leave the range of fp32
     found: NonFinite | None  # the non-finite gradients; None if the loss itself is not finite
     spike: Spike | None = None  # what is wrong with a finite step, where spikes are guarded
+    whose: str = ""  # which rank's loss is not finite, in words
 
     @property
     def broken(self) -> bool:
@@ -236,7 +241,7 @@ class Examiner:
                 by_parts.setdefault(parts, []).append(gradient)
         value, norm = self._ranks.measure(loss, by_parts, self._norm)
         if not math.isfinite(value):
-            return Judged(value, norm, None)
+            return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
         found = NonFinite((), ())
         if not math.isfinite(norm):
             named = zip(self.names(gradients), gradients.values(), strict=True)
