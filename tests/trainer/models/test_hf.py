@@ -36,6 +36,7 @@ def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_pa
     other, info = read(dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())  # nothing missing, unexpected or mismatched
     assert (other.config.bos_token_id, other.config.eos_token_id) == (None, None)
+    assert {getattr(other.config, f"{part}_pdrop") for part in ("attn", "embd", "resid")} == {0.25}
     tokens = torch.randint(0, 37, (2, 16), generator=g)
     want = other.eval()(tokens).logits
     assert want.abs().max() > 1  # the weights are large enough to tell layouts apart
