@@ -9,7 +9,6 @@ Shapes: C width, H heads, D width of a head (C = H D).
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,20 +49,16 @@ def export_gpt2(
     ids_BT = random_ids(model.config.vocab_size, min(16, model.config.block_size))
     trained_BTV = model.eval()(ids_BT)
     with new_folder(folder) as empty:
-        save_gpt2(model, empty, dtype=dtype)
+        save_gpt2(model, empty, dtype)
         beside(empty)
         return require_faithful(empty, dtype, model, model, ids_BT, trained_BTV)
 
 
-def save_gpt2(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a folder that ``GPT2LMHeadModel.from_pretrained`` reads.
-
-    The folder must not exist, or be empty; it appears complete or not at all.
+def save_gpt2(model: GPT, folder: Path, dtype: torch.dtype) -> None:
+    """Write into an empty folder what ``GPT2LMHeadModel.from_pretrained`` reads.
 
     Raises:
-        CheckpointError: If the folder cannot be written, or a weight is not finite in ``dtype``.
+        CheckpointError: If a weight is not finite in ``dtype``.
     """
     shape, tensors = model.config, {}
     # only GPT-2's vocabulary has <|endoftext|> at 50256, where transformers assumes it
@@ -78,11 +73,10 @@ def save_gpt2(
     for name, parameter in model.named_parameters():
         theirs = f"transformer.{hf_name(name)}"
         tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", dtype)
-        require_finite(tensor, Path(folder), theirs)
+        require_finite(tensor, folder, theirs)
         tensors[theirs] = tensor.contiguous()
-    with new_folder(Path(folder)) as temporary:
-        config.save_pretrained(temporary)
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def hf_name(name: str) -> str:
