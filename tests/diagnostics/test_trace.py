@@ -90,6 +90,29 @@ def test_an_operation_that_leaves_the_policy_is_named():
     assert ran.differences() == []
 
 
+@pytest.mark.parametrize("spec", ["bf16-mixed", "fp16-mixed", "bf16-master"])
+def test_a_matmul_of_experts_is_one_in_the_compute_dtype(spec):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x):
+            offs = torch.tensor([2, len(x)], dtype=torch.int32)
+            return nn.functional.grouped_mm(x, self.weight, offs=offs)
+
+    model = Experts()
+    precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with trace(model, precision) as ran:
+        with precision.autocast():
+            loss = model(torch.randn(5, 8)).float().square().mean()
+        precision.step(loss)
+    low = spec[:4]
+    found = {row.inputs for row in ran.operations if row.op == "grouped_mm"}
+    assert found == {(low, low)}
+    assert ran.differences() == []
+
+
 def test_a_golden_file_tells_what_changed(tmp_path):
     golden = tmp_path / "golden.txt"
     ran, _, _ = traced("gpt", "bf16-mixed")

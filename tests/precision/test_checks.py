@@ -187,3 +187,20 @@ def test_buffers_that_16_bits_have_broken_already():
     broken = "inv_freq rope_cache freqs cos_cached sin rotary_table running_mean router_bias"
     fine = "scale weight_ema cost sinew frequency_penalty compose attn_mask masked_bias"
     every([*((n, True) for n in broken.split()), *((n, False) for n in fine.split())], check)
+
+
+@pytest.mark.parametrize("name", [*MASTERS, *PURE])
+def test_norms_are_judged_by_their_weights_and_named_together(name):
+    def optimizer(model):
+        return OPTIMIZERS["sgd"](model.parameters())
+
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.Linear(6, 2))
+    precision = Precision(scaled(name), plain, optimizer(plain))
+    with precision.autocast():
+        loss = plain(torch.randn(8, 4)).square().mean()
+    assert precision.step(loss).applied
+    assert plain[1].running_mean.dtype == torch.float32
+    other = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+    wide = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), other)
+    rule = r"1 is a BatchNorm1d .*keep_fp32=type:BatchNorm1d\|type:InstanceNorm2d$"
+    refused(name, wide, optimizer(wide), rule)

@@ -95,65 +95,36 @@ def many_threads():
         torch.set_num_threads(before)
 
 
+AROUND = {
+    "a mode that looks at operators": Seen,
+    "attention by a kernel that was chosen": lambda: sdpa_kernel(SDPBackend.MATH),
+    "fewer heads than half of the threads": many_threads,
+}
+attend = F.scaled_dot_product_attention
 STAY = {
-    "a mode that looks at operators": lambda: (Seen(), CALLS["gelu"]),
-    "attention by a kernel that was chosen": lambda: (
-        sdpa_kernel(SDPBackend.MATH),
-        CALLS["scaled_dot_product_attention"],
-    ),
-    "a subclass": lambda: (
-        None,
-        lambda: F.gelu(LOW.as_subclass(Own), approximate="tanh"),
-    ),
-    "the exact GELU": lambda: (None, lambda: F.gelu(LOW)),
-    "fp32 activations": lambda: (None, lambda: F.gelu(torch.ones(4), approximate="tanh")),
-    "few logits": lambda: (None, lambda: F.cross_entropy(LOGITS, CLASSES)),
-    "LayerNorm of fp32": lambda: (None, lambda: F.layer_norm(torch.ones(*FEW), FEW[1:])),
-    "a norm of two dimensions": lambda: (None, lambda: F.rms_norm(torch.ones(2, 3), (2, 3), eps=1)),
-    "fp64": lambda: (
-        None,
-        lambda: F.cross_entropy(MANY_LOGITS.double(), CLASSES),
-    ),
-    "weights of classes": lambda: (
-        None,
-        lambda: F.cross_entropy(MANY_LOGITS, CLASSES, weight=MANY_LOGITS[0]),
-    ),
-    "smoothing": lambda: (
-        None,
-        lambda: F.cross_entropy(MANY_LOGITS, CLASSES, label_smoothing=0.1),
-    ),
-    "probabilities": lambda: (
-        None,
-        lambda: F.cross_entropy(MANY_LOGITS, MANY_LOGITS / 3),
-    ),
-    "a mask that learns": lambda: (
-        None,
-        lambda: F.scaled_dot_product_attention(heads(), heads(), heads(), heads(32, 32)),
-    ),
-    "few queries": lambda: (
-        None,
-        lambda: F.scaled_dot_product_attention(heads(2, 3, 31, 16), heads(), heads()),
-    ),
-    "fewer heads than half of the threads": lambda: (
-        many_threads(),
-        lambda: F.scaled_dot_product_attention(*(heads(1, 1, 32, 16) for _ in range(3))),
-    ),
-    "three dimensions": lambda: (
-        None,
-        lambda: F.scaled_dot_product_attention(*(heads(3, 8, 16) for _ in range(3))),
-    ),
+    "a mode that looks at operators": CALLS["gelu"],
+    "attention by a kernel that was chosen": CALLS["scaled_dot_product_attention"],
+    "a subclass": lambda: F.gelu(LOW.as_subclass(Own), approximate="tanh"),
+    "the exact GELU": lambda: F.gelu(LOW),
+    "fp32 activations": lambda: F.gelu(torch.ones(4), approximate="tanh"),
+    "few logits": lambda: F.cross_entropy(LOGITS, CLASSES),
+    "LayerNorm of fp32": lambda: F.layer_norm(torch.ones(*FEW), FEW[1:]),
+    "a norm of two dimensions": lambda: F.rms_norm(torch.ones(2, 3), (2, 3), eps=1),
+    "fp64": lambda: F.cross_entropy(MANY_LOGITS.double(), CLASSES),
+    "weights of classes": lambda: F.cross_entropy(MANY_LOGITS, CLASSES, weight=MANY_LOGITS[0]),
+    "smoothing": lambda: F.cross_entropy(MANY_LOGITS, CLASSES, label_smoothing=0.1),
+    "probabilities": lambda: F.cross_entropy(MANY_LOGITS, MANY_LOGITS / 3),
+    "a mask that learns": lambda: attend(heads(), heads(), heads(), heads(32, 32)),
+    "few queries": lambda: attend(heads(2, 3, 31, 16), heads(), heads()),
+    "fewer heads than half of the threads": lambda: attend(*[heads(1, 1, 32, 16)] * 3),
+    "three dimensions": lambda: attend(*[heads(3, 8, 16)] * 3),
 }
 
 
 @pytest.mark.parametrize("case", STAY)
 def test_what_stays_torchs(case, taken):
-    mode, call = STAY[case]()
-    with halfstep.autocast("bf16-mixed", "cpu"):
-        if mode is None:
-            call()
-        else:
-            with mode:
-                call()
+    with halfstep.autocast("bf16-mixed", "cpu"), AROUND.get(case, contextlib.nullcontext)():
+        STAY[case]()
     assert taken == []
 
 

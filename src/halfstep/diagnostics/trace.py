@@ -28,7 +28,7 @@ from halfstep.diagnostics.nonfinite.operations import floating, operation, stora
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
-from halfstep.precision.casting.op_table import AUTOCAST, MIXED
+from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
@@ -44,7 +44,9 @@ _SIMULATED = SimulatedProducts.run.__code__
 _PRODUCT = linear.run_product.__code__
 _STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_PRODUCTS = {*AUTOCAST["half"], "attention", *PRODUCTS}
+_PRODUCTS = {*OPS["matmul"].names.split(), "attention", *PRODUCTS}
+_PRODUCTS |= {"grouped_mm_fallback"}  # of transformers
+_FP32 = {*(n for row in OPS.values() if row.mixed == "fp32" for n in row.names.split()), "cdist"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,8 @@ def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:
     if row.direction != "forward":
         return ""
     if policy.casts_per_op:
-        return "fp32" if name in AUTOCAST["fp32"] else ""
-    return "fp32" if name in MIXED["loss"] else ""
+        return "fp32" if name in _FP32 else ""
+    return "fp32" if name in OPS["loss"].names.split() else ""
 
 
 def is_product(op: str) -> bool:

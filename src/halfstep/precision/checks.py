@@ -249,16 +249,18 @@ def check_cast(placed: PlacedModel) -> None:
                     f"{name} holds {worst:g}, which {dtype_name(dtype)} cannot (largest "
                     f"{torch.finfo(dtype).max:g}); use a *-mixed policy"
                 )
-    for placement in placed.modules:
-        name, module = placement.name, placement.module
-        if placement.fp32:
-            continue
-        if isinstance(module, _NormBase) and module.running_mean is not None:
-            raise PrecisionError(
-                f"{name or 'the model'} is a {type(module).__name__} with running statistics in "
-                f"fp32, whose kernels take no {dtype_name(dtype)} weights; use a *-mixed policy, "
-                f"or the rule keep_fp32=type:{type(module).__name__}"
-            )
+    norms = [  # torch wants their weights and statistics in one dtype
+        p for p in placed.modules
+        if not p.fp32 and isinstance(p.module, _NormBase)
+        and p.module.running_mean is not None and [*p.module.parameters()]
+    ]  # fmt: skip
+    if norms:
+        kinds = sorted({f"type:{type(p.module).__name__}" for p in norms})
+        raise PrecisionError(
+            f"{norms[0].name or 'the model'} is a {type(norms[0].module).__name__} with running "
+            f"statistics in fp32, whose kernels take no {dtype_name(dtype)} weights; use a "
+            f"*-mixed policy, or the rule keep_fp32={'|'.join(kinds)}"
+        )
 
 
 # Which saved precision states are accepted.

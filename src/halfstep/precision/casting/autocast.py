@@ -440,7 +440,7 @@ _PRODUCTS = frozenset(
     {
         *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
         *(_aten.addbmm.default, _aten._trilinear.default, _aten.mv.default, _aten.addmv.default),
-        *(_aten.dot.default, _aten.vdot.default, _aten.addr.default),
+        *(_aten.dot.default, _aten.vdot.default, _aten.addr.default, _aten._grouped_mm.default),
         *(_aten.convolution.default, _aten.convolution_backward.default),
         # Fused layers of torch.nn: they run wholly in fp32 and are rounded at their end.
         _aten._native_multi_head_attention.default,

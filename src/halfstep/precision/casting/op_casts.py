@@ -12,8 +12,9 @@ inside; there torch's own autocast still applies. A function of torch that is wr
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache, reduce
 from types import FunctionType
 from typing import Any
@@ -24,12 +25,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.kernels import attention, library, rows
-from halfstep.precision.casting.op_table import AUTOCAST_ON_CPU, MIXED_FUNCTIONS
+from halfstep.precision.casting.op_table import MIXED_ON_CPU, STORED, Cast
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
 
 Function = Callable[..., Any]
-_NO_16_BITS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_DENSE = (torch.strided, torch.jagged, torch._mkldnn)  # type: ignore[attr-defined]
+_PRODUCTS = ("native", "compute", "compute_of_two")
+_APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
+_FILLS = ("fill", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _entered = threading.local()
 
@@ -41,7 +45,10 @@ class OpCasts(TorchFunctionMode):
     innermost acts.
     """
 
-    table: Mapping[Function, str] = {}
+    table: Mapping[Function, Cast] = {}
+    compute = torch.float32
+    as_autocast = False
+    """Whether fp64 and the tensors of other devices are left alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +92,7 @@ class OpCasts(TorchFunctionMode):
         kwargs = kwargs or {}
         if cast is not None and self._is_on():
             return self._run(cast, func, args, kwargs)
-        if cast == "product":
+        if cast in _PRODUCTS:
             args, kwargs = self._agreed(args, kwargs)
         if plain or torch.compiler.is_compiling() or not self._looks_inside(func):
             return func(*args, **kwargs)
@@ -105,12 +112,107 @@ class OpCasts(TorchFunctionMode):
         """Whether functions that a compiled kernel knows run by it now."""
         return False
 
-    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of the table with its arguments cast."""
-        raise NotImplementedError
+    def _run(
+        self, cast: Cast, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function of the table as its row says."""
+        if self.as_autocast:
+            # CUDA's autocast ignores calls with out=, too; sum(dtype=...) is as the user says
+            dtype = kwargs.get("dtype") if cast in ("fp32", "fp32_inside") else None
+            if kwargs.get("out") is not None or dtype is not None:
+                return func(*args, **kwargs)
+        if cast == "fp32":
+            args, kwargs = _cast((args, kwargs), torch.float32, self.as_autocast, LOW)
+            return func(*args, **kwargs)
+        if cast in _PRODUCTS:
+            for value in args:  # sparse kernels of 16 bits are few, and of two dtypes none
+                if isinstance(value, Tensor) and value.layout not in _DENSE:
+                    cast = "fp32_inside"
+        if cast == "native":
+            return func(*args, **kwargs)
+        if cast in _FILLS:
+            return self._run_filled(cast, func, args, kwargs)
+        found = _formats((args, kwargs), self.as_autocast)
+        if cast in _APART:
+            return self._run_apart(cast, func, args, kwargs, found)
+        if cast == "compute":
+            args, kwargs = _cast((args, kwargs), torch.get_autocast_dtype("cpu"), True)
+        elif len(found) > 1:
+            args, kwargs = self._agree(cast, func, args, kwargs, found)
+        return func(*args, **kwargs)
 
-    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The operands to use for a product while the table does not apply."""
+    def _run_filled(
+        self, cast: Cast, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function whose constants may be beyond the format that it fills."""
+        # the second argument of a write says where, as in s[70000] = 1
+        args, kwargs = _filled(args, kwargs, 2 if cast == "into_self" else 0)
+        if cast == "into_self":
+            if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+                args, kwargs = _cast((args, kwargs), args[0].dtype)
+        elif cast != "fill":
+            found = _formats((args, kwargs), self.as_autocast)
+            if cast == "as_given":
+                result = func(*args, **kwargs)
+                return _cast(result, found.pop()) if len(found) == 1 else result
+            if len(found) > 1:
+                args, kwargs = _cast((args, kwargs), _widest(found), self.as_autocast)
+        return func(*args, **kwargs)
+
+    def _run_apart(
+        self, cast: Cast, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any],
+        found: set[torch.dtype],
+    ) -> Any:  # fmt: skip
+        """Run a function whose inner operations autocast must not cast again."""
+        widest, given = _widest(found), args
+        if cast == "widest_inside":
+            args, kwargs = _cast((args, kwargs), widest, self.as_autocast)
+        else:
+            args, kwargs = _cast((args, kwargs), torch.float32, self.as_autocast, LOW)
+        with torch.autocast("cpu", enabled=False):
+            result = func(*args, **kwargs)
+        if cast == "rounded_self":
+            return given[0].copy_(result)
+        return _cast(result, widest) if cast == "rounded" else result
+
+    def _agree(
+        self, cast: Cast, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any],
+        found: set[torch.dtype],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The arguments where the dtypes of operands differ, made one dtype."""
+        if cast == "statistics":
+            # (input, weight, bias, running mean, running variance): a norm writes the last two in
+            # place, which a cast would turn into writing a copy; 16-bit ones torch itself refuses
+            first, rest = args[:3], args[3:]
+            kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
+            if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):
+                return args, kwargs
+            first, kwargs = _cast((first, kwargs), torch.float32, only=LOW)
+            return (*first, *rest), kwargs
+        to = _widest(found | {torch.float32} if cast == "fp32_of_two" else found)
+        if cast == "compute_of_two":
+            compute, out = self.compute, kwargs.get("out")
+            if compute not in found:
+                return args, kwargs
+            if func is F.scaled_dot_product_attention:
+                # the lowest fp32 number of a mask would become -inf, and a row of -inf is NaN
+                args = (*args[:3], *(_finite(value, compute) for value in args[3:]))
+                mask = _finite(kwargs.get("attn_mask"), compute)
+                kwargs = kwargs if mask is None else kwargs | {"attn_mask": mask}
+            to = compute if out is None else out.dtype
+        return _cast((args, kwargs), to, self.as_autocast)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _agreed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
+
+        Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
+        """
+        if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
+            found = _formats((args, kwargs), True)
+            if len(found) == 2 and torch.float32 in found:
+                low = min(found, key=lambda dtype: dtype.itemsize)
+                return _cast((args, kwargs), low, True)  # type: ignore[no-any-return]
         return args, kwargs
 
     def _inside(
@@ -131,7 +233,8 @@ class OpCasts(TorchFunctionMode):
 class AutocastCasts(OpCasts):
     """Applies CUDA's autocast lists on a CPU while ``torch.autocast("cpu")`` is on."""
 
-    table = AUTOCAST_ON_CPU
+    table = MIXED_ON_CPU
+    as_autocast = True
 
     def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
         return torch.is_autocast_enabled("cpu")
@@ -142,42 +245,6 @@ class AutocastCasts(OpCasts):
     def _looks_inside(self, func: Function) -> bool:  # a backward may recompute with autocast on
         return self._is_on() or func in _RUNS_BACKWARD
 
-    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("out") is not None or cast == "product":
-            # CUDA's autocast ignores calls with out= too; products are cast by torch's autocast
-            return func(*args, **kwargs)
-        if cast == "into_self":
-            args, kwargs = _into_self(args, kwargs)
-            return func(*args, **kwargs)
-        if cast == "half":
-            to = torch.get_autocast_dtype("cpu")
-        elif cast == "fp32":
-            if kwargs.get("dtype") is not None:  # sum(dtype=...): as the user says
-                return func(*args, **kwargs)
-            to = torch.float32
-        else:
-            found = _formats((args, kwargs), on_cpu=True)
-            if cast == "as_given":
-                result = func(*args, **kwargs)
-                return _cast(result, found.pop()) if len(found) == 1 else result
-            args, kwargs = _cast((args, kwargs), _widest(found), on_cpu=True)
-            with torch.autocast("cpu", enabled=False):  # its inner operations are not cast again
-                return func(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), to, on_cpu=True)
-        return func(*args, **kwargs)
-
-    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Cast to 16 bits where, in a backward, a user's Function multiplies 16-bit by fp32.
-
-        Its gradients are 16-bit and the tensors it saved are fp32; ``custom_bwd`` does the same.
-        """
-        if not torch.compiler.is_compiling() and is_running(torch.device("cpu")):
-            found = _formats((args, kwargs), on_cpu=True)
-            if len(found) == 2 and torch.float32 in found:
-                low = min(found, key=lambda dtype: dtype.itemsize)
-                return _cast((args, kwargs), low, on_cpu=True)  # type: ignore[no-any-return]
-        return args, kwargs
-
 
 class StoredCasts(OpCasts):
     """Promotes operands of two dtypes to one under a policy with 16-bit weights.
@@ -186,7 +253,7 @@ class StoredCasts(OpCasts):
         compute: The policy's compute dtype.
     """
 
-    table = MIXED_FUNCTIONS
+    table = STORED
 
     def __init__(self, compute: torch.dtype) -> None:
         super().__init__()
@@ -200,41 +267,6 @@ class StoredCasts(OpCasts):
 
     def _looks_inside(self, func: Function) -> bool:
         return True
-
-    def _run(self, cast: str, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if cast in ("loss", "fp32"):
-            args, kwargs = _low_to_fp32((args, kwargs))
-            return func(*args, **kwargs)
-        if cast == "into_self":
-            args, kwargs = _into_self(args, kwargs)
-            return func(*args, **kwargs)
-        found = _formats((args, kwargs))
-        if len(found) < 2:
-            return func(*args, **kwargs)
-        if cast == "product":
-            if self.compute not in found:
-                return func(*args, **kwargs)
-            if func is F.scaled_dot_product_attention:
-                args, kwargs = _with_finite_mask(args, kwargs, self.compute)
-            out = kwargs.get("out")
-            to = self.compute if out is None else out.dtype
-            if any(isinstance(v, Tensor) and v.layout in _NO_16_BITS for v in args):
-                to = torch.float32
-        elif cast == "widest":
-            to = _widest(found)
-        elif cast == "statistics":
-            # (input, weight, bias, running mean, running variance): a norm writes the last two in
-            # place, which a cast would turn into writing a copy; 16-bit ones torch itself refuses
-            first, rest = args[:3], args[3:]
-            kept = [*rest[:2], *(v for k, v in kwargs.items() if "running" in k)]
-            if any(isinstance(value, Tensor) and value.dtype in LOW for value in kept):
-                return func(*args, **kwargs)
-            first, named = _low_to_fp32(first), _low_to_fp32(kwargs)
-            return func(*first, *rest, **named)
-        else:
-            to = _widest(found | {torch.float32})
-        args, kwargs = _cast((args, kwargs), to)
-        return func(*args, **kwargs)
 
 
 def inside_casts() -> bool:
@@ -252,16 +284,16 @@ def _modes() -> list[OpCasts]:
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _formats(value: Any, *, on_cpu: bool = False) -> set[torch.dtype]:
-    """The floating dtypes in arguments; with ``on_cpu``, only of tensors that autocast casts."""
+def _formats(value: Any, as_autocast: bool = False) -> set[torch.dtype]:
+    """The floating dtypes in arguments; with ``as_autocast``, of tensors that it casts on a CPU."""
     found: set[torch.dtype] = set()
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, Tensor):
             dtype = item.dtype
-            if dtype.is_floating_point and not (on_cpu and _is_left_alone(item)):
+            if dtype.is_floating_point and not (as_autocast and _is_left_alone(item)):
                 found.add(dtype)
         elif isinstance(item, list | tuple | dict):
-            found |= _formats(item, on_cpu=on_cpu)
+            found |= _formats(item, as_autocast)
     return found
 
 
@@ -281,49 +313,70 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _cast(value: Any, to: torch.dtype, *, on_cpu: bool = False) -> Any:
-    """Cast floating tensors in arguments; with ``on_cpu``, only those that autocast casts."""
+def _cast(
+    value: Any, to: torch.dtype, as_autocast: bool = False, only: Collection[torch.dtype] = ()
+) -> Any:
+    """Cast floating tensors in arguments; with ``as_autocast``, only those that it casts."""
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or (on_cpu and _is_left_alone(tensor)):
+        taken = tensor.dtype in only if only else tensor.is_floating_point()
+        if not taken or (as_autocast and _is_left_alone(tensor)):
             return tensor
-        return tensor.to(to)
+        return tensor.to(to) if tensor.layout in _DENSE else _sparse_cast(tensor, to)
 
     return _mapped(value, change)
 
 
-def _low_to_fp32(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor.float() if tensor.dtype in LOW else tensor)
+def _sparse_cast(tensor: Tensor, to: torch.dtype) -> Tensor:
+    """Not by ``to``, whose backward does not take the dense gradient that a matmul gives it."""
+    if tensor.dtype == to:
+        return tensor
+    coo = tensor.to_sparse(layout=torch.sparse_coo).coalesce()
+    values = coo.values().to(to)
+    cast = torch.sparse_coo_tensor(coo.indices(), values, coo.shape, is_coalesced=True)
+    return cast if tensor.layout == torch.sparse_coo else cast.to_sparse(layout=tensor.layout)
 
 
 def _widest(found: set[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, found) if found else torch.float32
 
 
-def _into_self(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-        return args, kwargs
-    to = args[0].dtype
-    return (args[0], *_cast(args[1:], to)), _cast(kwargs, to)
-
-
-def _with_finite_mask(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+def _filled(
+    args: tuple[Any, ...], kwargs: dict[str, Any], first: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Attention's arguments with a floating mask cast so that finite values stay finite.
+    """Arguments whose constants, from argument ``first`` on, are finite in the format they fill.
 
-    The lowest fp32 number, which many masks hold, becomes -inf in 16 bits, and the softmax of a row
-    of -inf is NaN. Elements that are -inf already stay so.
+    That is the ``dtype=`` given, or that of the tensors that are more than one number.
     """
-    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.dtype == dtype:
+    named = {k: v for k, v in kwargs.items() if k not in ("alpha", "beta") and _may_overflow(v)}
+    if not named and not any(map(_may_overflow, args[first:])):
+        return args, kwargs  # as most are
+    given = [*args, *kwargs.values()]
+    given += given[0] if isinstance(given[0], list | tuple) else []
+    floating = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+    floating.sort(key=lambda x: not x.dim())
+    to = kwargs.get("dtype") or (floating[0].dtype if floating else torch.float32)
+    if to not in LOW:
         return args, kwargs
-    range_ = torch.finfo(dtype)
-    finite = mask.clamp(range_.min, range_.max)
-    mask = torch.where(mask.isinf(), mask, finite).to(dtype)
-    if "attn_mask" in kwargs:
-        return args, {**kwargs, "attn_mask": mask}
-    return (*args[:3], mask, *args[4:]), kwargs
+    filled = (_finite(v, to) if _may_overflow(v) else v for v in args[first:])
+    return (*args[:first], *filled), kwargs | {k: _finite(v, to) for k, v in named.items()}
+
+
+def _may_overflow(value: Any) -> bool:
+    """Whether it is a constant that some 16-bit format may not hold."""
+    if isinstance(value, Tensor):
+        return not value.dim() and value.is_floating_point()
+    return type(value) in (int, float) and 65504 < abs(value) < math.inf
+
+
+def _finite(value: Any, to: torch.dtype) -> Any:
+    """A number or floating tensor whose finite values are so in a format, too; -inf stays -inf."""
+    limit = torch.finfo(to).max
+    if isinstance(value, int | float):
+        return max(-limit, min(limit, value))
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == to:
+        return value
+    return torch.where(value.isinf(), value, value.clamp(-limit, limit)).to(to)
 
 
 # --- functions of torch that are written in Python ------------------------------------------------
@@ -341,7 +394,7 @@ def _overrides_nothing(kind: type) -> bool:
 
 LEAVES: frozenset[Function] = frozenset(
     {
-        *(F.dropout, F.embedding, F.relu, F.relu6, F.silu, F.leaky_relu, F.elu, F.hardtanh),
+        *(F.dropout, F.embedding, F.relu, F.relu6, F.silu, F.leaky_relu, F.elu),
         *(F.sigmoid, F.tanh, F.glu, F.mish, F.hardswish),
         *(torch.Tensor.split, torch.Tensor.unflatten, torch.split, torch.broadcast_tensors),
     }

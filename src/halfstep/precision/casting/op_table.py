@@ -1,140 +1,155 @@
-"""The one table of which torch operation runs in which format, for every device.
+"""The one table of which torch operation runs in which format, for every device and every door.
 
 ``torch.autocast`` keeps a table per device, in C++, and the two differ: CUDA's sends ``softmax``,
-``pow`` and ``layer_norm`` to fp32, the CPU's leaves them in 16 bits. Here CUDA's documented lists
-are written down once; ``op_casts.py`` applies them on a CPU, so that a laptop
-computes in the formats of a GPU. Policies with 16-bit weights cast nothing operation by operation;
-for them the second half of the table says how operands of two dtypes are promoted.
+``pow`` and ``layer_norm`` to fp32, the CPU's leaves them in 16 bits, and neither knows what has no
+16-bit kernel or a wrong one. Here each operation is named once, in one row, and the row says what
+happens to its operands at both doors: under ``*-mixed`` (fp32 weights, operands cast operation by
+operation) and under 16-bit weights (nothing is cast where formats agree). ``op_casts.py`` applies
+it: under 16-bit weights on every device, under ``*-mixed`` on a CPU. There torch's own autocast is
+trusted with nothing but the casts to the compute dtype, whose copies of weights it keeps. On CUDA
+``*-mixed`` is torch's autocast alone.
 
 An operation has one name here and many spellings in Python (``torch.softmax``, ``x.softmax``,
 ``torch.nn.functional.softmax``, ``torch.special.softmax``); they are derived, never listed.
 
 **Source:** torch documentation, "Automatic Mixed Precision", sections "CUDA Ops that can autocast
 to float16", "... to float32", "CUDA Ops that promote to the widest input type", and the kernels
-that torch registers under the dispatch key AutocastCUDA, which are a few more.
+that torch registers under the dispatch key AutocastCUDA, which are a few more. What has no 16-bit
+kernel, or one that is wrong, is found by ``tests/precision/test_every_function.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-Cast = Literal["half", "fp32", "widest", "as_given", "into_self", "product"]
-Mixed = Literal["product", "statistics", "norm", "fp32", "loss", "widest", "into_self"]
+Cast = Literal[
+    "as_torch",  # nothing is cast
+    "compute",  # operands are cast to the compute dtype, which the result has too
+    "compute_of_two",  # the same, only where the dtypes of operands differ
+    "fp32",  # 16-bit operands are cast to fp32, and the result is fp32
+    "fp32_of_two",  # the same, only where the dtypes of operands differ
+    "fp32_inside",  # the same as fp32, and no matmul inside of the operation is cast again
+    "widest",  # operands of several dtypes are cast to the widest of them; and fill
+    "widest_inside",  # the same, and no matmul inside of the operation is cast again
+    "rounded",  # computed in fp32, and the result rounded to the widest of the operands' dtypes
+    "rounded_self",  # the same, in place
+    "as_given",  # the result is rounded to the dtype of the operand, if it has another; and fill
+    "statistics",  # as fp32_of_two, but not the running statistics
+    "into_self",  # operands are cast to the dtype of the tensor that is written; and fill
+    "fill",  # a finite constant beyond the format becomes the format's largest
+    "native",  # under *-mixed on a CPU torch's autocast makes this cast to the compute dtype
+]
 Function = Callable[..., Any]
 
-# --- *-mixed: fp32 weights, operands cast operation by operation ----------------------------------
 
-AUTOCAST: dict[Cast, tuple[str, ...]] = {
-    # Operands are cast to the compute dtype, which the result has too.
-    "half": (
-        *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
-        *("linalg_multi_dot", "linalg_vecdot", "matmul", "__rmatmul__", "mm", "mv", "prelu"),
-        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "convolution"),
-        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
-        # cuDNN's kernels for whole recurrent layers also take 16 bits under autocast
-        *("gru", "lstm", "rnn_relu", "rnn_tanh"),
-        "scaled_dot_product_attention",
-    ),
-    # 16-bit operands are cast to fp32, and the result is fp32.
-    "fp32": (
-        *("acos", "arccos", "asin", "arcsin", "cosh", "erfinv", "exp", "expm1", "log", "log10"),
-        *("log1p", "log2", "reciprocal", "__rdiv__", "__rtruediv__", "rsqrt", "sinh", "tan"),
-        *("pow", "__pow__", "__rpow__", "square", "softplus", "sum_to_size"),
-        *("softmax", "softmin", "log_softmax", "logsumexp"),
-        *("sum", "cumsum", "prod", "cumprod", "trapezoid", "trapz", "cumulative_trapezoid"),
-        *("group_norm", "layer_norm", "native_layer_norm", "rms_norm"),
-        *("norm", "frobenius_norm", "nuclear_norm", "linalg_vector_norm", "linalg_matrix_norm"),
-        *("linalg_norm", "norm_except_dim", "renorm", "normalize"),
-        *("cdist", "dist", "pdist", "pairwise_distance", "cosine_similarity"),
-        *("upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d"),
-        *("upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d"),
-        *("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d"),
-        *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
-        *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy"),
-        *("cross_entropy_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss"),
-        *("margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"),
-        *("nll_loss", "nll_loss2d", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
-        "triplet_margin_loss",
-    ),
-    # Operands of several dtypes are cast to the widest of them.
-    "widest": (
-        *("addcdiv", "addcmul", "atan2", "arctan2", "bilinear", "cat", "cross", "dot"),
-        *("grid_sampler", "grid_sample", "index_put", "scatter_add", "stack", "tensordot", "vdot"),
-    ),
-    # These are in none of CUDA's lists but in the CPU's, which computes them in fp32: the result is
-    # rounded to the dtype of the input, as CUDA's own kernels do.
-    "as_given": (
-        *("adaptive_avg_pool3d", "adaptive_max_pool3d", "avg_pool3d", "max_pool3d"),
-        *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool2d", "max_unpool3d"),
-        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
-        *("replication_pad3d", "pad", "trace"),
-    ),
-}
+class Row(NamedTuple):
+    """Operations, and what is done under ``*-mixed`` and under 16-bit weights."""
 
-# --- 16-bit weights: nothing is cast where formats agree ------------------------------------------
+    mixed: Cast
+    stored: Cast
+    names: str
 
-MIXED: dict[Mixed, tuple[str, ...]] = {
-    # Operands of several dtypes, one of them the compute dtype: all are cast to that.
-    "product": (
-        *(name for name in AUTOCAST["half"]),
-        *("bilinear", "dot", "inner", "tensordot", "vdot", "embedding_bag", "linear_cross_entropy"),
-        *("sparse_mm", "sparse_addmm", "spmm"),
+
+OPS: dict[str, Row] = {
+    # cuDNN's kernels for whole recurrent layers also take 16 bits under autocast.
+    "matmul": Row("compute", "compute_of_two", """
+        addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linear linalg_multi_dot
+        linalg_vecdot matmul __rmatmul__ mm mv prelu _convolution conv1d conv2d conv3d conv_tbc
+        convolution conv_transpose1d conv_transpose2d conv_transpose3d gru_cell lstm_cell
+        rnn_relu_cell rnn_tanh_cell gru lstm rnn_relu rnn_tanh scaled_dot_product_attention
+        linear_cross_entropy _grouped_mm grouped_mm
+    """),
+    # CUDA's autocast promotes these, or does not know them.
+    "contraction": Row(
+        "widest_inside", "compute_of_two", "bilinear dot embedding_bag inner tensordot vdot"
     ),
-    # Operands of several dtypes: 16-bit ones are cast to fp32, but not the running statistics.
-    "statistics": ("batch_norm", "instance_norm", "native_batch_norm"),
-    # Operands of several dtypes are cast to fp32, and the result is fp32.
-    "norm": (
-        *("group_norm", "layer_norm", "native_group_norm", "native_layer_norm", "rms_norm"),
-        *("cosine_similarity", "dist", "pairwise_distance"),
-    ),
-    # Some device has no 16-bit kernel: 16-bit operands are cast to fp32, and the result is fp32.
-    "fp32": (
-        *("cdist", "cholesky", "cholesky_inverse", "cholesky_solve", "complex", "det", "geqrf"),
-        *("histogram", "histogramdd", "inverse", "logdet", "lu", "lu_solve", "nanquantile"),
-        *("ormqr", "orgqr", "pca_lowrank", "pdist", "pinverse", "polar", "qr", "quantile"),
-        *("slogdet", "stft", "svd", "svd_lowrank", "triangular_solve", "view_as_complex"),
-        *("linalg_cholesky", "linalg_cholesky_ex", "linalg_cond", "linalg_det", "linalg_eig"),
-        *("linalg_eigh", "linalg_eigvals", "linalg_eigvalsh", "linalg_householder_product"),
-        *("linalg_inv", "linalg_inv_ex", "linalg_ldl_factor", "linalg_ldl_factor_ex"),
-        *("linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor", "linalg_lu_solve"),
-        *("linalg_lu_factor_ex", "linalg_matrix_exp", "linalg_matrix_rank", "linalg_pinv"),
-        *("linalg_qr", "linalg_slogdet", "linalg_solve", "linalg_solve_ex", "linalg_vander"),
-        *("linalg_solve_triangular", "linalg_svd", "linalg_svdvals", "linalg_tensorinv"),
-        *("linalg_tensorsolve", "matrix_exp", "nuclear_norm"),
-        *("fft_fft", "fft_fft2", "fft_fftn", "fft_hfft", "fft_hfft2", "fft_hfftn", "fft_ifft"),
-        *("fft_ifft2", "fft_ifftn", "fft_ihfft", "fft_ihfft2", "fft_ihfftn", "fft_irfft"),
-        *("fft_irfft2", "fft_irfftn", "fft_rfft", "fft_rfft2", "fft_rfftn"),
-    ),
-    # torch's loss functions: 16-bit operands are always cast to fp32, and the result is fp32. A
-    # bf16 loss has only 8 bits, and in fp16 the loss scale of 65536 is itself infinite.
-    "loss": (
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss"),
-        *("cross_entropy", "cross_entropy_loss", "ctc_loss", "gaussian_nll_loss"),
-        *("hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss"),
-        *("mse_loss", "multi_margin_loss", "multilabel_margin_loss", "nll_loss", "nll_loss2d"),
-        *("multilabel_soft_margin_loss", "poisson_nll_loss", "smooth_l1_loss"),
-        *("soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss"),
-    ),
-    # torch refuses operands of several dtypes: all are cast to the widest of them.
-    "widest": (
-        *("cartesian_prod", "cross", "grid_sample", "grid_sampler", "grid_sampler_2d"),
-        *("grid_sampler_3d", "heaviside", "index_add", "index_copy", "index_put", "index_reduce"),
-        *("lerp", "linalg_cross", "masked_scatter", "meshgrid", "put", "scatter", "scatter_add"),
-        *("scatter_reduce", "allclose", "isclose"),
-    ),
-    # The same in place: operands are cast to the dtype of the tensor that is written.
-    "into_self": (
-        *("__setitem__", "addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "index_add_"),
-        *("index_copy_", "index_put_", "index_reduce_", "lerp_", "masked_scatter_", "put_"),
-        *("scatter_", "scatter_add_", "scatter_reduce_"),
-    ),
-}
+    "fp32": Row("fp32", "as_torch", """
+        acos arccos asin arcsin cosh erfinv exp expm1 log log10 log1p log2 reciprocal __rdiv__
+        __rtruediv__ rsqrt sinh tan pow __pow__ __rpow__ square softplus sum_to_size softmax
+        softmin log_softmax logsumexp sum cumsum prod cumprod trapezoid trapz cumulative_trapezoid
+        norm frobenius_norm linalg_vector_norm norm_except_dim renorm normalize upsample_bicubic2d
+        upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+        upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d
+    """),
+    "norm": Row("fp32", "fp32_of_two", """
+        group_norm layer_norm native_group_norm native_layer_norm rms_norm cosine_similarity dist
+        pairwise_distance
+    """),
+    "statistics": Row("as_torch", "statistics", "batch_norm instance_norm native_batch_norm"),
+    # A bf16 loss has only 8 bits, and in fp16 the loss scale of 65536 is itself infinite.
+    "loss": Row("fp32", "fp32", """
+        binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy
+        cross_entropy_loss ctc_loss gaussian_nll_loss hinge_embedding_loss huber_loss kl_div
+        l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss
+        nll_loss2d multilabel_soft_margin_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+        triplet_margin_loss triplet_margin_with_distance_loss
+    """),
+    # Some device has no 16-bit kernel, forward or backward, or a wrong one (matrix_exp). A later
+    # row has the last word where spellings meet: torch.sparse.mm is not torch.mm.
+    "no_16_bits": Row("fp32_inside", "fp32_inside", """
+        binomial sparse_mm sparse_addmm smm hspmm sspaddmm sparse_softmax sparse_log_softmax
+        sparse_sampled_addmm cdist cholesky cholesky_inverse cholesky_solve complex det geqrf
+        histogram histogramdd inverse logdet lu lu_solve nanquantile ormqr orgqr pca_lowrank pdist
+        pinverse polar qr quantile slogdet stft svd svd_lowrank triangular_solve vander
+        view_as_complex _upsample_bilinear2d_aa _upsample_bicubic2d_aa _dirichlet_grad
+        _sample_dirichlet _standard_gamma linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det
+        linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv
+        linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq
+        linalg_lu linalg_lu_factor linalg_lu_solve linalg_lu_factor_ex linalg_matrix_exp
+        linalg_matrix_power linalg_matrix_rank linalg_pinv linalg_qr linalg_slogdet linalg_solve
+        linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv
+        linalg_tensorsolve linalg_vander matrix_exp matrix_power nuclear_norm fft_fft fft_fft2
+        fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2
+        fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn special_airy_ai
+        special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_erfcx
+        special_i1 special_i1e special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+        special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
+        special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+        special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1
+        special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+        special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+        special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+        special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+        special_spherical_bessel_j0 special_zeta
+    """),
+    # The same where a forward goes on in 16 bits. A 16-bit grid_sample rounds positions in pixels.
+    "rounded": Row("rounded", "rounded", """
+        avg_pool3d grid_sample grid_sampler grid_sampler_2d grid_sampler_3d logcumsumexp rrelu
+    """),
+    "matrix_norm": Row("fp32", "rounded", "linalg_norm linalg_matrix_norm"),  # of singular values
+    "rounded_self": Row("rounded_self", "rounded_self", "rrelu_"),
+    # torch's CPU autocast computes these in fp32; CUDA's own kernels answer as given.
+    "as_given": Row("as_given", "as_torch", """
+        adaptive_avg_pool3d adaptive_max_pool3d max_pool3d fractional_max_pool2d
+        fractional_max_pool3d max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d
+        replication_pad1d replication_pad2d replication_pad3d trace
+    """),
+    # CUDA's autocast promotes these; without it torch does so itself.
+    "promoted": Row("widest", "as_torch", "addcdiv addcmul atan2 arctan2"),
+    "joined": Row("as_torch", "as_torch", "cat stack"),  # on a CPU torch's autocast, too
+    # torch refuses operands of several dtypes.
+    "widest": Row("widest", "widest", """
+        allclose cartesian_prod cross heaviside index_add index_copy index_put index_reduce isclose
+        lerp linalg_cross masked_scatter meshgrid put scatter scatter_add scatter_reduce
+    """),
+    "into_self": Row("into_self", "into_self", """
+        __setitem__ addbmm_ addmm_ addmv_ addr_ baddbmm_ heaviside_ index_add_ index_copy_
+        index_put_ index_reduce_ lerp_ masked_scatter_ put_ scatter_ scatter_add_ scatter_reduce_
+    """),
+    # torch raises an error for such a constant, or writes an infinity.
+    "fill": Row("fill", "fill", """
+        clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ constant_pad_nd fill
+        fill_ fill_diagonal_ full full_like hardshrink hardtanh hardtanh_ softshrink pad_sequence
+        index_fill index_fill_ masked_fill masked_fill_ new_full threshold threshold_ where
+    """),
+    "pad": Row("as_given", "fill", "pad"),
+}  # fmt: skip
 
 # --- spellings ------------------------------------------------------------------------------------
 
@@ -162,38 +177,26 @@ def spellings(name: str) -> Iterator[tuple[str, Function]]:
                 yield f"{where}.{spelled}", found
 
 
-def functions(names: Iterable[str]) -> Iterator[Function]:
-    """Every Python function that runs one of the named operations."""
-    for name in names:
-        for _, function in spellings(name):
-            yield function
-
-
 NATIVE_ON_CPU = frozenset(
     name.removeprefix("aten::").partition(".")[0]
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
 )
 """Operations that torch's CPU autocast casts itself, and whose cast weights it caches."""
-AUTOCAST_ON_CPU: dict[Function, Cast] = {
-    function: cast
-    for cast, names in AUTOCAST.items()
-    for name in names
-    if name not in NATIVE_ON_CPU or cast == "as_given" or name == "grid_sampler"
+MIXED_ON_CPU: dict[Function, Cast] = {
+    function: "native" if row.mixed == "compute" and name in NATIVE_ON_CPU else row.mixed
+    for row in OPS.values()
+    for name in row.names.split()
     for _, function in spellings(name)
+    if row.mixed != "as_torch"
 }
-"""What torch's CPU autocast leaves to do. It always widens ``grid_sampler``, so that is here."""
-_CAST_ANYWAY = frozenset(name for names in AUTOCAST.values() for name in names)
-# torch's autocast refuses, on every device, a source whose dtype differs from the tensor that it is
-# written into, and products of two dtypes in the backward of a user's Function.
-AUTOCAST_ON_CPU |= {f: "product" for f in functions(AUTOCAST["half"]) if f not in AUTOCAST_ON_CPU}
-AUTOCAST_ON_CPU |= {
-    f: "widest" for f in functions(n for n in MIXED["widest"] if n not in _CAST_ANYWAY)
-}
-AUTOCAST_ON_CPU |= {f: "into_self" for f in functions(MIXED["into_self"])}
-MIXED_FUNCTIONS: dict[Function, Mixed] = {
-    function: mixed
-    for mixed, names in MIXED.items()
-    for function in functions(names)
+"""What is done under ``*-mixed`` on a CPU."""
+STORED: dict[Function, Cast] = {
+    function: row.stored
+    for row in OPS.values()
+    for name in row.names.split()
+    for _, function in spellings(name)
     # F.batch_norm, whose argument order differs, calls torch.batch_norm
-    if mixed != "statistics" or not isinstance(function, FunctionType)
+    if row.stored != "as_torch"
+    and not (row.stored == "statistics" and isinstance(function, FunctionType))
 }
+"""What is done under 16-bit weights on every device."""
