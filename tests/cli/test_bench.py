@@ -64,7 +64,7 @@ def test_a_demo_ends_with_a_verdict_and_a_page(halfstep, tmp_path, asked):
     ("words", "message"),
     [
         (["--save-every", "3"], "unknown option --save-every"),
-        (["--steps", "0"], "--steps 0; allowed: integers >= 1"),
+        (["--steps", "0"], "steps=0; allowed: integers >= 1"),
         (["--precision", "bf61"], "unknown precision policy 'bf61'"),
         (["--", "--lora-r", "3"], "unknown option --lora-r"),
         (["--config", "nothing"], "unknown configuration 'nothing'"),

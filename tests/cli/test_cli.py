@@ -7,9 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
@@ -100,35 +98,6 @@ def test_generate_evaluate_export_and_back(finished_run, tmp_path, halfstep):
     assert twice.returncode == 2
 
 
-def test_a_run_of_relative_paths_is_used_from_anywhere(tmp_path, monkeypatch, halfstep):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "book.txt").write_text("the quick brown fox. " * 200)
-    monkeypatch.chdir(tmp_path)
-    run = ["train", *SMALL, "--data", "book.txt", "--max-steps", 2, "--output-dir", "runs/x"]
-    assert halfstep(*run).returncode == 0
-    monkeypatch.chdir(tmp_path / "other")
-    resumed = ["train", "--resume", "--max-steps", 3, "--output-dir", "../runs/x"]
-    for words in (["trace", "../runs/x"], ["evaluate", "--run", "../runs/x"], resumed):
-        assert halfstep(*words).returncode == 0, words
-
-
-def test_explain_and_env(halfstep):
-    text = halfstep("explain", "fp16-mixed", "params=bf16,master=bf16", "--device", "cpu").stdout
-    assert "simulated" in text
-    assert "bf16-pure" in text
-    table = halfstep("explain", "--device", "cpu").stdout
-    assert "refused: a CPU has no tf32" in table
-    assert "refused a CPU has no mxfp8" in " ".join(
-        halfstep("explain", "mxfp8", "--device", "cpu").stdout.split()
-    )
-    low = halfstep("explain", "mxfp8,simulate=yes", "--device", "cpu").stdout
-    assert "simulated operands are rounded to mxfp8 exactly" in " ".join(low.split())
-    report = json.loads(halfstep("doctor", "--json", "--device", "cpu").stdout)
-    forms = {row["form"]: row for row in report["forms"]}
-    assert forms["fp16"]["here"] == "simulated"
-    assert forms["tf32"]["here"] == "refused"
-
-
 @pytest.fixture
 def in_forward(monkeypatch):
     """Does something in a run's n-th forward, with its loss."""
@@ -161,16 +130,6 @@ def test_a_model_that_returns_nan_ends_with_code_3_and_the_last_checkpoint(
     assert load_checkpoint(list_checkpoints(path / "checkpoints")[-1]).state["step"] == 4
 
 
-def wait_for_step(path: Path, step: int, process: subprocess.Popen) -> None:
-    metrics = path / "metrics.jsonl"
-    for _ in range(1200):
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
-            return
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    raise AssertionError("the run did not come so far in time")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_leaves_with_4(
     corpus, tmp_path, number, halfstep, in_forward
@@ -192,37 +151,6 @@ def test_a_signal_finishes_the_step_saves_and_leaves_with_4(
     steps = [json.loads(x)["step"] for x in (path / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
     assert "max_steps = 8" in (path / "config.toml").read_text()
-
-
-def test_kill_and_the_same_command_with_resume_equal_an_uninterrupted_run(
-    corpus, tmp_path, halfstep
-):
-    def command(path, *more):
-        return ["train", *SMALL, "--data", str(corpus), "--max-steps", "60", "--save-every", "20",
-                "--eval-every", "20", "--output-dir", str(path), *more]  # fmt: skip
-
-    assert halfstep(*command(tmp_path / "whole")).returncode == 0
-    cut = tmp_path / "cut"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "halfstep", *command(cut)], stderr=subprocess.PIPE, text=True
-    )
-    wait_for_step(cut, 25, process)
-    process.kill()
-    process.communicate()
-    done = halfstep(*command(cut, "--resume"))
-    assert done.returncode == 0, done.stderr
-    timing = {"tokens_per_second", "peak_memory_bytes"}
-
-    def numbers(path):
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(x).items() if k not in timing} for x in lines]
-
-    assert numbers(cut) == numbers(tmp_path / "whole")
-    files = [
-        list_checkpoints(p / "checkpoints")[-1] / "weights.safetensors"
-        for p in (cut, tmp_path / "whole")
-    ]
-    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_full_disk_stops_with_one_line_and_the_last_checkpoint_intact(corpus, tmp_path, halfstep):

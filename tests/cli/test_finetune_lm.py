@@ -15,12 +15,11 @@ from tests.cli.ranks import (
     losses,
     ranks as run_ranks,
 )
-from tests.trainer.lm_folders import EOS, alpaca, chats, opened, save_base, write
+from tests.trainer.lm_folders import EOS, alpaca, chats, save_base, write
 
 from halfstep.cli import train
 from halfstep.cli.main import main
 from halfstep.precision.policy.policy import DTYPES
-from halfstep.trainer.data.instructions import ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained import quiet
 
 FINETUNE = [sys.executable, "-m", "halfstep", "finetune"]
@@ -112,37 +111,10 @@ def test_generate_answers_and_goes_on(tuned, halfstep):
     assert drawn[0] == drawn[1] != drawn[2]
     for bad, complaint in (
         (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature must be finite and 0 or more"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0; allowed: >= 0"),
         (["--prompt", "x " * 400], "the prompt has"),
     ):
         assert_refused(halfstep(*run, *bad), complaint)
-
-
-def test_generate_without_the_adapter_is_the_base(tuned, place, halfstep):
-    run = ["generate", "--run", tuned, "--device", "cpu", "--precision", "fp32",
-           "--prompt", "turn round: red blue", "--max-new-tokens", "24"]  # fmt: skip
-    code, base, err = halfstep(*run, "--base", "--temperature", "0")
-    assert (code, err) == (0, "")
-    with quiet(), torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama").float().eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place / "llama")
-        words = ALPACA_WITHOUT_INPUT.format(prompt="turn round: red blue")
-        asked = ids = tokenizer(words, return_tensors="pt").input_ids
-        assert ids[0, 0] == tokenizer.bos_token_id
-        for _ in range(24):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(dim=-1)], dim=1)
-            if ids[0, -1] == tokenizer.eos_token_id:
-                break
-    answer = tokenizer.decode(ids[0, asked.shape[1] :], skip_special_tokens=True)
-    assert base.strip() == answer.strip()
-    lm = opened(tuned, "fp32")
-    with torch.no_grad():
-        after, want = lm.model.model(ids).logits, model(ids).logits
-        with lm.model.model.disable_adapter():
-            before = lm.model.model(ids).logits
-    # logits are of size 1, and fp32 rounds them by some 1e-6; four steps at 1e-2 move them by more
-    torch.testing.assert_close(before, want, rtol=0, atol=1e-5)
-    assert (after - want).abs().max() > 1e-3
 
 
 def test_export_merges_and_says_how_near_it_is(tuned, place, halfstep, tmp_path):

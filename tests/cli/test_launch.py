@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.ranks import RANK_VARIABLES, Run, await_that
+from tests.cli.ranks import RANK_VARIABLES, Run
 
 from halfstep.cli import launch, main as program
 from halfstep.cli.grammar import read_words
@@ -26,7 +26,7 @@ def test_options_of_torchrun_stand_behind_two_dashes():
     _, request = read_words(words)
     assert (request.words, request.launcher) == (words[:6], ["--max-restarts", "3", "--", "x"])
     assert request.start.nproc == 2
-    assert read_words(["formats", "--", "-1"])[1].values == ("-1",)
+    assert read_words(["explain", "--", "-1"])[1].policies == ("-1",)
 
 
 def test_ranks_get_the_command_without_nproc():
@@ -96,14 +96,6 @@ class Launched(Run):
             words, command=command, HALFSTEP_TEST_FOLDER=str(folder), HALFSTEP_TEST_JOB=job,
             HALFSTEP_TEST_STEPS=str(steps), TMPDIR=str(folder),
         )  # fmt: skip
-
-    def await_step(self, step):
-        """Wait until rank 0 has taken so many steps."""
-        file = self.folder / "steps0"
-        await_that(lambda: file.exists() and file.read_text().count("\n") >= step, self.process)
-
-    def pid(self, rank):
-        return int((self.folder / f"pid{rank}").read_text())
 
 
 # Job -> exit code, a line that says why.

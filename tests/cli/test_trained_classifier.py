@@ -156,7 +156,7 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, predict, monkeypat
     run, text = ["--run", runs["scratch"], "--input"], ["--input", "ok.txt"]
     for words, *expected in (
         ([*run, "in.csv"], "in.csv"),
-        ([*run, "ok.txt", "--batch-size", "0"], "--batch-size 0; allowed: integers >= 1"),
+        ([*run, "ok.txt", "--batch-size", "0"], "batch_size=0; allowed: integers >= 1"),
         ([*run, "ok.txt", "--output", "no/such/out.jsonl"], "no/such/out.jsonl"),
         ([*run, "ok.txt", "--precision", "tf32"], "tf32"),
         (["--run", unfinished, *text], "has no model yet", "--resume --output-dir"),

@@ -131,6 +131,3 @@ def test_sharded_ranks_leave_a_model_of_masters(pool2, files, bert, tmp_path, pr
     for name, tensor in saved.items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, common[name]), name
-
-
-# --- through the command line ---

@@ -110,26 +110,6 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     assert (written.run.eval_every, written.schedule.warmup_steps) == (9, 2)
 
 
-def test_an_epoch_has_every_example_once(files):
-    task = session_of(classify_config(files)).task
-    seen = []
-    for step in range(9):
-        size = task.batch_size(step)
-        assert size in (22, 23)
-        ids_BT, mask_BT, labels_B = task.batch(step, range(size))
-        assert ids_BT.shape == mask_BT.shape
-        assert mask_BT.any(dim=0).all()  # no column of padding only
-        cut = size // 2
-        for rows_of, half in ((range(cut), slice(cut)), (range(cut, size), slice(cut, None))):
-            part = task.batch(step, rows_of)
-            assert torch.equal(part[2], labels_B[half])
-        seen += [(tuple(i[m].tolist()), int(c)) for i, m, c in
-                 zip(ids_BT, mask_BT, labels_B, strict=True)]  # fmt: skip
-    encoded = task.tokenizer.encode_batch([text for text, _ in rows(200, seed=1)])
-    labels = [("joy", "sad", "怒").index(name) for _, name in rows(200, seed=1)]
-    assert sorted(seen) == sorted((tuple(i), c) for i, c in zip(encoded, labels, strict=True))
-
-
 @pytest.mark.parametrize(("smoothing", "accum"), [(0.0, 1), (0.2, 3)])
 def test_the_loss_is_torchs_over_the_whole_batch(files, tmp_path, smoothing, accum):
     config = classify_config(
@@ -348,6 +328,3 @@ def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_best(files, tmp_path, mo
         next(ticks)
     folder.close()
     assert checkpoint_steps(tmp_path / "r") == [2, 4, 5]
-
-
-# --- refusals that need no command line ---

@@ -149,10 +149,6 @@ def test_warm_up_is_a_share_of_the_steps_unless_given(ratio, given, steps, warmu
     assert found.schedule.warmup_steps == warmup
 
 
-def test_a_warm_up_ends_with_the_run():
-    assert resolved(7, warmup_steps=50, epochs=3).schedule.warmup_steps == 21
-
-
 def test_a_small_file_gets_steps_enough_to_learn_from():
     """Unless epochs or steps are asked for; a large one keeps its epochs."""
     runs = [load_config(f"classify-{name}").resolved(5).run for name in ("scratch", "pretrained")]

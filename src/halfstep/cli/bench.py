@@ -112,7 +112,6 @@ def train_apart(config: BaseConfig, folder: Path) -> subprocess.CompletedProcess
 
 
 def _config(arguments: Bench) -> BaseConfig:
-    """Load the configuration to measure, short and without an evaluation on the way."""
     kind = TASKS.get(read_table(arguments.config)[1].get("task", TrainConfig.TASK), TrainConfig)
     if not kind.COMMAND:
         raise ConfigError(

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfstep.errors import ConfigError
-from halfstep.option import option
+from halfstep.option import AtLeast1, Count, option
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
@@ -99,25 +98,6 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formats:
-    """Show the number formats, and what each makes of a number.
-
-    Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
-    each format rounds it to, its bits, and the rounding error. With --block: the scales, codes and
-    numbers of a block that begins with the VALUEs.
-    """
-
-    values: tuple[str, ...] = option(
-        (),
-        "Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several.",
-        positional=True,
-    )
-    block: str = option(
-        "", "A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say which precision a machine is good for, and why.
 
@@ -160,7 +140,9 @@ class Estimate:
     optimizer: str = option(
         "", "The optimizer, as --optimizer.name of halfstep train; default: the configuration's."
     )
-    batch_size: int = option(0, "Sequences of one micro-batch on one rank; 0: the configuration's.")
+    batch_size: Count = option(
+        0, "Sequences of one micro-batch on one rank; 0: the configuration's."
+    )
     parallel: str = option(
         "",
         'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '
@@ -188,13 +170,8 @@ class Bench:
         ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", "bf16-split,moments=8bit"),
         "Policies, separated by spaces.",
     )
-    steps: int = option(30, "Optimizer steps under each policy.")
+    steps: AtLeast1 = option(30, "Optimizer steps under each policy.")
     out: str = option("", "Folder for the runs; default: runs/ and the command with the time.")
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a number out of range."""
-        if self.steps < 1:
-            raise ConfigError(f"--steps {self.steps}; allowed: integers >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +181,7 @@ class Demo(Bench):
     precision: tuple[str, ...] = option(
         (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
     )
-    steps: int = option(80, "Optimizer steps under each policy.")
+    steps: AtLeast1 = option(80, "Optimizer steps under each policy.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +220,6 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
-    "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
     "demo": Demo,
@@ -254,7 +230,7 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
+    **dict.fromkeys(("explain", "doctor", "estimate", "report", "replay"), "small"),
     "demo": "bench",
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),

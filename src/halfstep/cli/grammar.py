@@ -90,8 +90,6 @@ def command_of(words: Sequence[str]) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigError instead of exiting."""
-
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
@@ -102,7 +100,6 @@ def purpose(command: type[Any]) -> str:
 
 
 def _overview() -> str:
-    """Return the text that ``halfstep --help`` prints."""
     width = 4 + max(map(len, COMMANDS))
     rows = [f"  {n:<{width - 2}}{purpose(kind).splitlines()[0]}" for n, kind in COMMANDS.items()]
     return "\n".join(

@@ -51,7 +51,6 @@ def run(request: Request) -> int:
 
 
 def _without_nproc(given: list[str]) -> list[str]:
-    """Return the words of a rank's command line."""
     words: list[str] = []
     left = iter(given)
     for word in left:

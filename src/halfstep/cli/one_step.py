@@ -27,7 +27,6 @@ def run(arguments: Trace | Memory) -> int:
 
 
 def _trace(arguments: Trace) -> int:
-    """Print what a step ran, and where that differs from the policy."""
     with _opened(arguments, arguments.precision) as session:
         with trace(session.task.model, session.precision) as ran:
             attempt(session)
@@ -41,7 +40,6 @@ def _trace(arguments: Trace) -> int:
 
 
 def _memory(arguments: Memory) -> int:
-    """Print what a step holds under each policy, and why 16 bits did not halve it all."""
     found = [_measured(arguments, policy) for policy in arguments.precision or ("fp32", "")]
     found = [*{each.policy: each for each in found}.values()]
     shares = [f"{each.total / found[0].total:.2f}" for each in found]
@@ -73,7 +71,6 @@ def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
 
 
 def _config(arguments: OneStep, precision: str) -> BaseConfig:
-    """Load the run's configuration, with the changes that were asked for."""
     given = config_to_table(run_config(Path(arguments.run)))
     given["precision"] = precision or given["precision"]
     given["run"]["device"] = arguments.device or given["run"]["device"]

@@ -19,7 +19,6 @@ from halfstep.trainer.run import (
     execute,
     is_run,
     keeping_policy,
-    reached,
     require_fresh,
     require_resumable,
     run_config,
@@ -76,7 +75,6 @@ def _train(
 
 
 def _requested(request: Request) -> BaseConfig:
-    """Load the configuration of a new or resumed run, refusing errors before data is prepared."""
     if request.start.resume:
         named = request.given.get("run.output_dir")
         if named is None:
@@ -99,7 +97,6 @@ def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
 
 
 def _resumed(request: Request, path: Path) -> BaseConfig:
-    """Load the configuration with which to resume the run in ``path``."""
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
@@ -111,7 +108,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
     wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
-    wanted = reached(with_run_folder(wanted, Path(saved.run.output_dir)), path)
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
     wanted = keeping_policy(wanted, saved)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TextIO
 
 from halfstep.cli.console import RunDisplay
-from halfstep.errors import ConfigError
 from halfstep.trainer import part
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
@@ -52,9 +51,6 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
 
 
 def _evaluate(arguments: Evaluating) -> None:
-    """Print how good a model is: loss and perplexity, or a classifier's report."""
-    if arguments.batch_size < 1 or arguments.max_batches < 0:
-        raise ConfigError("--batch-size must be >= 1 and --max-batches >= 0")
     trained = open_trained(arguments)
     with RunDisplay("evaluate") as display:
         found = trained.evaluate(arguments, display.prepared)
@@ -64,9 +60,6 @@ def _evaluate(arguments: Evaluating) -> None:
 
 
 def _predict(arguments: Predicting) -> None:
-    """Write the label and probability of every text as JSON lines."""
-    if arguments.batch_size < 1:
-        raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 1")
     if isinstance(sys.stdout, io.TextIOWrapper):  # JSON lines are UTF-8, whatever the terminal uses
         sys.stdout.reconfigure(encoding="utf-8")
     source = sys.stdin.buffer if arguments.input == "-" else Path(arguments.input)

@@ -311,7 +311,6 @@ class GroupReport:
 
     @property
     def _loss(self) -> str:
-        """The part of the verdict on what the weights lose."""
         if self.lost == 0:
             if self._random:
                 return (
@@ -332,7 +331,6 @@ class GroupReport:
 
     @property
     def _modes(self) -> list[RoundingMode]:
-        """The rounding modes that ``stored`` names."""
         words = self.stored.replace(",", "").split()
         found = [ROUNDING[word] for word in words if word in ROUNDING]
         return found or [ROUNDING["nearest"]] * ("bf16" in words)
@@ -424,7 +422,6 @@ def _stored(sample: Sample) -> str:
 
 
 def _unmoved(sample: Sample) -> Tensor:
-    """A mask of the elements whose stored bits did not change."""
     same = _same_bits(sample.weight, sample.after)
     if sample.remainder is not None and sample.remainder_after is not None:
         same &= _same_bits(sample.remainder, sample.remainder_after)

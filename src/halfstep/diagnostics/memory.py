@@ -294,7 +294,6 @@ class MemoryMeter:
 
 
 def _distinct(tensors: Iterable[Tensor], others: list[Tensor]) -> list[Tensor]:
-    """Those that share no memory with the others."""
     known = {id(_storage(t)) for t in others}
     return [t for t in tensors if id(_storage(t)) not in known]
 
@@ -304,7 +303,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _is_cast_parameter(tensor: Tensor) -> bool:
-    """Whether a saved tensor is a parameter's cast, or a view of one."""
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

@@ -106,8 +106,6 @@ def refuse_scale_options(accelerator: Any, options: Mapping[str, Any]) -> None:
 
 
 class _Attachment:
-    """The methods that replace an Accelerator's own."""
-
     def __init__(self, accelerator: Any, scaler: LoopScaler, every: int) -> None:
         self.accelerator = accelerator
         self.scaler = scaler
@@ -184,7 +182,6 @@ def _kind(accelerator: Any) -> str:
 
 
 def _check(accelerator: Any, scaler: bool | None) -> bool:
-    """Refuse unsupported combinations; return whether the loss is scaled."""
     missing = [name for name in _NEEDED if not hasattr(accelerator, name)]
     if missing:
         raise ConfigError(

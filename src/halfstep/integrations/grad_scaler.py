@@ -372,7 +372,6 @@ class GradScaler(torch.amp.GradScaler):
         return super()._maybe_opt_step(optimizer, known, *args, **kwargs)
 
     def _remember(self, optimizer: Optimizer) -> None:
-        """Record the step that was just taken or skipped."""
         flags = self._found_inf_per_device(optimizer).values()
         if not flags or self._scale is None:
             self._last = None  # no gradient was seen: torch says so in update()
@@ -426,7 +425,6 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
-        """Raise if no smaller scale can help, or too many steps in a row were skipped."""
         whose = some(found.names) or (
             "parameters that are not known here: another rank's, or their gradients were cleared"
         )

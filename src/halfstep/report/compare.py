@@ -136,7 +136,6 @@ def _unranked(
 
 
 def _evaluated(run: RunRecord) -> list[int]:
-    """The steps at which a run was evaluated."""
     return run.series("val_loss")[0] or run.series("val_accuracy")[0]
 
 

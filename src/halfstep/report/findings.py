@@ -410,7 +410,6 @@ def _above(loss: float, other: float) -> bool:
 
 
 def _slower(run: RunRecord) -> str:
-    """A third of the run's peak learning rate."""
     return f"{max(run.series('learning_rate')[1], default=3e-4) / 3:.1g}"
 
 

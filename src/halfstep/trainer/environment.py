@@ -226,7 +226,6 @@ def diagnose_named(name: str) -> dict[str, Any]:
 
 
 def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
-    """What the table says of a device."""
     forms = [
         {"form": form, "status": kind.status(form), "here": _expected(kind, form)}
         for form in _FORMS

@@ -142,7 +142,6 @@ def read_count(text: str, option: str) -> int:
 
 
 def _vocabulary(tokenizer: str) -> int:
-    """The number of tokens that a tokenizer's spelling names."""
     if found := 256 if tokenizer == "bytes" else bpe_size(tokenizer):
         return found
     raise ConfigError(

@@ -88,7 +88,6 @@ class Capturing:
 
 
 def _generators() -> dict[str, Any]:
-    """The states of the generators of Python and NumPy, as JSON has them."""
     kind, keys, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
@@ -139,10 +138,6 @@ class Replayed:
     """What the replay found; the reason is ``"applied"`` if nothing was wrong."""
     unchanged: bool
     """Whether the weights after it are those before, bit for bit."""
-    torch: str
-    """The version of torch that took the step."""
-    steady: bool = True
-    """Whether a second replay found what the first did; taken where that is not the capture's."""
 
     @property
     def repeated(self) -> bool:
@@ -162,16 +157,7 @@ class Replayed:
             return f"{self.precision} {would} have survived"
         if self.repeated:
             return "the step repeats bit for bit: the batch, the weights or the model make it"
-        if not self.steady:
-            return (
-                "the step does not repeat, and two replays differ: it draws from a generator of "
-                "its own, or sums in another order each time"
-            )
-        if self.torch != torch.__version__:
-            how = f"torch {self.torch} took it, and torch {torch.__version__} replayed it"
-        else:
-            how = "the machine or the code is another, or a fault of the machine is gone"
-        return f"the step does not repeat, and two replays agree: {how}"
+        return "the step does not repeat: what a capture holds does not determine it"
 
 
 def replay(path: Path, precision: str = "") -> Replayed:
@@ -186,11 +172,25 @@ def replay(path: Path, precision: str = "") -> Replayed:
         ConfigError: If its configuration cannot be run here.
     """
     _require_capture(path)
-    found = _replayed(path, precision)
-    if found.repeated or found.precision != found.captured_precision:
-        return found
-    again = _replayed(path, precision)
-    return replace(found, steady=again.found.same_bits(found.found))
+    saved = load_checkpoint(path)
+    before = captured(saved.state, path)
+    config = _config(saved.state.get("config"), path)
+    own = config.precision
+    policy = parse_policy(precision) if precision else own
+    config = _stopping(replace(config, precision=policy), before.threads)
+    threads, own_generators = torch.get_num_threads(), _generators()
+    try:
+        session = open_session(config, no_progress)
+        try:
+            session.restore(load_checkpoint(path, session.shards), path)
+            _draw_from(saved.state.get(_DRAWN), path)
+            return _take(session, before, str(own))
+        finally:
+            session.precision.close()
+            session.task.close()
+    finally:
+        torch.set_num_threads(threads)
+        _draw_from(own_generators, path)
 
 
 def _require_capture(path: Path) -> None:
@@ -207,28 +207,6 @@ def _require_capture(path: Path) -> None:
         )
 
 
-def _replayed(path: Path, precision: str) -> Replayed:
-    saved = load_checkpoint(path)
-    before = captured(saved.state, path)
-    config = _config(saved.state.get("config"), path)
-    own = config.precision
-    policy = parse_policy(precision) if precision else own
-    config = _stopping(replace(config, precision=policy), before.threads)
-    threads, own_generators = torch.get_num_threads(), _generators()
-    try:
-        session = open_session(config, no_progress)
-        try:
-            session.restore(load_checkpoint(path, session.shards), path)
-            _draw_from(saved.state.get(_DRAWN), path)
-            return _take(session, before, str(own), str(saved.state.get("torch", "?")))
-        finally:
-            session.precision.close()
-            session.task.close()
-    finally:
-        torch.set_num_threads(threads)
-        _draw_from(own_generators, path)
-
-
 def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     """Configure a run that stops at what it finds, and writes nothing."""
     guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
@@ -239,8 +217,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
     return replace(config, run=run)
 
 
-def _take(session: Session, before: Finding, own: str, version: str) -> Replayed:
-    """Take the session's next step, and compare it with what was found before."""
+def _take(session: Session, before: Finding, own: str) -> Replayed:
     judged: list[Judged] = []
     session.precision.outcome.on_incurable = judged.append
     weights = {name: value.clone() for name, value in session.precision.masters.items()}
@@ -259,12 +236,10 @@ def _take(session: Session, before: Finding, own: str, version: str) -> Replayed
         captured=before,
         found=found,
         unchanged=all(torch.equal(weights[name], after[name]) for name in weights),
-        torch=version,
     )
 
 
 def _config(table: object, where: Path) -> TrainConfig:
-    """The configuration in a capture, which may come from anywhere."""
     try:
         config = config_from_table(table) if isinstance(table, dict) else None
     except HalfstepError as error:

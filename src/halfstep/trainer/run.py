@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 import torch
 
@@ -71,9 +71,6 @@ _LEFT: dict[str, object] = {
     "data.drop_long": "truncate",
 }
 """Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
-
-_PATHS = ("train", "dev", "validation", "tokenizer", "source")
-"""Keys of the sections ``data`` and ``model`` whose values may be paths."""
 
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
@@ -173,33 +170,7 @@ def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
             for key, value in unknown.items()
             if value and value != _LEFT.get(key, "none")
         )
-    return reached(config, path)
-
-
-def reached(config: Config, path: Path) -> Config:
-    """Let a run's relative paths begin where it was started, if they lead nowhere from here.
-
-    The place follows from the run's folder, if it was given by a relative path as well.
-    """
-    folder, output = path.resolve(), Path(config.run.output_dir)
-    if output.is_absolute() or folder.parts[-len(output.parts) :] != output.parts:
-        return config
-    start = folder.parents[len(output.parts) - 1]
-
-    def find(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(find, value))
-        return (
-            str(start / value) if not Path(value).exists() and (start / value).exists() else value
-        )
-
-    found = {}
-    for section in ("data", "model"):
-        part: Any = getattr(config, section, None)
-        values = {key: find(getattr(part, key)) for key in _PATHS if hasattr(part, key)}
-        if values:
-            found[section] = replace(part, **values)
-    return replace(config, **found)
+    return config
 
 
 def finish_run(session: Session, path: Path) -> str:
@@ -369,7 +340,6 @@ def execute(
 
 
 def _introduce(session: Session, say: Say) -> None:
-    """Tell the user what is trained, on which device, in which layout and arithmetic."""
     config, support, size = session.config, session.precision.support, session.world.size
     layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
@@ -387,7 +357,6 @@ def _introduce(session: Session, say: Say) -> None:
 
 
 def _go_on(session: Session, path: Path, say: Say) -> None:
-    """Restore a new session from its run's newest checkpoint, and tell the user."""
     notes: list[str] = []
     before, now = run_config(path, notes).precision, session.config.precision
     for note in notes:

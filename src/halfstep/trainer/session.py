@@ -350,7 +350,6 @@ def _device(config: BaseConfig, world: World) -> torch.device:
 def _precision(
     task: Task, policy: PrecisionPolicy, strategy: Strategy, world: World
 ) -> tuple[EMA | None, Precision]:
-    """Make the optimizer, the moving average and the precision of a model that is in its place."""
     run = task.config.run
     optimizer: Any = task.optimizer(policy)
     ours = isinstance(optimizer, OwnOptimizer)
@@ -372,7 +371,6 @@ def _precision(
 
 
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
-    """Refuse batches with fewer rows than there are micro-batches over all ranks."""
     least = layout.batch_ranks * config.run.grad_accum
     if rows < least:
         few = "" if rows == config.run.batch_size else f" (batches of {rows} with so little data)"

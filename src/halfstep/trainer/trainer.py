@@ -234,7 +234,6 @@ class Trainer:
             )
 
     def _placed(self, world: World, resume: bool) -> tuple[Any, Path]:
-        """Return the configuration with its run folder, and that folder, once it may be used."""
         run = self._config.run
         device = choose_device(run.device, world.local_rank)
         folder = run.output_dir or str(default_run_folder(self._config, device))
@@ -272,7 +271,6 @@ class Trainer:
 def _config_of(
     name: str, precision: object, optimizer: object, schedule: object, settings: dict[str, Any]
 ) -> Any:
-    """Sort the settings into their sections, and build the configuration."""
     table: dict[str, Any] = {"name": name, "precision": str(precision)}
     # at 0 warm-up steps, run.warmup_ratio determines their number
     table |= {"optimizer": {}, "schedule": {"warmup_steps": 0}, "run": {}}

@@ -21,6 +21,11 @@ OURS = GPTConfig(
 )
 
 
+def save(model, folder, dtype=torch.float32):
+    with weights.new_folder(folder) as empty:
+        save_gpt2(model, empty, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_path, dtype):
     model, g = GPT(OURS, seed=1), torch.Generator().manual_seed(0)
@@ -28,7 +33,7 @@ def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_pa
         for p in model.parameters():  # so large that every part of the network shows
             p += 0.2 * torch.randn(p.shape, generator=g)
             p.copy_(p.to(dtype))
-    save_gpt2(model, tmp_path / "out", dtype=dtype)
+    save(model, tmp_path / "out", dtype)
     read = partial(
         transformers.GPT2LMHeadModel.from_pretrained, tmp_path / "out", local_files_only=True
     )
@@ -36,6 +41,7 @@ def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_pa
     other, info = read(dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())  # nothing missing, unexpected or mismatched
     assert (other.config.bos_token_id, other.config.eos_token_id) == (None, None)
+    assert {getattr(other.config, f"{part}_pdrop") for part in ("attn", "embd", "resid")} == {0.25}
     tokens = torch.randint(0, 37, (2, 16), generator=g)
     want = other.eval()(tokens).logits
     assert want.abs().max() > 1  # the weights are large enough to tell layouts apart
@@ -46,7 +52,7 @@ def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_pa
 def test_only_gpt2s_vocabulary_has_its_end_of_text_token(tmp_path):
     for vocab, end in ((50257, 50256), (50304, None)):
         config = GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=vocab)
-        save_gpt2(GPT(config), tmp_path / str(vocab))
+        save(GPT(config), tmp_path / str(vocab))
         written = json.loads((tmp_path / str(vocab) / "config.json").read_text())
         assert written["bos_token_id"] == written["eos_token_id"] == end
 
@@ -57,11 +63,11 @@ def test_nothing_that_exists_is_overwritten_but_an_empty_folder_is_filled(tmp_pa
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("full", "dangling"):
         with pytest.raises(CheckpointError, match="choose another name"):
-            save_gpt2(GPT(OURS), tmp_path / name)
+            save(GPT(OURS), tmp_path / name)
     assert (tmp_path / "full/precious").read_text() == "data"
     (tmp_path / "empty").mkdir()
-    save_gpt2(GPT(OURS), tmp_path / "empty")
-    save_gpt2(GPT(OURS), tmp_path / "new/deep")
+    save(GPT(OURS), tmp_path / "empty")
+    save(GPT(OURS), tmp_path / "new/deep")
     for name in ("empty", "new/deep"):
         written = sorted((tmp_path / name).iterdir())
         assert [p.name for p in written] == [
@@ -82,7 +88,7 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
 
     monkeypatch.setattr(files, "sync", sync)  # of the files and their folder
     monkeypatch.setattr(weights, "sync", sync)  # of the parent
-    save_gpt2(GPT(OURS), tmp_path / "out")
+    save(GPT(OURS), tmp_path / "out")
     before = [name for name, visible in synced if not visible]
     assert sorted(before[:3]) == ["config.json", "manifest.json", "model.safetensors"]
     assert before[3:] == [True]
@@ -93,7 +99,7 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
 
     monkeypatch.setattr(files, "sync", fail)
     with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
-        save_gpt2(GPT(OURS), tmp_path / "other")
+        save(GPT(OURS), tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -102,10 +108,10 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     with torch.no_grad():
         model.layers[1].mlp.up.bias[3] = 1e6
     with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias' holds .* as torch.float16"):
-        save_gpt2(model, tmp_path / "out", dtype=torch.float16)
-    save_gpt2(model, tmp_path / "wide", dtype=torch.bfloat16)
+        save(model, tmp_path / "out", torch.float16)
+    save(model, tmp_path / "wide", torch.bfloat16)
     with torch.no_grad():
         model.layers[1].mlp.up.bias[3] = float("nan")
     with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias'"):
-        save_gpt2(model, tmp_path / "out")
+        save(model, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["wide"]

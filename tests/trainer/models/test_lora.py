@@ -119,7 +119,6 @@ def adapter(tmp_path_factory):
 )
 def test_adapters_that_do_not_fit(adapter, tmp_path, changes, error, message):
     folder = shutil.copytree(adapter, tmp_path / "a")
-    (folder / "manifest.json").unlink()  # as of a folder that another program wrote
     edit_json(folder / "adapter_config.json", **changes)
     with pytest.raises(error, match=message):
         open_adapted_lm(folder)

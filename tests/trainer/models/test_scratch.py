@@ -9,14 +9,11 @@ import sys
 
 import pytest
 import torch
-import transformers
-from tests.trainer.models.pretrained_folders import silence
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.models.classifier import (
     SIZES,
     make_classifier,
-    open_classifier,
     scratch_size,
     train_tokenizer,
 )
@@ -123,25 +120,3 @@ def test_weights_follow_their_seed_and_no_other_and_options_reach_the_model():
     model = make(dropout=0.25, label_smoothing=0.1)
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
     assert (model.label_smoothing, model.max_length, model.training) == (0.1, 16, True)
-
-
-def test_a_folder_is_transformers_own_and_can_be_trained_on(tmp_path):
-    model, tokenizer = make(names=("no", "yes")).eval(), train()
-    with silence():
-        model.save_(tmp_path / "m", {})
-        tokenizer.save(tmp_path / "m")
-        ours = open_classifier(tmp_path / "m", ("no", "yes"))
-    assert ours.training
-    assert not ours.head_is_new
-    again = open_tokenizer(tmp_path / "m", model_limit=ours.max_length)
-    assert again.fingerprint == tokenizer.fingerprint
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "m").eval()
-    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
-    assert theirs.config.id2label == {0: "no", 1: "yes"}
-    given = read(["你好 [CLS] world"], return_tensors="pt")
-    assert given["input_ids"].tolist() == tokenizer.encode_batch(["你好 [CLS] world"])
-    ids_BT = given["input_ids"]
-    batch = ids_BT, ids_BT >= 0, ids_BT[:, 0]
-    with torch.no_grad():
-        assert torch.equal(theirs(**given).logits, model.logits(batch))
-        assert torch.equal(ours.eval().logits(batch), model.logits(batch))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from halfstep.errors import ConfigError
 
@@ -18,23 +17,6 @@ _KINDS = {
     "str": "a string",
 }
 """A type to what a user may write for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The numbers that a field may hold; annotates the field's type, as in ``Count``."""
-
-    allowed: str
-    """The range as error messages print it."""
-    holds: Callable[[Any], bool]
-
-
-Count: TypeAlias = Annotated[int, Range("integers >= 0", lambda x: x >= 0)]
-AtLeast1: TypeAlias = Annotated[int, Range("integers >= 1", lambda x: x >= 1)]
-Amount: TypeAlias = Annotated[float, Range(">= 0", lambda x: 0 <= x < math.inf)]
-Positive: TypeAlias = Annotated[float, Range("> 0", lambda x: 0 < x < math.inf)]
-Fraction: TypeAlias = Annotated[float, Range("0 to 1", lambda x: 0 <= x <= 1)]
-Share: TypeAlias = Annotated[float, Range("0 <= x < 1", lambda x: 0 <= x < 1)]
 
 
 def insert(table: dict[str, Any], key: str, value: Any) -> None:
@@ -97,7 +79,6 @@ def build(
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Convert a TOML value or a command-line string to a field's type, or raise ConfigError."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (UnionType, Annotated):  # X | None, or X in a range
         return _convert(value, parts[0], where)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from halfstep.errors import ConfigError
-from halfstep.option import option
-from halfstep.trainer.config.read import (
+from halfstep.option import (
     Amount,
     AtLeast1,
     Count,
@@ -16,6 +15,7 @@ from halfstep.trainer.config.read import (
     Positive,
     Range,
     Share,
+    option,
 )
 
 OptimizerName = Literal[

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
-from halfstep.option import option
-from halfstep.trainer.config.read import AtLeast1, Count, Positive, Range, Share
+from halfstep.option import AtLeast1, Count, Positive, Range, Share, option
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
 from halfstep.trainer.models.shapes import GPTConfig

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfstep.errors import ConfigError
-from halfstep.option import option
+from halfstep.option import Amount, AtLeast1, Count, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Predicting(Use):
     )
     output: str = option("-", "JSONL file to write; '-', the default, is stdout.")
     text_column: str = option("", "Name of the column that holds the text.")
-    batch_size: int = option(64, "Texts in one forward pass.")
+    batch_size: AtLeast1 = option(64, "Texts in one forward pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +45,14 @@ class Generating(Use):
     """Write text with a trained model."""
 
     prompt: str = option("", "Text to go on from; '-' reads stdin.")
-    max_new_tokens: int = option(200, "Write at most this many tokens.")
-    temperature: float = option(0.8, "How boldly to sample; 0: always the likeliest token.")
+    max_new_tokens: Count = option(200, "Write at most this many tokens.")
+    temperature: Amount = option(0.8, "How boldly to sample; 0: always the likeliest token.")
     seed: int = option(0, "Random seed of the sampling.")
-    base: bool = option(
-        False, "For a LoRA run of finetune lm: the model without its adapter, as before the run."
-    )
 
     @property
     def drawing(self) -> dict[str, Any]:
         """How tokens are drawn, as arguments."""
         return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise ConfigError(f"max_new_tokens must be 0 or more, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature must be finite and 0 or more, got {self.temperature}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +63,8 @@ class Evaluating(Use):
         (),
         "Text (for fine-tuned models: records) to measure on; default: the run's validation data.",
     )
-    batch_size: int = option(8, "Rows in one forward pass.")
-    max_batches: int = option(0, "Batches to measure on; 0: everything once.")
+    batch_size: AtLeast1 = option(8, "Rows in one forward pass.")
+    max_batches: Count = option(0, "Batches to measure on; 0: everything once.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from halfstep.errors import ConfigError
-from halfstep.option import option
+from halfstep.option import Range, option
 
+Part: TypeAlias = Annotated[float, Range("0 < x < 1", lambda x: 0 < x < 1)]
 MIN_BPE_IDS = 257
 """Smallest byte-level BPE vocabulary: the 256 bytes and the end-of-text token."""
 
@@ -27,12 +28,12 @@ class DataConfig:
     tokenizer: str = option(
         "bpe:8192", "bytes, bpe:N (trained here on train), or a tokenizer.json or its folder."
     )
-    validation_fraction: float = option(
+    validation_fraction: Part = option(
         0.1, "Share of the bytes held out, in (0, 1); unused with validation."
     )
 
     def __post_init__(self) -> None:
-        _check(self, "validation", "validation_fraction")
+        _check(self, "validation")
         size = bpe_size(self.tokenizer)
         if self.tokenizer.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
             raise ConfigError(
@@ -46,19 +47,11 @@ def bpe_size(tokenizer: str) -> int | None:
     return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
 
 
-def _check(config: object, held_out: str, fraction: str) -> None:
-    """Refuses paths that name nothing (an empty one would be this folder), and bad shares.
-
-    ``held_out`` and ``fraction`` are the fields of the evaluation's paths and share.
-    """
+def _check(config: object, held_out: str) -> None:
+    """Refuses paths that name nothing: an empty one would be this folder."""
     for field in ("train", held_out):
         if not all(path.strip() for path in getattr(config, field)):
             raise ConfigError(f"data.{field} holds an empty path; remove it or name a file")
-    if not 0 < getattr(config, fraction) < 1:
-        raise ConfigError(
-            f"data.{fraction} must be between 0 and 1 (both excluded), got "
-            f"{getattr(config, fraction)!r}; to evaluate on other data give data.{held_out}"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +65,7 @@ class LabelledConfig:
     dev: tuple[str, ...] = option(
         (), "The same for evaluation; empty means dev_fraction of train, of each class alike."
     )
-    dev_fraction: float = option(
+    dev_fraction: Part = option(
         0.1, "Share of the training examples held out, in (0, 1); unused with dev."
     )
     text_column: str = option(
@@ -87,7 +80,7 @@ class LabelledConfig:
     )
 
     def __post_init__(self) -> None:
-        _check(self, "dev", "dev_fraction")
+        _check(self, "dev")
         if twice := [name for name in self.labels if self.labels.count(name) > 1]:
             raise ConfigError(f"data.labels holds {twice[0]!r} twice; remove one")
 
@@ -130,7 +123,7 @@ class InstructionsConfig:
     dev: tuple[str, ...] = option(
         (), "The same for evaluation; empty means dev_fraction of the documents of train."
     )
-    dev_fraction: float = option(
+    dev_fraction: Part = option(
         0.1, "Share of the documents held out, drawn with the seed, in (0, 1); unused with dev."
     )
     template: Template = option(
@@ -138,9 +131,9 @@ class InstructionsConfig:
         "plain, alpaca, tokenizer (its own chat template); empty means the one of the records: "
         "alpaca for instructions, the tokenizer's for messages, else plain.",
     )
-    max_length: int = option(
+    max_length: Annotated[int, Range("integers >= 2", lambda x: x >= 2)] = option(
         1024,
-        "Maximal number of tokens in a row, at least 2. Longer records are cut at the right; plain "
+        "Maximal number of tokens in a row. Longer records are cut at the right; plain "
         "text is cut into several documents.",
     )
     packing: bool = option(
@@ -150,9 +143,4 @@ class InstructionsConfig:
     mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
 
     def __post_init__(self) -> None:
-        _check(self, "dev", "dev_fraction")
-        if self.max_length < 2:
-            raise ConfigError(
-                f"data.max_length must be a whole number of at least 2 (a token and the one after "
-                f"it), got {self.max_length!r}"
-            )
+        _check(self, "dev")

@@ -57,7 +57,6 @@ def find_sources(paths: tuple[str, ...]) -> tuple[Source, ...]:
 
 
 def _folder(folder: Path) -> list[Source]:
-    """Lists the text files below a folder, in the order of their relative paths."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
     kept = [name for name in shown if name.suffix.lower() in FOLDER_SUFFIXES]

@@ -36,7 +36,6 @@ from halfstep.trainer.models.pretrained import (
     ADAPTER,
     Pretrained,
     first_line,
-    new_folder,
     open_folder,
     quiet,
     read_safetensors,
@@ -342,9 +341,9 @@ class LoraLM(PretrainedLM):
                 own = weights.get(f"model.{name}", parameter).detach()
                 state[name] = own.to("cpu", dtype or torch.float32)
                 require_finite(state[name], folder, name)
-        with quiet(), new_folder(folder) as temporary:
-            self.model.save_pretrained(temporary, state_dict=state, save_embedding_layers=False)
-            (temporary / "README.md").unlink(missing_ok=True)  # a form of blanks
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+            (folder / "README.md").unlink(missing_ok=True)  # a form of blanks
 
     def read_back(self, folder: Path) -> dict[str, Tensor]:
         """Read the adapter, if its settings are this one's; its base is not opened."""

@@ -9,8 +9,6 @@ Shapes: C width, H heads, D width of a head (C = H D).
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,21 +22,9 @@ from halfstep.trainer.models.pretrained import (
     WEIGHTS,
     new_folder,
     require_finite,
+    require_library,
 )
-from halfstep.trainer.models.shapes import GPTConfig
 
-_KEYS = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "n_positions": "block_size",
-    "vocab_size": "vocab_size",
-    "layer_norm_epsilon": "layer_norm_eps",
-    "attn_pdrop": "dropout",
-    "embd_pdrop": "dropout",
-    "resid_pdrop": "dropout",
-}
-"""Key of ``config.json`` to the field of GPTConfig. **Source:** ``transformers.GPT2Config``."""
 _PARTS = {
     "attn_norm": "ln_1",
     "attn.qkv": "attn.c_attn",
@@ -63,51 +49,34 @@ def export_gpt2(
     ids_BT = random_ids(model.config.vocab_size, min(16, model.config.block_size))
     trained_BTV = model.eval()(ids_BT)
     with new_folder(folder) as empty:
-        save_gpt2(model, empty, dtype=dtype)
+        save_gpt2(model, empty, dtype)
         beside(empty)
         return require_faithful(empty, dtype, model, model, ids_BT, trained_BTV)
 
 
-def save_gpt2(
-    model: GPT, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
-) -> None:
-    """Write a folder that ``GPT2LMHeadModel.from_pretrained`` reads.
-
-    The folder must not exist, or be empty; it appears complete or not at all.
+def save_gpt2(model: GPT, folder: Path, dtype: torch.dtype) -> None:
+    """Write into an empty folder what ``GPT2LMHeadModel.from_pretrained`` reads.
 
     Raises:
-        CheckpointError: If the folder cannot be written, or a weight is not finite in ``dtype``.
+        CheckpointError: If a weight is not finite in ``dtype``.
     """
-    tensors = {}
+    shape, tensors = model.config, {}
+    # only GPT-2's vocabulary has <|endoftext|> at 50256, where transformers assumes it
+    end = 50256 if shape.vocab_size == 50257 else None
+    config = require_library("transformers").GPT2Config(
+        n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
+        n_positions=shape.block_size, vocab_size=shape.vocab_size,
+        layer_norm_epsilon=shape.layer_norm_eps, attn_pdrop=shape.dropout,
+        embd_pdrop=shape.dropout, resid_pdrop=shape.dropout, bos_token_id=end, eos_token_id=end,
+        architectures=["GPT2LMHeadModel"], dtype=dtype,
+    )  # fmt: skip
     for name, parameter in model.named_parameters():
         theirs = f"transformer.{hf_name(name)}"
-        tensor = to_hf(name, parameter.detach(), model.config.n_head).to("cpu", dtype)
-        require_finite(tensor, Path(folder), theirs)
+        tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", dtype)
+        require_finite(tensor, folder, theirs)
         tensors[theirs] = tensor.contiguous()
-    with new_folder(Path(folder)) as temporary:
-        write_gpt2_config(temporary / "config.json", model.config, dtype)
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-
-
-def write_gpt2_config(file: Path, config: GPTConfig, dtype: torch.dtype) -> None:
-    """Write what ``transformers`` needs to build the same network, with weights of this dtype."""
-    # Only GPT-2's vocabulary has <|endoftext|> at 50256; by default, transformers assumes it there.
-    end_of_text = 50256 if config.vocab_size == 50257 else None
-    content = {
-        "architectures": ["GPT2LMHeadModel"],
-        **{key: getattr(config, ours) for key, ours in _KEYS.items()},
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": str(dtype).removeprefix("torch."),
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-        "tie_word_embeddings": True,
-    }
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    config.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def hf_name(name: str) -> str:

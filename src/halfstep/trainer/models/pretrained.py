@@ -293,10 +293,10 @@ class Pretrained(nn.Module):
     def save_(
         self, folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
     ) -> None:
-        """Write a folder that ``from_pretrained`` and the function that opened this model read.
+        """Write into a folder what ``from_pretrained`` and the opener of this model read.
 
-        It must not exist, or be empty. Parameters that are not in ``weights`` are this module's;
-        without ``dtype`` each keeps its own.
+        Parameters that are not in ``weights`` are this module's; without ``dtype`` each keeps its
+        own.
         """
         given = {id(p): weights.get(f"model.{n}", p) for n, p in self.model.named_parameters()}
         cast: dict[int, Tensor] = {}  # tied weights are one object
@@ -313,13 +313,13 @@ class Pretrained(nn.Module):
             # without wrappers and hooks; its dtype is what config.json will name
             bare = self.model_class(self.core.config)
             bare.to(kinds.pop() if len(kinds) == 1 else torch.float32)
-        with new_folder(folder) as temporary, quiet():
-            bare.save_pretrained(temporary, state_dict=out)
+        with quiet():
+            bare.save_pretrained(folder, state_dict=out)
             if self.core.can_generate():
                 # not by save_pretrained, which reads settings that contradict each other, but does
                 # not write them
                 settings = self.core.generation_config.to_json_string()
-                (temporary / "generation_config.json").write_text(settings, encoding="utf-8")
+                (folder / "generation_config.json").write_text(settings, encoding="utf-8")
 
     def require_saved(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Refuse a folder from which a reader does not get back these weights, bit for bit."""

@@ -82,7 +82,6 @@ class ClassifyTask(FinetuneTask):
         self.deal(config, self._train.lengths)
 
     def _make(self, config: ClassifyConfig, data: LabelledData) -> None:
-        """Train a tokenizer on the data, and make a model with random weights."""
         choice = config.model
         size = scratch_size(choice.source)
         self.tokenizer = train_tokenizer(data.train.texts, size.vocabulary, choice.max_length)
@@ -97,7 +96,6 @@ class ClassifyTask(FinetuneTask):
         )
 
     def _load(self, config: ClassifyConfig, world: World) -> ClassifyConfig:
-        """Load a Hugging Face encoder and its tokenizer; return the pinned configuration."""
         config = pinned(config, world)
         choice = config.model
         self.model = open_classifier(

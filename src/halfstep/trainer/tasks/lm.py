@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -100,7 +99,6 @@ class LMTask(FinetuneTask):
         self.deal(config, self.data.train_rows.lengths)
 
     def _adapt(self, config: LMConfig) -> None:
-        """Add adapters, which alone are trained then, if the configuration has any."""
         choice = config.model
         if choice.lora_r:
             self.leaves = "adapter"
@@ -279,15 +277,7 @@ class TrainedLM(Trained):
         self.open(use)
         if not (use.prompt or self.template == "plain"):
             raise ConfigError("--prompt is empty; give what the model is to answer")
-        around: AbstractContextManager[None] = nullcontext()
-        if use.base:
-            if not isinstance(self.model, LoraLM):
-                raise ConfigError(
-                    f"--base: {self.path} trained all weights and has no adapter; leave it out"
-                )
-            around = self.model.model.disable_adapter()
-        with around:
-            return self.answer(use.prompt, **use.drawing)
+        return self.answer(use.prompt, **use.drawing)
 
     def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""

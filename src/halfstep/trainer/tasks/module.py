@@ -221,7 +221,6 @@ class ModuleTask(EpochTask):
         )
 
     def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[float, float]]:
-        """Return the sum and the count of each measure over a batch."""
         here, evaluate = to_device(batch, judge.device), self._parts.evaluate
         if evaluate is None:
             total, count = judge.loss_sum(here)
@@ -283,7 +282,6 @@ class _Seeded(Dataset[Any]):
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed the generators of Python, NumPy and torch; restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -161,8 +161,6 @@ class TrainedText(Trained):
 
     def generate(self, use: Generating) -> str:
         """Return the prompt and its continuation; without a prompt, start a new document."""
-        if use.base:
-            raise ConfigError("--base is for LoRA runs of finetune lm; leave it out")
         self.open(use)
         tokenizer = self.tokenizer
         end = tokenizer.end_of_text
@@ -211,7 +209,6 @@ class TrainedText(Trained):
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
-    """Return the model's shape with the tokenizer's vocabulary."""
     size = tokenizer.vocab_size
     if config.model.vocab_size not in (0, size):
         raise ConfigError(
