@@ -227,7 +227,7 @@ FAULTS = [
     Program("recurrent", lambda m, x: (m(x)[0].mean() + x.exp()).mean(), rows({6: 90}, 5, 6), EXP,
             (6,), lambda: nn.LSTM(6, 8, batch_first=True)),
     Program("spectrum", lambda m, x: m(torch.fft.rfft(x * 1e28).abs().sqrt().repeat(1, 2)[:, :6])
-            .mean(), LARGE_4, ("aten._fft", "overflow", "scale down"), (4,)),
+            .mean(), LARGE_4, ("aten._fft", "overflow in a sum", "scale down"), (4,)),
     Program("complex product",
             lambda m, x: (torch.complex(m(x), m(x)) * 1e38 * x.to(torch.cfloat)).abs().mean(),
             rows({1: 99}, fill=0.1), ("aten.mul", "overflow", "scale down"), (1,)),
@@ -254,7 +254,7 @@ FAULTS = [
             ("aten.div", "invalid operation", "y / (x + eps)"), (4,), no_bias),
     Program("gradient penalty", penalty, rows(), ("aten.div", POLE, "(x + eps).sqrt()")),
     Program("root of a negative", lambda m, x: (m(x).tanh() + 2 + x[:, :1].clamp_max(0)).sqrt()
-            .mean(), rows({3: -9}, fill=0.1), ("aten.sqrt", "invalid operation", "clamp_min(0)"),
+            .mean(), rows({3: -9}, fill=0.1), ("aten.sqrt", "invalid operation", "clamp_min(eps)"),
             (3,)),
     Program("angle", lambda m, x: (m(x).tanh() / 2 + x[:, :1]).acos().mean(),
             rows({3: -9}, fill=0.1), ("aten.acos", "invalid operation", "within -1 and 1"), (3,)),

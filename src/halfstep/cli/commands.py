@@ -98,6 +98,25 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Show the number formats, and what each makes of a number.
+
+    Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
+    each format rounds it to, its bits, and the rounding error. With --block: the scales, codes and
+    numbers of a block that begins with the VALUEs.
+    """
+
+    values: tuple[str, ...] = option(
+        (),
+        "Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several.",
+        positional=True,
+    )
+    block: str = option(
+        "", "A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say which precision a machine is good for, and why.
 
@@ -220,6 +239,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
+    "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
     "demo": Demo,
@@ -230,7 +250,7 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "doctor", "estimate", "report", "replay"), "small"),
+    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
     "demo": "bench",
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),

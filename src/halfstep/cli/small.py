@@ -1,15 +1,20 @@
-"""The commands ``explain``, ``doctor``, ``estimate``, ``report`` and ``replay``."""
+"""The commands ``explain``, ``formats``, ``doctor``, ``estimate``, ``report`` and ``replay``."""
 
 from __future__ import annotations
 
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli.commands import Doctor, Estimate, Explain, Replay, Report
+import torch
+
+from halfstep.cli.commands import Doctor, Estimate, Explain, Formats, Replay, Report
 from halfstep.diagnostics.memory import parts_table, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
+from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
 from halfstep.precision.policy.devices import choose
@@ -35,11 +40,13 @@ _POLICIES = (
 )  # fmt: skip
 
 
-def run(arguments: Explain | Doctor | Estimate | Report | Replay) -> int:
+def run(arguments: Explain | Formats | Doctor | Estimate | Report | Replay) -> int:
     """Run one of these commands."""
     match arguments:
         case Explain():
             _explain(arguments)
+        case Formats():
+            _formats(arguments)
         case Doctor():
             _doctor(arguments)
         case Estimate():
@@ -62,6 +69,119 @@ def _explain(arguments: Explain) -> None:
         rows.append((name, size, policy.loss_scale.kind, support(policy, device).how))
     taken = choose(device)
     print(f"{aligned(rows, {1})}\n\nauto is {taken.policy} here: {taken.reason}.")
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def _formats(arguments: Formats) -> None:
+    """Print every format's range and precision, or what formats make of numbers."""
+    values = [read_value(text) for text in arguments.values]
+    if arguments.block and values:
+        print(block_format(arguments.block).explain(values))
+    elif arguments.block or len(values) > 1:
+        raise ConfigError("give one VALUE, or with --block several: formats 0.1 -3 --block nvfp4")
+    elif values:
+        print(_roundings(arguments.values[0], values[0]))
+    else:
+        print(f"{_ranges()}\n\n{_blocks()}")
+
+
+def read_value(text: str) -> float:
+    """Return the fp64 number nearest to a decimal or hexadecimal spelling.
+
+    Raises:
+        ConfigError: If it is not a number.
+    """
+    try:
+        return float.fromhex(text) if "0x" in text.lower() else float(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(
+            f"VALUE {text!r} is not a number; allowed: decimal (0.1, -1e-8), hexadecimal "
+            "(0x1.8p-3), inf, nan"
+        ) from None
+
+
+def rounded(form: FloatFormat, value: float) -> tuple[float, float, float, str]:
+    """Round an fp64 number once; return the result, its error and relative error, and a verdict."""
+    number = float(form.round_to(torch.tensor(value, dtype=torch.float64)))
+    error = abs(number - value)
+    if number == value or math.isnan(value):
+        error = 0.0
+    relative = error if error in (0.0, math.inf) else error / abs(value)
+    return number, error, relative, _verdict(form, value, number)
+
+
+def _verdict(form: FloatFormat, value: float, number: float) -> str:
+    if math.isnan(number):
+        exact = "exact" if form.has_nan else "has no NaN"
+        return exact if math.isnan(value) else "overflows to NaN"
+    if not form.has_nan and abs(value) > form.max:
+        return "saturates"
+    if math.isinf(number):
+        return "exact" if math.isinf(value) else "overflows to inf"
+    if number == 0.0 and value != 0.0:
+        return "underflows to 0"
+    word = "exact" if number == value else "rounded"
+    return f"{word}, subnormal" if 0.0 < abs(number) < form.min_normal else word
+
+
+def code_of(form: FloatFormat, number: float) -> str:
+    """Spell a number of a format in bits, by field."""
+    if math.isnan(number) and not form.has_nan:
+        return "-|-|-"
+    widths = (1, form.exponent_bits, form.mantissa_bits)
+    fields = zip(form.bits_of(number), widths, strict=True)
+    return "|".join(f"{field:0{width}b}" for field, width in fields)
+
+
+def _roundings(text: str, value: float) -> str:
+    exact = f"{Decimal(value):.60g}" if math.isfinite(value) else str(value)
+    rows = [("format", "number", "error", "relative", "s|exponent|mantissa", "verdict")]
+    for form in FORMATS.values():
+        number, error, relative, verdict = rounded(form, value)
+        errors = f"{error:.3g}", f"{relative:.3g}"
+        rows.append((form.name, repr(number), *errors, code_of(form, number), verdict))
+    return (
+        f"{text} is read as fp64: {exact} = {value.hex()}\nEach format rounds that once, to the "
+        f"nearest, ties to even.\n\n{aligned(rows, {1, 2, 3})}"
+    )
+
+
+def _power(value: float) -> str:
+    return f"2^{math.frexp(value)[1] - 1}"
+
+
+def _ranges() -> str:
+    rows = [("format", "bits", "s/e/m", "largest", "smallest normal", "smallest positive",
+             "gap at 1")]  # fmt: skip
+    for form in FORMATS.values():
+        layout = f"1/{form.exponent_bits}/{form.mantissa_bits}"
+        normal = f"{form.min_normal:.3g} = {_power(form.min_normal)}"
+        positive = f"{form.min_subnormal:.3g} = {_power(form.min_subnormal)}"
+        most, gap = f"{form.max:.6g}", _power(form.eps)
+        rows.append((form.name, str(form.bits), layout, most, normal, positive, gap))
+    finite = ", ".join(form.name for form in FORMATS.values() if form.finite_only and form.has_nan)
+    numbers = ", ".join(form.name for form in FORMATS.values() if not form.has_nan)
+    return (
+        f"{aligned(rows, range(1, 7))}\n\ns/e/m: bits of sign, exponent, mantissa. tf32 is stored "
+        f"in 32 bits. {finite} has no infinity: beyond\nthe largest comes NaN. {numbers} has "
+        "neither: beyond the largest comes the largest.\nhalfstep formats VALUE shows what each "
+        "makes of a number."
+    )
+
+
+def _blocks() -> str:
+    rows = [("block format", "numbers", "block", "scales", "rule", "bits per number")]
+    for form in BLOCK_FORMATS.values():
+        shape = "the tensor" if form.block is None else "x".join(map(str, form.block))
+        each = form.element.bits + (form.scale.bits / math.prod(form.block) if form.block else 0)
+        scale = f"{form.scale.name}{', and one fp32' * (form.rule == 'two-level')}"
+        rows.append((form.name, form.element.name, shape, scale, form.rule, f"{each:.4g}"))
+    return (
+        f"{aligned(rows, {5})}\n\nhalfstep formats VALUE VALUE ... --block NAME shows what becomes "
+        "of a block."
+    )
 
 
 # --- doctor ---------------------------------------------------------------------------------------
@@ -100,6 +220,8 @@ def _text(found: dict[str, Any]) -> str:
 def _estimate(arguments: Estimate) -> None:
     if arguments.params and arguments.config:
         raise ConfigError("--params and --config: give one of them")
+    if arguments.batch_size < 0:
+        raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 0")
     layout = Layout.parse(arguments.parallel)
     device = choose_device("auto")
     spec = arguments.config or "gpt-small-cpu"

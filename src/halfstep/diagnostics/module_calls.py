@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.diagnostics.nonfinite.operations import storage_key
 from halfstep.precision.casting import autocast, op_casts
+from halfstep.precision.masters.local_part import storage_key
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
 
 _HALFSTEP = str(Path(__file__).parents[1])

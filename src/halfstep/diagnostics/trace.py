@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.diagnostics.module_calls import ModuleCalls
-from halfstep.diagnostics.nonfinite.operations import floating, operation, storage_key
+from halfstep.diagnostics.nonfinite.operations import floating, operation
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.native import why_not_native
+from halfstep.precision.masters.local_part import storage_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import place

@@ -49,7 +49,6 @@ from halfstep.diagnostics.nonfinite.operations import (
     Kind,
     Operation,
     bad_elements,
-    dense,
     divides_by_zero,
     floating,
     inputs,
@@ -58,13 +57,13 @@ from halfstep.diagnostics.nonfinite.operations import (
     not_finite,
     operation,
     overflows_a_mask,
-    storage_key,
 )
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require, require_model
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
+from halfstep.precision.masters.local_part import dense, storage_key
 from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.scaling import gradients
 from halfstep.precision.scaling.gradients import OneRank

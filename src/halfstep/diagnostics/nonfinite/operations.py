@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
+from halfstep.precision.masters.local_part import dense, storage_key
 from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal[
@@ -171,19 +172,6 @@ def floating(value: Any) -> Iterator[Tensor]:
         yield from floating(list(value.values()))
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """The values that a tensor stores on this rank."""
-    to_local = getattr(tensor, "to_local", None)  # of a distributed tensor
-    tensor = tensor if to_local is None else to_local()
-    if tensor.is_mkldnn:
-        tensor = tensor.to_dense()
-    elif tensor.layout == torch.sparse_coo:
-        tensor = tensor._values()
-    elif tensor.is_nested or tensor.layout != torch.strided:
-        tensor = tensor.values()
-    return tensor
-
-
 def stored(tensor: Tensor) -> Tensor:
     """The values that a tensor stores on this rank, dense and real."""
     value = dense(tensor)
@@ -194,12 +182,6 @@ def not_finite(tensor: Tensor) -> Tensor:
     """Which elements of a tensor are NaN or infinite."""
     value = dense(tensor)
     return ~(value.float() if value.element_size() == 1 else value).isfinite()
-
-
-def storage_key(tensor: Tensor) -> int:
-    """An id of the storage of a tensor; views share their base's."""
-    key: int = stored(tensor).untyped_storage()._cdata
-    return key
 
 
 def look_finite(tensors: Sequence[Tensor]) -> bool:

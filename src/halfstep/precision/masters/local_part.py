@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -97,3 +98,22 @@ def part_like(full: Tensor, parameter: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     part = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
     return part.clone()  # a slice would keep the memory of the whole tensor alive
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The values that a tensor stores on this rank."""
+    to_local = getattr(tensor, "to_local", None)  # of a distributed tensor
+    tensor = tensor if to_local is None else to_local()
+    if tensor.is_mkldnn:
+        tensor = tensor.to_dense()
+    elif tensor.layout == torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        tensor = tensor.values()
+    return tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """An id of the storage of a tensor; views share their base's."""
+    key: int = dense(tensor).untyped_storage()._cdata
+    return key
