@@ -68,7 +68,7 @@ def test_a_run_says_what_it_trains_and_leaves(place, halfstep, tmp_path):
     assert lines[2:] == [f"adapter in {tmp_path / 'r' / 'model'}"]
     assert "transformers" not in err  # its own warnings
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "metrics.jsonl", "tokenizer", "model",
+        "config.toml", "env.json", "health.jsonl", "metrics.jsonl", "tokenizer", "model",
         "prompt.json", "checkpoints", "run.lock",
     }  # fmt: skip
 

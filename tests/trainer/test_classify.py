@@ -77,7 +77,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     assert max(column(tmp_path / "r", "val_accuracy")) > majority + 0.1
     assert column(tmp_path / "r", "val_loss")[-1] < 0.9 * math.log(3)
     assert {p.name for p in (tmp_path / "r").iterdir()} == {
-        "config.toml", "env.json", "metrics.jsonl", "tokenizer",
+        "config.toml", "env.json", "health.jsonl", "metrics.jsonl", "tokenizer",
         "checkpoints", "run.lock",
         "model", "report.txt", "report.json",
     }  # fmt: skip
