@@ -414,11 +414,3 @@ def test_a_model_converted_afterwards_is_refused_where_the_context_is_entered(na
     model.to(precision.policy.param_dtype)
     with precision.autocast():
         pass
-
-
-def test_a_model_moved_afterwards_is_refused_where_the_context_is_entered():
-    model = mlp()
-    precision = Precision("fp32", model, torch.optim.SGD(model.parameters()))
-    model.to("meta")
-    with pytest.raises(PrecisionError, match="another dtype or device"), precision.autocast():
-        pass
