@@ -496,11 +496,9 @@ class _Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped, so that the weights did not change."""
         return float(self.found) > 0
 
     def nonfinite(self) -> NonFinite:
-        """Whose gradients were not finite, as far as known."""
         return NonFinite((), ()) if self.find is None else self.find()
 
 

@@ -171,7 +171,6 @@ def convert(
 
 
 def _count(step: Any) -> float:
-    """A saved number of steps."""
     if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
         step = step.item()
     if not isinstance(step, int | float) or not 0 <= step < math.inf:
@@ -192,7 +191,6 @@ def _of_shape(what: str, saved: Any, data: Tensor) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a tensor with numbers in memory."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 

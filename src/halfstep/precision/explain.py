@@ -150,7 +150,6 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 
 
 def _weights(policy: PrecisionPolicy) -> str:
-    """How the weights are stored, and what is made of them to compute."""
     weights = rounding_mode(policy.update).weight
     if policy.has_masters:
         weights = "16 bit, rounded from the masters after every step"
@@ -210,7 +209,6 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 
 
 def _operand(scheme: Scheme, operand: str) -> str:
-    """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
     shared = "{}x{} blocks".format(*form.block) if form.block else "the tensor"
     return f"{operand} {form.element.name}, {form.scale.name} scales of {shared}"

@@ -314,7 +314,6 @@ class ForwardWatch:
                     tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
 
     def _refuse_gradient(self, gradient: Tensor) -> None:
-        """Refuse, as a tensor hook, the gradient of a forward that ran outside the context."""
         if is_running(gradient.device):
             policy = self._policy
             form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
