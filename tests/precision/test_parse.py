@@ -141,13 +141,9 @@ def test_a_bad_file_is_refused_naming_the_file(tmp_path):
     every(
         [
             ("base = ", "cannot be read"),
-            ("base = 3", "base is 3; allowed: the name of a policy"),
-            ('base = "bf16-mixd"', "did you mean 'bf16-mixed'"),
             ('colour = "red"', "unknown policy key 'colour'"),
             ('compute = "fp16"\ngrowth_interval = true', "growth_interval=True; allowed"),
-            ('base = "bf16-pure"\nmaster = "fp32"', "grad=bf16 with master=fp32"),
             ('base = "bf16-mixed"\n[rules]\na.b = "fp32"', "rule .*allowed"),
-            ('base = "bf16-mixed"\n[rules]\n"a" = "fp16"', "rule 'a' -> fp16; allowed"),
         ],
         check,
     )
