@@ -391,11 +391,10 @@ def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
     Raises:
         PrecisionError: If it is not fp32, bf16 or fp16.
     """
-    dtype = DTYPES.get(value, value) if isinstance(value, str) else value
+    dtype: Any = DTYPES.get(value, value) if isinstance(value, str) else value
     if dtype not in DTYPES.values():
-        named = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
-        raise PrecisionError(f"reduce={named}; allowed: {', '.join(DTYPES)}")
-    return dtype  # type: ignore[return-value]
+        raise PrecisionError(f"reduce={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
+    return dtype  # type: ignore[no-any-return]
 
 
 # Buckets: the gradients of many parameters in one flat buffer, so that they are summed together.
