@@ -405,10 +405,6 @@ def test_a_search_is_refused_before_it_rounds_the_weights(search, tmp_path):
 
 
 def test_what_cannot_be_honoured_is_refused():
-    with pytest.raises(PrecisionError, match="did you mean"):
-        HalfstepPrecision("fp16-mixd")
-    with pytest.raises(PrecisionError, match=r"halfstep\.optim"):
-        fit(HalfstepPrecision("bf16-split"), Regression(make=torch.optim.AdamW))
     with pytest.raises(ConfigError, match="the Trainer has Precision"):
         fit(None, callbacks=[StepLog()])
     with pytest.raises(PrecisionError, match="has no model yet"), \

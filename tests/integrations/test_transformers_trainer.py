@@ -1,7 +1,6 @@
 """halfstep inside the Transformers Trainer: the same bits, right skips, true logs, a stop."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -319,16 +318,6 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
     trainer = made(tmp_path)
     with pytest.raises(ConfigError, match="got init_scale, but there is no loss scale"):
         attach(trainer, init_scale=8.0, ranks=halfstep.OneRank())
-    with pytest.raises(PrecisionError, match="min_scale is 0"):
-        attach(trainer, scaler=True, min_scale=0)
-    assert trainer.args.logging_nan_inf_filter
-    attach(trainer)
-
-    with pytest.raises(PrecisionError, match="has the range of fp32"):
-        attach(made(tmp_path, bf16=True), scaler=True)
-    with pytest.raises(PrecisionError, match="trains in fp32 there"):
-        attach(made(tmp_path, fp16=True))
-
     trainer = made(tmp_path)
     attach(trainer, lost_updates_every=1)
     for _ in range(2):  # trials of a search for hyperparameters, each with its own Accelerator
@@ -336,9 +325,6 @@ def test_attach_refuses_what_it_cannot_do(tmp_path, monkeypatch):
         trainer.train()
         assert all(0 <= lost < 0.1 for lost in logged(trainer, "lost_updates"))
         assert trainer.accelerator.clip_grad_norm_.__self__.__class__.__name__ == "NumericsCallback"
-
-    with pytest.raises(ConfigError, match=r"got a SimpleNamespace without accelerator"):
-        attach(SimpleNamespace())
 
     trainer = made(tmp_path)
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)

@@ -74,19 +74,6 @@ def test_ordinary_gradients_stay_in_8_bits(betas):
 # --- when -----------------------------------------------------------------------------------------
 
 
-def test_the_steps_after_which_a_tensor_is_looked_at():
-    assert [s for s in range(1, 130) if fallback.is_due(s)] == [8, 16, 32, 64, 96, 128]
-
-
-@pytest.mark.parametrize(
-    ("below", "elements", "falls"),
-    [(0, 1, False), (0, 10**9, False), (1, 1, True), (1, 16384, True), (1, 16385, False),
-     (2, 32768, True), (63, 2**20, False), (64, 2**20, True)],
-)  # fmt: skip
-def test_the_share_from_which_on_a_tensor_falls_back(below, elements, falls):
-    assert fallback.must_fall_back(below, elements) is falls
-
-
 def task(count: int, seed: int, broken: bool = False) -> StepTask:
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-45, 3, (count,), generator=generator)

@@ -142,26 +142,6 @@ def test_a_model_without_parameters_or_on_two_devices():
         Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-master"])
-def test_a_grad_scaler_left_in_the_loop_is_refused_before_it_changes_anything(name):
-    model = mlp()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    precision, scaler = Precision(name, model, optimizer), torch.amp.GradScaler("cpu")
-    before = [p.detach().clone() for p in model.parameters()]
-    (batch,) = batches(1)
-
-    def as_with_torch():
-        for _ in range(20):  # those that overflow in fp16 are skipped by the scaler
-            scaler.scale(loss_of(model, precision, batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    with pytest.raises(PrecisionError, match=r"precision.step\(loss\) instead, without a GradScal"):
-        as_with_torch()
-    assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_complex_and_fp64_parameters_are_refused_by_their_kind():
     for name in CPU_POLICIES:
         for dtype in (torch.complex64, torch.float64):

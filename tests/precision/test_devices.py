@@ -16,32 +16,20 @@ CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda"), torch.device("mps")
 
 # Name that torch gives to the device, its compute capability (NVIDIA, "CUDA GPUs"), the policy.
 GPUS = [
-    ("Tesla K80", (3, 7), "fp32"),
     ("NVIDIA GeForce GTX 1080 Ti", (6, 1), "fp32"),
-    ("Tesla P100-PCIE-16GB", (6, 0), "fp32"),
     ("Tesla V100-SXM2-16GB", (7, 0), "fp16-mixed"),
-    ("NVIDIA TITAN V", (7, 0), "fp16-mixed"),
     ("Quadro RTX 5000", (7, 5), "fp16-mixed"),
-    ("NVIDIA RTX 4000 SFF Ada Generation", (8, 9), "bf16-mixed"),
-    ("NVIDIA RTX 5000 Ada Generation", (8, 9), "bf16-mixed"),
     ("Tesla T4", (7, 5), "fp16-mixed"),
-    ("NVIDIA GeForce RTX 2080 Ti", (7, 5), "fp16-mixed"),
     ("Quadro RTX 6000", (7, 5), "fp16-mixed"),
     ("NVIDIA GeForce GTX 1650", (7, 5), "fp32"),
     ("NVIDIA GeForce GTX 1660 Ti", (7, 5), "fp32"),
     ("NVIDIA T1000", (7, 5), "fp32"),
     ("NVIDIA A100-SXM4-80GB", (8, 0), "bf16-mixed"),
     ("NVIDIA A10G", (8, 6), "bf16-mixed"),
-    ("NVIDIA GeForce RTX 3090", (8, 6), "bf16-mixed"),
-    ("NVIDIA RTX A6000", (8, 6), "bf16-mixed"),
     ("NVIDIA L4", (8, 9), "bf16-mixed"),
-    ("NVIDIA GeForce RTX 4090", (8, 9), "bf16-mixed"),
-    ("NVIDIA RTX 6000 Ada Generation", (8, 9), "bf16-mixed"),
     ("NVIDIA H100 80GB HBM3", (9, 0), "bf16-mixed"),
-    ("NVIDIA GH200 480GB", (9, 0), "bf16-mixed"),
     ("NVIDIA B200", (10, 0), "bf16-mixed"),
     ("NVIDIA GeForce RTX 5090", (12, 0), "bf16-mixed"),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), "bf16-mixed"),
 ]
 # The flags that Linux shows, and the policy.
 CPUS = [

@@ -5,7 +5,6 @@ import torch
 
 import halfstep
 from halfstep.precision.policy.policy import POLICIES
-from halfstep.precision.scaling.gradients import in_fp64
 
 MPS = torch.device("mps")
 
@@ -26,16 +25,3 @@ def test_fp32_alone_is_native_and_what_auto_takes():
         )
     assert str(halfstep.parse_policy("auto", MPS)) == "fp32"
     assert halfstep.support("auto", MPS).status == "native"
-
-
-def test_fp64_is_computed_on_the_host():
-    """No fp64 tensor is made on a device that has none."""
-
-    class Mac:
-        device = MPS
-
-        def cpu(self):
-            return torch.ones(2)
-
-    assert in_fp64(Mac()).dtype == torch.float64
-    assert in_fp64(torch.ones(2)).device.type == "cpu"

@@ -165,33 +165,6 @@ def test_a_layer_takes_the_native_product_where_the_device_has_it(scheme, tensor
         assert ((a - b).abs() <= 2 * 2.0**-8 * (b.abs() + 128**-0.5)).all()
 
 
-class Cuda:
-    """What ``why_not_native`` asks of a GPU that is not here."""
-
-    def __init__(self, patch, capability, failed=""):
-        native.why_not_native.cache_clear()
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        patch.setattr(native, "_failed_probe", lambda name, device: failed)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "capability", "words"),
-    [
-        ("fp8", (8, 9), ""),
-        ("fp8", (8, 0), r"compute capability 8\.0 has no fp8 tensor cores \(8\.9 has\)"),
-        ("fp8-block", (9, 0), ""),
-        ("mxfp8", (9, 0), r"compute capability 9\.0 has no mxfp8 .*\(10\.0 has\)"),
-        ("nvfp4", (10, 0), ""),
-    ],
-)
-def test_a_gpu_has_a_scheme_from_its_capability_on(scheme, capability, words, monkeypatch):
-    Cuda(monkeypatch, capability)
-    found = native.why_not_native(scheme, torch.device("cuda", 0))
-    native.why_not_native.cache_clear()
-    assert bool(found) == bool(words)
-    assert not words or pytest.importorskip("re").search(words, found)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_probe_sees_scales_in_a_wrong_layout(scheme, monkeypatch):
     device = torch.device("cpu")

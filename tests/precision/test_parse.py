@@ -114,16 +114,9 @@ def test_a_file_is_a_base_and_what_differs(tmp_path):
         [
             ("", POLICIES["fp32"]),
             ('base = "bf16-mixed"', POLICIES["bf16-mixed"]),
-            ('base = "half"', POLICIES["fp16-mixed"]),
-            ('base = "params=bf16"', POLICIES["bf16-master"]),
-            ('params = "bf16"\nmaster = "fp32"', POLICIES["bf16-master"]),
-            ('compute = "tf32"', POLICIES["tf32"]),
             ('base = "fp32"\ncompute = "tf32"', POLICIES["tf32"]),
-            ('base = "tf32"\nreduce = "bf16"', replace(POLICIES["tf32"], reduce_dtype=B16)),
-            ('base = "tf32"\ncompute = "bf16"', POLICIES["bf16-mixed"]),
             ('base = "fp16-mixed"\nparams = "fp16"', POLICIES["fp16-master"]),
             ('base = "fp16-mixed"\ncompute = "bf16"', POLICIES["bf16-mixed"]),
-            ('base = "bf16-mixed"\ncompute = "fp16"', POLICIES["fp16-mixed"]),
             (
                 'base = "fp16-mixed"\ninit_scale = 1024\nmin_scale = 2.0\ngrowth_interval = 100',
                 replace(
@@ -133,23 +126,9 @@ def test_a_file_is_a_base_and_what_differs(tmp_path):
                     ),
                 ),
             ),
-            (
-                'compute = "fp16"\nscale = "static"\ninit_scale = 128.0',
-                PrecisionPolicy(
-                    compute_dtype=F16, loss_scale=LossScaleConfig(kind="static", init_scale=128.0)
-                ),
-            ),
-            ('base = "fp16-mixed"\nscale = "none"', PrecisionPolicy(compute_dtype=F16)),
         ],
         check,
     )
-
-
-def test_a_scale_that_was_tuned_for_one_format_is_not_handed_to_another(tmp_path):
-    text = 'base = "compute=fp16,init_scale=1024"\ncompute = "fp16"\nreduce = "bf16"'
-    assert parse_policy(write(tmp_path, text)).loss_scale.init_scale == 1024.0
-    text = 'base = "compute=fp16,init_scale=1024"\ncompute = "bf16"'
-    assert parse_policy(write(tmp_path, text)).loss_scale == LossScaleConfig()
 
 
 def test_a_bad_file_is_refused_naming_the_file(tmp_path):
@@ -162,13 +141,9 @@ def test_a_bad_file_is_refused_naming_the_file(tmp_path):
     every(
         [
             ("base = ", "cannot be read"),
-            ("base = 3", "base is 3; allowed: the name of a policy"),
-            ('base = "bf16-mixd"', "did you mean 'bf16-mixed'"),
             ('colour = "red"', "unknown policy key 'colour'"),
             ('compute = "fp16"\ngrowth_interval = true', "growth_interval=True; allowed"),
-            ('base = "bf16-pure"\nmaster = "fp32"', "grad=bf16 with master=fp32"),
             ('base = "bf16-mixed"\n[rules]\na.b = "fp32"', "rule .*allowed"),
-            ('base = "bf16-mixed"\n[rules]\n"a" = "fp16"', "rule 'a' -> fp16; allowed"),
         ],
         check,
     )

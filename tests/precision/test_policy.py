@@ -1,7 +1,5 @@
 """The policies of the design's table, their names, and the combinations that are refused."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -90,23 +88,3 @@ def test_a_combination_that_cannot_run_is_refused_with_its_reason():
         ],
         check,
     )
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_the_format_on_the_wire_is_named_behind_the_preset(name):
-    preset = POLICIES[name]
-    for dtype, word in ((F16, "fp16"), (B16, "bf16"), (F32, "fp32")):
-        policy = dataclasses.replace(preset, reduce_dtype=dtype)
-        assert str(policy) == (name if policy == preset else f"{name},reduce={word}")
-        assert parse_policy(f"{name},reduce={word}") == policy
-
-
-def test_moments_are_named_only_where_they_are_not_the_master_s():
-    split = POLICIES["bf16-split"]
-    eight = dataclasses.replace(split, moments="8bit")
-    assert str(eight) == "bf16-split,moments=8bit"
-    assert eight.needs_own_optimizer
-    assert dataclasses.replace(split, moments="fp32") == split
-    assert dataclasses.replace(POLICIES["bf16-kahan"], moments="bf16") == POLICIES["bf16-kahan"]
-    other = dataclasses.replace(split, loss_scale=LossScaleConfig(kind="static"))
-    assert str(other) == "bf16-split,scale=static"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune as pruning
 
 from strangers.loops import HalfLoop, Idiom, Kit, Loop, flat
 
@@ -53,37 +51,6 @@ def train(loop: Loop, numbers: Iterable[int] = range(STEPS)) -> None:
     for number in numbers:
         back(loop, number)
         loop.step()
-
-
-Change = Callable[[Loop, int, Kit], object]
-
-
-def between(change: Change) -> Change:
-    """An idiom: the usual loop, with something between backward and step."""
-
-    def run(kit: Kit) -> None:
-        loop = usual(kit)
-        for number in range(STEPS):
-            back(loop, number)
-            change(loop, number, kit)
-            loop.step()
-
-    IDIOMS[change.__name__] = run
-    return change
-
-
-def afterwards(change: Change) -> Change:
-    """An idiom: the usual loop, with something after every step."""
-
-    def run(kit: Kit) -> None:
-        loop = usual(kit)
-        for number in range(STEPS):
-            back(loop, number)
-            loop.step()
-            change(loop, number, kit)
-
-    IDIOMS[change.__name__] = run
-    return change
 
 
 def by_loss(loss_of_model: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -345,31 +312,7 @@ def inner_loop(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(torch.func.functional_call(model, fast, (x[8:],)), y[8:])
 
 
-@idiom
-def loss_after_the_context(kit: Kit) -> None:
-    loop = usual(kit)
-    for number in range(STEPS):
-        x, y = data(number)
-        with loop.autocast():
-            out = loop.model(x)
-        loop.backward(F.mse_loss(out, y))
-        loop.step()
-
-
 # --- changes of model, optimizer and schedule -----------------------------------------------------
-
-
-@idiom
-def prune_by_torch_and_remove(kit: Kit) -> None:
-    loop = usual(kit)
-    layer = loop.model[0]
-    for number in range(STEPS):
-        if number == 2:
-            pruning.custom_from_mask(layer, "weight", pattern(layer.weight))
-        if number == 4:
-            pruning.remove(layer, "weight")
-        back(loop, number)
-        loop.step()
 
 
 @idiom
@@ -397,25 +340,6 @@ def optimizer_exchanged_on_the_way(kit: Kit) -> None:
             kit.start[-1] = start
         back(loop, number)
         loop.step()
-
-
-@idiom
-def back_to_a_file(kit: Kit) -> None:
-    """All of it through a file of ``torch.save``, into the loop that goes on."""
-    loop = usual(kit)
-    file = io.BytesIO()
-    for number in range(STEPS):
-        back(loop, number)
-        loop.step()
-        if number == 1:
-            state = (loop.model.state_dict(), loop.optimizers[0].state_dict(), loop.state())
-            torch.save(state, file)
-        if number == 3:
-            file.seek(0)
-            model, optimizer, more = torch.load(file, weights_only=True)
-            loop.model.load_state_dict(model)
-            loop.optimizers[0].load_state_dict(optimizer)
-            loop.load(more)
 
 
 # --- slips ----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ An error is even in half a gap at most: u/sqrt(3) with u = 2^-8 for bf16, and th
 relative to lies anywhere between one power of two and the next.
 """
 MARGIN = 4.0
-"""Calibrated by ``test_losses.py``: a calm program needs two thirds of it at most."""
+"""A calm program needs two thirds of it at most; a line that is lost, much more."""
 COARSE_MOMENTS = 2.0
 """As much more for moments of 8 bits, whose steps are wider than those of bf16."""
 SEEDS = (1, 2)

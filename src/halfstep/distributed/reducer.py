@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_dtype, require, require_model
+from halfstep.precision.border import require, require_model
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.policy.policy import DTYPES, dtype_name
@@ -391,10 +391,10 @@ def as_reduce_dtype(value: str | torch.dtype) -> torch.dtype:
     Raises:
         PrecisionError: If it is not fp32, bf16 or fp16.
     """
-    dtype = as_dtype(value)
+    dtype: Any = DTYPES.get(value, value) if isinstance(value, str) else value
     if dtype not in DTYPES.values():
         raise PrecisionError(f"reduce={dtype_name(dtype)}; allowed: {', '.join(DTYPES)}")
-    return dtype
+    return dtype  # type: ignore[no-any-return]
 
 
 # Buckets: the gradients of many parameters in one flat buffer, so that they are summed together.

@@ -112,7 +112,6 @@ class _Attachment:
         self.every = every
 
     def install(self) -> None:
-        """Replace the Accelerator's scaler and methods."""
         self.scaler.bind(self.optimizers, self.named_parameters)
         self.accelerator.scaler = self.scaler
         for name in ("unscale_gradients", "prepare_optimizer", "free_memory"):

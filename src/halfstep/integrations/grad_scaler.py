@@ -270,12 +270,8 @@ class GradScaler(torch.amp.GradScaler):
         state = ScaleState(before, int(good), 1)
         limits = self._limits()
         at_floor = new_scale is None and limits.at_floor(state)
-
-        def adapt() -> None:
-            if new_scale is None:
-                scale.fill_(limits.after(state, bool(found)).value)
-
-        self._torch_update(new_scale, adapt)
+        adapted = limits.after(state, bool(found)).value if new_scale is None else None
+        self._torch_update(new_scale, adapted)
         if broken is not None:
             self._stop_if_hopeless(broken, before, at_floor=at_floor)
 
@@ -385,13 +381,11 @@ class GradScaler(torch.amp.GradScaler):
         self._last = _Step(held, self._loss, scale, scale, find)
         self._round.append(self._last)
 
-    def _torch_update(
-        self, new_scale: float | Tensor | None, then: Callable[[], None] | None = None
-    ) -> None:
-        """Call torch's update, adapt the scale further by ``then``, and count the round."""
+    def _torch_update(self, new_scale: float | Tensor | None, adapted: float | None = None) -> None:
+        """Call torch's update, set the scale to an adapted one, and count the round."""
         super().update(new_scale)
-        if then is not None:
-            then()
+        if adapted is not None and self._scale is not None:
+            self._scale.fill_(adapted)
         if self._round and self._scale is not None:
             skipped = _any_skipped(self._round, self._scale.device)
             self._skipped = self._skipped + skipped
@@ -496,11 +490,9 @@ class _Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped, so that the weights did not change."""
         return float(self.found) > 0
 
     def nonfinite(self) -> NonFinite:
-        """Whose gradients were not finite, as far as known."""
         return NonFinite((), ()) if self.find is None else self.find()
 
 

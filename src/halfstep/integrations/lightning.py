@@ -463,7 +463,6 @@ class StepLog(Callback):
             )
 
     def _lost(self) -> dict[str, float]:
-        """The lost updates of this step, if it was measured."""
         if self._meter is None or not self._meter.fresh:
             return {}
         shares = [report.lost for report in self._meter.report() if not math.isnan(report.lost)]
@@ -492,7 +491,6 @@ class HeldScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Get any other attribute from the wrapped scheduler."""
         if name == "_scheduler":  # while being copied
             raise AttributeError(name)
         return getattr(self._scheduler, name)

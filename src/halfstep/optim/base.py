@@ -231,7 +231,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return loss
 
     def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
-        """Update the tensors of one plan, all of one group."""
         tasks = [task for _, task in members]
         if plan.decision is not None:
             cuda.run_cuda(tasks, plan)
@@ -272,7 +271,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return None if self._compares_next(gradients) else cuda.decide(loss, gradients, max_norm)
 
     def _compares_next(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
-        """Whether the next step compares 8-bit moments with their gradients."""
         if len(self.algorithm.moments) < 2:
             return False
         for _, number, parameter in self._standing(gradients):
@@ -420,7 +418,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
     def _state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-        """The parameter's state, created if there is none."""
         state: dict[str, Any] = self.state[parameter]
         if not fits(state, dense(parameter)):  # as after a change of the memory format
             state = self.convert(parameter, state)

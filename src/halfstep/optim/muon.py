@@ -203,7 +203,6 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    """Refuse options of Muon that mean nothing, and parameters that are no matrices."""
     kind, steps, momentum = group["adjust_lr_fn"], group["ns_steps"], group["momentum"]
     require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, Moments, decode, encode, moment_dtype, zeros
-from halfstep.precision.masters.rounding import Update, random_bits, rounding_mode
+from halfstep.precision.masters.rounding import ROUNDING, Update, random_bits
 
 REMAINDER = "remainder"
 CODES = "_codes"
@@ -164,14 +164,13 @@ def convert(
             kept, tops = _moment(values, tops, moments, data, draw, signed=i == 0)
             state |= _entries(name, kept, tops)
     held = entry.get(REMAINDER)
-    if held is not None and held.dtype == rounding_mode(update).remainder_dtype:
+    if held is not None and held.dtype == ROUNDING[update].remainder_dtype:
         held = _of_shape(f"saved remainder of parameter {stream}", held, data)
         state[REMAINDER] = _like(flat(held, data), data)
     return state
 
 
 def _count(step: Any) -> float:
-    """A saved number of steps."""
     if isinstance(step, Tensor) and step.numel() == 1 and not step.is_meta:
         step = step.item()
     if not isinstance(step, int | float) or not 0 <= step < math.inf:
@@ -192,7 +191,6 @@ def _of_shape(what: str, saved: Any, data: Tensor) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a tensor with numbers in memory."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 

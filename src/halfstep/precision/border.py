@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.policy.policy import DTYPES
 
-_NAMES = DTYPES | {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
-_NAMES["half"] = torch.float16
 T = TypeVar("T")
 
 
@@ -53,15 +50,6 @@ def as_number(value: object, where: str, allowed: str) -> float:
     if isinstance(value, bool):
         raise PrecisionError(f"{where} got {value}; allowed: {allowed}")
     return require(value, (int, float), where, allowed)
-
-
-def as_dtype(value: str | torch.dtype) -> torch.dtype:
-    """A dtype by name (``"bf16"``, ``"bfloat16"``) or by value."""
-    if isinstance(value, torch.dtype):
-        return value
-    if isinstance(value, str) and value.lower().removeprefix("torch.") in _NAMES:
-        return _NAMES[value.lower().removeprefix("torch.")]
-    raise PrecisionError(f"dtype {value!r}; allowed: a torch.dtype, or {', '.join(DTYPES)}")
 
 
 def as_device(value: str | torch.device) -> torch.device:

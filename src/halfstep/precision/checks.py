@@ -108,7 +108,6 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
 
 
 def _is_trained(model: nn.Module) -> bool:
-    """Whether a Precision that is not closed watches the model or a part of it."""
     hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
     return any(isinstance(hook, ForwardWatch) for hook in hooks)
 
@@ -142,7 +141,6 @@ def _check_kinds(model: nn.Module) -> None:
 def _check_fp32_weights(
     policy: PrecisionPolicy, names: Mapping[nn.Parameter, str], kept: Collection[str]
 ) -> None:
-    """Refuse 16-bit weights where the policy trains fp32 ones."""
     low = {p: n for p, n in names.items() if p.requires_grad and p.dtype != torch.float32}
     if low:
         found = sorted({dtype_name(p.dtype) for p in low})

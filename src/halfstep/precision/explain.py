@@ -10,7 +10,7 @@ from torch import nn
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.autocast import support
-from halfstep.precision.masters.rounding import rounding_mode
+from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
@@ -116,7 +116,7 @@ def bytes_per_parameter(
     return {
         "weights": policy.param_dtype.itemsize,
         "masters": 4 if policy.has_masters else 0,
-        "remainder": rounding_mode(policy.update).bytes,
+        "remainder": ROUNDING[policy.update].bytes,
         "gradients": policy.grad_dtype.itemsize if policy.update == "nearest" or several else 2,
         "moments": 2 * moments,
     }
@@ -140,7 +140,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
-        ("master", dtype_name(policy.master_dtype), rounding_mode(policy.update).master),
+        ("master", dtype_name(policy.master_dtype), ROUNDING[policy.update].master),
         ("moments", policy.moment_format, moments),
         ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
         ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
@@ -150,8 +150,7 @@ def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 
 
 def _weights(policy: PrecisionPolicy) -> str:
-    """How the weights are stored, and what is made of them to compute."""
-    weights = rounding_mode(policy.update).weight
+    weights = ROUNDING[policy.update].weight
     if policy.has_masters:
         weights = "16 bit, rounded from the masters after every step"
     elif policy.update == "nearest" and not policy.is_pure:
@@ -210,7 +209,6 @@ def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
 
 
 def _operand(scheme: Scheme, operand: str) -> str:
-    """An operand of a product: its format, and what shares a scale."""
     form = BLOCK_FORMATS[getattr(scheme, operand)]
     shared = "{}x{} blocks".format(*form.block) if form.block else "the tensor"
     return f"{operand} {form.element.name}, {form.scale.name} scales of {shared}"

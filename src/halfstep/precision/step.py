@@ -327,7 +327,6 @@ class _Steps:
         self._examiner = Examiner(owner.model, owner.masters, owner.ranks, owner.outcome.spikes)
 
     def take(self, loss: Tensor | None, max_norm: float | None) -> StepResult:
-        """Take the step of the gradients that have accumulated, whose loss this is."""
         gradients = self._gradients(loss)
         assert loss is not None
         self._clock.step += 1
@@ -353,7 +352,6 @@ class _Steps:
         return result
 
     def _gradients(self, loss: Tensor | None) -> Gradients:
-        """The finished gradient of each tensor that is about to be updated."""
         try:
             if loss is None:
                 raise PrecisionError(checks.NO_BACKWARD)
@@ -385,7 +383,6 @@ class _StepDoor:
         self._handles = [optimizer.register_step_pre_hook(self) for optimizer in optimizers]
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step unless the Precision itself is stepping."""
         if not self._is_open:
             raise PrecisionError(
                 f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
@@ -396,7 +393,6 @@ class _StepDoor:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Allow the optimizers to step inside the block."""
         self._is_open = True
         try:
             yield
@@ -404,7 +400,6 @@ class _StepDoor:
             self._is_open = False
 
     def close(self) -> None:
-        """Let the optimizers step without a Precision again."""
         for handle in self._handles:
             handle.remove()
 

@@ -131,7 +131,6 @@ class NativeKernel:
 
 
 def _number(dtype: torch.dtype) -> int:
-    """The kernel's name for a dtype."""
     if dtype not in _DTYPES:
         raise PrecisionError(f"the kernel takes fp32, bf16 and fp16 numbers, got {dtype}")
     return _DTYPES[dtype]

@@ -108,7 +108,6 @@ def _rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which kernels are launched on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -25,7 +25,6 @@ from halfstep.precision.masters.rounding import (
     Update,
     master,
     random_bits,
-    rounding_mode,
 )
 from halfstep.precision.masters.stepping import DeviceDecision
 
@@ -75,7 +74,7 @@ def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
             plan.seed, plan.step, end - start, stream=stream, start=start, device=weight.device
         )
 
-    noise = bits(2 * task.stream) if rounding_mode(plan.update).random else None
+    noise = bits(2 * task.stream) if ROUNDING[plan.update].random else None
     store_(weight, remainder, plan.update, value, noise)
     noise = bits(2 * task.stream + 1) if plan.moments != "fp32" else None
     for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
@@ -99,7 +98,7 @@ def store_(
 
     ``random`` are int32 random bits of shape (n,), or None if the rounding mode draws none.
     """
-    mode = rounding_mode(update)
+    mode = ROUNDING[update]
     if mode.remainder_dtype is not None and remainder is None:
         mode = ROUNDING["nearest"]  # an fp32 weight needs none
     stored, rest = mode.split(value, random)
@@ -129,7 +128,7 @@ def write_master_(
 
     Random bits, if the rounding mode needs them, are those of step 0 of this seed and stream.
     """
-    draws = rounding_mode(update).random
+    draws = ROUNDING[update].random
     for part, held in _chunks(weight, remainder):
         chunk, bits = value[part].float(), None
         if draws:

@@ -314,7 +314,6 @@ class ForwardWatch:
                     tensor.register_hook(self._refuse_gradient)  # type: ignore[no-untyped-call]
 
     def _refuse_gradient(self, gradient: Tensor) -> None:
-        """Refuse, as a tensor hook, the gradient of a forward that ran outside the context."""
         if is_running(gradient.device):
             policy = self._policy
             form = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
@@ -396,28 +395,9 @@ class _Held:
 
 
 def _own_setting(switch: Switch) -> str:
-    """What a switch itself was set to: ``"none"`` where it inherits its parent's setting.
-
-    The settings form a tree, and reading one gives the effective value. If the parent's differs,
-    the switch was set itself; if not, the parent is changed for a moment to see whether it follows.
-    """
-    backend, _ = switch
-    above = (backend, "all")
-    holds, holds_above = setting_of(*switch), setting_of(*above)
-    if holds != holds_above or holds == "none":
-        return holds
-    top: Switch = ("generic", "all")
-    holds_on_top = setting_of(*top)
-    other = "ieee" if holds == "tf32" else "tf32"
-    own_above = holds_above
-    if holds_on_top == holds_above:
-        _set(*top, other)
-        own_above = "none" if setting_of(*above) == other else holds_above
-        _set(*top, holds_on_top)
-    _set(*above, other)
-    own = "none" if setting_of(*switch) == other else holds
-    _set(*above, own_above)
-    return own
+    """What to set a switch back to: ``"none"``, which inherits, where it is as its parent."""
+    holds = setting_of(*switch)
+    return "none" if holds == setting_of(switch[0], "all") else holds
 
 
 _lock = threading.Lock()

@@ -116,7 +116,6 @@ class OpCasts(TorchFunctionMode):
         return False
 
     def _is_on(self) -> bool:
-        """Whether the mode's table applies now."""
         return False
 
     def _runs_kernels(self) -> bool:
@@ -126,7 +125,6 @@ class OpCasts(TorchFunctionMode):
     def _run(
         self, cast: Cast, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function of the table as its row says."""
         if self.as_autocast:
             # CUDA's autocast ignores calls with out=, too; sum(dtype=...) is as the user says
             dtype = kwargs.get("dtype") if cast in ("fp32", "fp32_inside") else None
@@ -315,7 +313,6 @@ def _formats(value: Any, as_autocast: bool = False) -> set[torch.dtype]:
 
 
 def _is_left_alone(tensor: Tensor) -> bool:
-    """Whether a CPU's autocast does not cast the tensor."""
     return tensor.dtype == torch.float64 or tensor.device.type != "cpu"
 
 
@@ -380,7 +377,6 @@ def _filled(
 
 
 def _may_overflow(value: Any) -> bool:
-    """Whether it is a constant that some 16-bit format may not hold."""
     if isinstance(value, Tensor):
         return not value.dim() and value.is_floating_point()
     return type(value) in (int, float) and 65504 < abs(value) < math.inf

@@ -156,7 +156,6 @@ def _failed_probe(name: str, device: torch.device) -> str:
 
 
 def _exact(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
-    """The product in fp64, and that of magnitudes."""
     left, right = a.dequantize().double(), b.dequantize().double().t()
     return left @ right, left.abs() @ right.abs()
 

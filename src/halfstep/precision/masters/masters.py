@@ -490,7 +490,6 @@ def _push_early(optimizer: Optimizer, masters: weakref.ref[MasterWeights]) -> Re
 
 
 def _local_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Optimizer state whose DTensors are replaced by this rank's parts."""
     if not any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
         return state
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}

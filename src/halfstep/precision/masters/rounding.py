@@ -36,8 +36,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfstep.errors import PrecisionError
-
 Update = Literal["nearest", "split", "split24", "kahan", "stochastic"]
 """The names of the rounding modes."""
 
@@ -289,16 +287,9 @@ ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 """Every rounding mode by name. CONTRIBUTING.md says how to add one."""
 
 
-def rounding_mode(update: str) -> RoundingMode:
-    """The rounding mode of this name; an error for an unknown name lists all."""
-    if update not in ROUNDING:
-        raise PrecisionError(f"update={update!r}; allowed: {', '.join(ROUNDING)}")
-    return ROUNDING[update]
-
-
 def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
     """The fp32 value of a weight of shape (n,) and its remainder, if it has one."""
-    mode = rounding_mode(update)
+    mode = ROUNDING[update]
     if remainder is None or mode.join is None:
         return weight.float()
     return mode.join(weight, remainder)

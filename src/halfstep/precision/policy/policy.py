@@ -71,7 +71,6 @@ class PrecisionPolicy:
     """Whether a recipe may be simulated by bf16 products where the device lacks its formats."""
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for a combination that no code path can honour."""
         self._check_values()
         p, c, m = map(dtype_name, (self.param_dtype, self.compute_dtype, self.master_dtype))
         if self.moments == m:

@@ -81,7 +81,6 @@ class Recipe:
     wgrad: str = KEPT
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for a scheme that is none."""
         for product in PRODUCTS:
             scheme = getattr(self, product)
             if scheme != KEPT and scheme not in SCHEMES:

@@ -170,7 +170,6 @@ def _read_file(path: Path, device: str | torch.device | None) -> PrecisionPolicy
 
 
 def _as_text(value: object) -> str:
-    """A value of a file as it is written in a field string."""
     if isinstance(value, dict):
         return "|".join(f"{glob}:{form}" for glob, form in value.items())
     return "|".join(map(str, value)) if isinstance(value, list) else str(value)

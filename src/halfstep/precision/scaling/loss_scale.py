@@ -97,7 +97,6 @@ class LossScaleConfig:
     the first non-finite gradient stops the run, since no scale can be lowered."""
 
     def __post_init__(self) -> None:
-        """Raise PrecisionError for a value that no loss scaler can run with."""
         if self.kind not in ("none", "static", "dynamic"):
             raise PrecisionError(f"scale is {self.kind!r}; allowed: none, static, dynamic")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):

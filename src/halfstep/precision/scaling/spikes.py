@@ -210,12 +210,10 @@ class _Trend:
         self.size = 1.0 if logs else _median(np.abs(seen)) or 1.0
 
     def beyond(self, value: float) -> float:
-        """How far a value is above where the others lead."""
         return (math.log(value) if self._logs else value) - self._expected
 
     @property
     def expected(self) -> float:
-        """Where the others lead."""
         return math.exp(min(self._expected, 700.0)) if self._logs else self._expected
 
 
