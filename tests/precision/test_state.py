@@ -112,6 +112,22 @@ def frozen_state(parts):
     return copy.deepcopy((snapshot(*parts), parts[2].state_dict()))
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize("to", CPU_POLICIES)
+@pytest.mark.parametrize("of", CPU_POLICIES)
+def test_a_state_of_another_policy_is_refused(of, to):
+    if of == to:
+        return
+    saved = make(of)[2].state_dict()
+    parts = make(to)
+    before = frozen_state(parts)
+    with pytest.raises(PrecisionError, match="resume with") as caught:
+        parts[2].load_state_dict(saved)
+    assert str(parts[2].policy) in str(caught.value)
+    assert saved["policy"] in str(caught.value)
+    assert differences(before, frozen_state(parts)) == []
+
+
 def test_a_state_that_spells_the_policy_as_older_versions_did_is_loaded():
     saved, parts = make("fp16-mixed")[2].state_dict(), make("fp16-mixed")
     assert saved["policy"] == "fp16-mixed,init_scale=256,growth_interval=2,hysteresis=2"

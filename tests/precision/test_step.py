@@ -134,6 +134,43 @@ class Weighted(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize("parts", [2, 4, 32])
+@pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "fp16-master"])
+def test_k_micro_batches_equal_one_batch_of_k(name, parts):
+    g = torch.Generator().manual_seed(5)
+    low = {"b": torch.bfloat16, "f": torch.float16}[name[0]] if name != "fp32" else torch.float32
+    x = torch.randn(32, 16, generator=g).to(low).float()
+    c = torch.randn(32, 3, generator=g).to(low).float()
+
+    def gradient(count: int) -> Tensor:
+        model = Weighted()
+        precision = Precision(
+            scaled(name, init_scale=1), model, torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+        for xs, cs in zip(x.chunk(count), c.chunk(count), strict=True):
+            with precision.autocast():
+                loss = (model(xs).float() * cs).sum()
+            precision.backward(loss)
+        return model.linear.weight.grad.double()
+
+    one, many = gradient(1), gradient(parts)
+    exact = c.double().T @ x.double()
+    sums = c.double().abs().T @ x.double().abs()
+    # Bounds: 32 exact products (16-bit operands; fp32: one rounding each) added up in fp32 errs by
+    # at most 33 u32 sum|c x|; each finished micro-batch is rounded once to the compute format.
+    half_gap = 0.0 if name == "fp32" else torch.finfo(low).eps / 2
+    per_part = sum(
+        (cs.double().T @ xs.double()).abs()
+        for xs, cs in zip(x.chunk(parts), c.chunk(parts), strict=True)
+    )
+    slack = 33 * U32 * sums
+    assert ((one - exact).abs() <= slack + half_gap * exact.abs() * 1.01).all()
+    assert ((many - exact).abs() <= slack + half_gap * per_part * 1.01).all()
+    if name == "fp32":
+        assert ((one - many).abs() <= 2 * slack).all()
+
+
 @pytest.mark.parametrize("name", CPU_POLICIES)
 def test_gradients_from_before_precision_was_made_do_not_enter_the_first_step(name):
     x, y = batches(1)[0]
