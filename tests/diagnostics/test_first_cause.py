@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import (
     Cause,
     Precision,
+    first_cause,
     trace_nonfinite,
 )
 from halfstep.diagnostics.nonfinite.first_cause import ModuleCalls
@@ -306,7 +307,7 @@ def test_an_overflow_of_the_backward_names_node_and_module(checkpointing):
     assert (cause.direction, cause.kind) == ("backward", "overflow")
     assert (cause.module, cause.class_name) == ("layers.1.fc", "Linear")
     assert (cause.op, cause.node) == ("aten.mm.default", "AddmmBackward0")
-    assert "test_first_cause.py:35" in cause.source  # of the forward
+    assert "test_first_cause.py:36" in cause.source  # of the forward
     assert "backward of layers.1.fc (Linear), AddmmBackward0" in str(cause)
     model.zero_grad()
     x.grad = None
@@ -465,3 +466,13 @@ def test_hooks_go_on_exceptions_and_the_trace_can_go_on():
             model(X)
         X.log()
     assert (trace.first_cause.module, trace.first_cause.class_name) == ("", "")
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "fp16-pure"])
+def test_the_line_is_the_users_whatever_casts_around_it(policy):
+    model = nn.Sequential(nn.Linear(4, 4))
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), 0.1))
+    x = torch.ones(2, 4).index_fill(0, torch.tensor(1), math.inf)
+    cause = first_cause(precision, lambda: model(x).square().mean())
+    assert cause is not None
+    assert __file__ in cause.source

@@ -158,3 +158,21 @@ def test_without_a_mode_a_call_of_the_model_looks_at_its_weights():
                 found = model(X)
             drop_casts()
             assert torch.equal(found, model(X)), write
+
+
+class Collecting(TorchDispatchMode):
+    """Ends a context that drops casts while torch makes one, as Python's garbage collector may."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        drop_casts()
+        return func(*args, **(kwargs or {}))
+
+
+def test_casts_that_are_dropped_while_one_is_made_go_afterwards():
+    model = net()
+    precision = halfstep.Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with precision.autocast():
+        with Collecting():
+            before = model(X)
+        model[0].weight.detach().mul_(1.5)
+        assert not torch.equal(model(X), before)

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from halfstep.precision.casting import autocast, op_casts
+from halfstep.precision.casting import autocast
 from halfstep.precision.masters.local_part import storage_key
 from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_modules_portable_
 
 _HALFSTEP = str(Path(__file__).parents[1])
 _NONFINITE = str(Path(__file__).parent / "nonfinite")
 _TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_CALLER = (_TORCH, _NONFINITE, __file__, autocast.__file__, op_casts.__file__)
+_CASTING = str(Path(autocast.__file__).parent)
+_NOT_THE_CALLER = (_TORCH, _NONFINITE, __file__, _CASTING)
 
 
 class Location(NamedTuple):

@@ -235,7 +235,8 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     spread = median(abs(v - best) for v in losses[at : at + width])
     most = max(best * RISE if best > 0 else best, best + 6 * spread)
     if not last <= most:  # a NaN too
-        values = {"best": f"{best:.4g}", "last": f"{last:.4g}", "step": steps[at]}
+        low = min(range(at, at + width), key=losses.__getitem__)
+        values = {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]}
         yield RunFinding(
             "fault",
             "diverged",

@@ -29,9 +29,9 @@ from halfstep.precision.casting.op_table import (
     MIXED_ON_CPU,
     STORED,
     Cast,
-    before_use,
     before_write,
     drop_casts,
+    run_native,
 )
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.policy import LOW
@@ -138,8 +138,7 @@ class OpCasts(TorchFunctionMode):
                 if isinstance(value, Tensor) and value.layout not in _DENSE:
                     cast = "fp32_inside"
         if cast == "native":
-            before_use((*args, *kwargs.values()))
-            return func(*args, **kwargs)
+            return run_native(func, args, kwargs)
         if cast in _FILLS:
             return self._run_filled(cast, func, args, kwargs)
         found = _formats((args, kwargs), self.as_autocast)

@@ -20,6 +20,7 @@ kernel, or one that is wrong, is found by ``tests/precision/test_every_function.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -232,17 +233,40 @@ _MEMORY: set[int] = set()  # where the memory of the parameters among these begi
 _with_gradients = [True]  # in the last call of a model
 
 
+_here = threading.local()  # casting: this thread runs an operation whose casts are kept; late
+
+
 def drop_casts() -> None:
-    """Drop all casts, which torch keeps for the whole process."""
+    """Drop all casts, which torch keeps for the whole process.
+
+    While torch makes one it holds a lock. If Python runs meanwhile, as in a dispatch mode, its
+    garbage collector may end a context that drops them: that waits for the end of the operation.
+    """
+    if getattr(_here, "casting", False):
+        _here.late = True
+        return
     torch.clear_autocast_cache()
     _SEEN.clear()
     _MEMORY.clear()
 
 
+def run_native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation whose operands torch's autocast casts; it keeps the casts of weights."""
+    if torch.compiler.is_compiling():
+        return func(*args, **kwargs)  # a graph casts weights whenever it runs
+    before_use((*args, *kwargs.values()))
+    outer, _here.casting = getattr(_here, "casting", False), True
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _here.casting = outer
+        if not outer and getattr(_here, "late", False):
+            _here.late = False
+            drop_casts()
+
+
 def before_use(values: Iterable[Any]) -> None:
     """Drop the casts if one of these was written since it was used; only weights have casts."""
-    if torch.compiler.is_compiling():
-        return  # a graph casts weights whenever it runs
     for value in values:
         if isinstance(value, list | tuple):
             before_use(value)
