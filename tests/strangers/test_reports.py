@@ -58,6 +58,7 @@ def test_reports():
     every(itertools.product([*REPORTS][-12:], QUICK[1:3]), require_equal)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch\'s, of its own tensors
 @pytest.mark.slow
 def test_reports_under_the_other_policies():
     every(itertools.product(REPORTS, SPELLED), require_equal)
