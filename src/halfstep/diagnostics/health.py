@@ -245,7 +245,6 @@ class _Step:
         return not self.found
 
     def close(self) -> None:
-        """Remove the hooks."""
         self._restore()
         self._last = None
         if self._modules is not None:
@@ -255,7 +254,6 @@ class _Step:
         self.found.setdefault((quantity, layer), []).append(value)
 
     def gradient(self, name: str, gradient: Tensor, scale: float) -> None:
-        """Measure a gradient's norm."""
         values = gradient.coalesce().values() if gradient.is_sparse else local_part(gradient)
         norm = torch.linalg.vector_norm(values, dtype=_wide(values))
         self._add("gradient", name.rpartition(".")[0], norm / scale)
@@ -389,7 +387,7 @@ class _Past:
         return row
 
     def remember(self, row: Row) -> None:
-        """Add a measured step."""
+        """Add a measured step; what is not finite in it is left out."""
         self._rows = [*self._rows[1 - WINDOW :], np.where(row < 690, row, math.nan)]
 
     def judge(self, step: int, row: Row) -> list[Alarm]:

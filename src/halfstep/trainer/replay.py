@@ -65,18 +65,20 @@ class Capturing:
 
     def __init__(self, session: Session, folder: Path, keep: int) -> None:
         self._session, self._folder, self._keep = session, folder / CAPTURES, keep
-        self._generators: dict[str, Any] = {}
+        self.begin()
         self._failed = False
 
     def begin(self) -> None:
         """Remember what NumPy and Python draw from; the step itself seeds torch."""
-        self._generators = _generators()
+        self._drawn = random.getstate(), np.random.get_state()
 
     def __call__(self, judged: Judged) -> None:
         """Write the capture, before the step is answered."""
         session = self._session
         checkpoint = session.checkpoint()
-        added = {_KEY: finding(judged).to_json(), _DRAWN: self._generators}
+        python, (kind, keys, *rest) = self._drawn
+        drawn = {"python": python, "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+        added = {_KEY: finding(judged).to_json(), _DRAWN: drawn}
         whole = dataclasses.replace(checkpoint, state={**checkpoint.state, **added})
         try:
             save_checkpoint(self._folder, session.step, whole, self._keep)
@@ -85,11 +87,6 @@ class Capturing:
                 self._failed = True
                 text = f"no capture of step {session.step + 1}: {error}; training goes on"
                 warnings.warn(text, stacklevel=2)
-
-
-def _generators() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def _draw_from(found: Any, where: Path) -> None:
@@ -178,7 +175,7 @@ def replay(path: Path, precision: str = "") -> Replayed:
     own = config.precision
     policy = parse_policy(precision) if precision else own
     config = _stopping(replace(config, precision=policy), before.threads)
-    threads, own_generators = torch.get_num_threads(), _generators()
+    threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     try:
         session = open_session(config, no_progress)
         try:
@@ -190,7 +187,8 @@ def replay(path: Path, precision: str = "") -> Replayed:
             session.task.close()
     finally:
         torch.set_num_threads(threads)
-        _draw_from(own_generators, path)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _require_capture(path: Path) -> None:

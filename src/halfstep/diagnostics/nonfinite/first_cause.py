@@ -61,12 +61,12 @@ from halfstep.diagnostics.nonfinite.operations import (
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.border import require, require_model
+from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.recovery import FIND_IT
+from halfstep.precision.recovery import without_hint
 from halfstep.precision.scaling import gradients
-from halfstep.precision.scaling.gradients import OneRank
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -536,9 +536,9 @@ def explain_(
     clear: Callable[[], object],
 ) -> None:
     """Add its first cause to an error, where this process is the only one."""
-    if isinstance(ranks_of_this_process(torch.device("cpu")), OneRank):
+    if isinstance(ranks_of_this_process(torch.device("cpu")), gradients.OneRank):
         error.first_cause, told = searched(model, run, batches, clear=clear)
-        error.args = (str(error).removesuffix(FIND_IT) + told,)
+        error.args = (without_hint(error) + told,)
 
 
 @contextmanager
@@ -553,7 +553,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             buffers.restore_()
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-            torch.clear_autocast_cache()
+            drop_casts()
 
 
 @contextmanager

@@ -76,19 +76,10 @@ _DIVISORS = {
 _READS_MASKS = frozenset(
     [
         *("add", "sub", "where", "masked_fill", "minimum", "maximum", "max", "min", "amax", "amin"),
-        *(
-            "logsumexp",
-            "logaddexp",
-            "exp",
-            "sigmoid",
-            "clamp",
-            "nan_to_num",
-            "triu",
-            "tril",
-            "topk",
-        ),
+        *("logsumexp", "logaddexp", "exp", "sigmoid", "clamp", "nan_to_num", "triu", "tril"),
         *("_to_copy", "to", "copy", "clone", "cat", "stack", "index", "index_select", "gather"),
         *("repeat", "contiguous", "_pin_memory", "constant_pad_nd", "index_put", "scatter", "sort"),
+        "topk",
     ]
 )
 _SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options

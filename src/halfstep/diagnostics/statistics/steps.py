@@ -161,7 +161,7 @@ class PrecisionSteps:
         ]
 
     def close(self) -> None:
-        """Give the methods back."""
+        """Let Precision's methods be its own again, unless somebody else has replaced them."""
         for replaced in self._replaced:
             replaced.undo()
 

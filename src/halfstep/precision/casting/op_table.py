@@ -191,7 +191,13 @@ NATIVE_ON_CPU = frozenset(
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
 )
 """Operations that torch's CPU autocast casts itself, and whose cast weights it caches."""
+# What writes in place is cast nowhere, but casts that are kept of what it writes must go.
+_IN_PLACE = {n for space, _ in _NAMESPACES for n in dir(space) if n[-1] == "_" != n[-2:-1]}
+_IN_PLACE |= {"numpy"}  # which shares the memory
 MIXED_ON_CPU: dict[Function, Cast] = {
+    function: "write" for name in _IN_PLACE for _, function in spellings(name)
+}
+MIXED_ON_CPU |= {
     function: "native" if row.mixed == "compute" and name in NATIVE_ON_CPU else row.mixed
     for row in OPS.values()
     for name in row.names.split()
@@ -199,12 +205,6 @@ MIXED_ON_CPU: dict[Function, Cast] = {
     if row.mixed != "as_torch"
 }
 """What is done under ``*-mixed`` on a CPU."""
-# What writes in place is cast nowhere, but casts that are kept of what it writes must go.
-_IN_PLACE = {n for space, _ in _NAMESPACES for n in dir(space) if n[-1] == "_" != n[-2:-1]}
-_IN_PLACE |= {"numpy"}  # which shares the memory
-for _name in _IN_PLACE:
-    for _, _function in spellings(_name):
-        MIXED_ON_CPU.setdefault(_function, "write")
 _data: Any = torch.Tensor.data
 MIXED_ON_CPU[_data.__set__] = "write"
 STORED: dict[Function, Cast] = {
