@@ -7,8 +7,7 @@ Styles:
 
     colwise[:U]       linear: outputs split, in units of U that stay together; the input is whole
     rowwise           linear: inputs split; results are summed, then the bias is added, once
-    replicate         whole on every rank
-    vocab             embedding split over its rows; one rank has each result, the others add 0
+    replicate         whole on every rank, as is every module that the plan does not name
 
 **Dropout.** Ranks must seed torch's default generator alike, as replicated activations must be
 dropped alike. All ranks draw equally many random numbers, so they stay in step. A rank's own
@@ -26,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from halfstep.distributed.reducer import DataParallel, gather
+from halfstep.distributed.reducer import DataParallel, RoundedSum
 from halfstep.distributed.strategy import ParallelPlan
 from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import part_like
@@ -49,17 +48,13 @@ def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
 
     Args:
         model: A model with the same, whole parameters on every rank of the axis, in any dtypes.
-        plan: Module name to style, for every module that owns parameters.
+        plan: Module name to style; every other module stays whole on every rank.
         mesh: The tensor axis, a one-dim mesh such as ``mesh["tensor"]``.
 
     Raises:
         ConfigError: If the plan does not fit the model, or the model the number of ranks. Nothing
             is changed then.
     """
-    if mesh.ndim != 1:
-        raise ConfigError(
-            f"the tensor axis must be a mesh of one dim, got {mesh.ndim}: take mesh['tensor']"
-        )
     forwards = _forwards(model, plan, mesh)
     _check_tied(forwards)
     parts: dict[int, nn.Parameter] = {}
@@ -68,16 +63,18 @@ def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) ->
             if id(parameter) not in parts:
                 parts[id(parameter)] = _part(parameter, mesh, forward.placement(name))
             setattr(forward.module, name, parts[id(parameter)])
-        forward.install_()
+        forward.module.forward = forward
 
 
 def _forwards(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> list[ParallelForward]:
     """Make the style of each module in the plan; raise ConfigError for a plan that does not fit."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    forwards = []
-    for name, text in plan.items():
+    for name in plan:
         if name not in modules:
             raise ConfigError(f"the plan names {name!r}, but the model has no such module")
+    owners = {n: "replicate" for n, m in modules.items() if [*m.parameters(recurse=False)]}
+    forwards = []
+    for name, text in (owners | dict(plan)).items():
         style, _, argument = text.partition(":")
         if style not in STYLES:
             allowed = ", ".join(STYLES)
@@ -90,14 +87,6 @@ def _forwards(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> li
                 "and before it is sharded otherwise or given to Precision"
             )
         forwards.append(STYLES[style](name, module, argument, mesh))
-    covered = {id(p) for f in forwards for p in f.module.parameters(recurse=False)}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in covered:
-            owner = name.rpartition(".")[0]
-            raise ConfigError(
-                f"the plan leaves the parameter {name} out; add {owner!r} with one of the styles "
-                f"{', '.join(STYLES)}"
-            )
     return forwards
 
 
@@ -147,8 +136,7 @@ class TensorParallel(DataParallel):
             raise ConfigError(
                 f"parallel={self.layout}: {type(model).__name__} has no tensor-parallel plan; use "
                 f"data={self.layout.size} or shard={self.layout.size}, or give it "
-                "ParallelPlan(tensor={'module name': 'colwise' | 'rowwise' | 'replicate' | "
-                "'vocab'}) with a style for every module that owns parameters"
+                "ParallelPlan(tensor={'module name': 'colwise' or 'rowwise'})"
             )
         assert self.mesh is not None
         parallelize_(model, plan.tensor, self.mesh["tensor"])
@@ -158,7 +146,7 @@ class TensorParallel(DataParallel):
 
 
 class ParallelForward:
-    """Replaces the forward of a module of which each rank holds a part; each style subclasses it.
+    """Replaces the forward of a module; this is the style replicate, the others subclass it.
 
     It is set as the instance attribute ``forward``, as a precision policy's regions are: so it is
     copied and pickled with its module, and parameters keep their names.
@@ -180,18 +168,14 @@ class ParallelForward:
         """Return the placement on the axis of one of the module's own parameters."""
         return Replicate()
 
-    def install_(self) -> None:
-        """Replace the module's forward by this object."""
-        self.module.forward = self
-
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward, so that ``inspect`` shows its signature."""
         return MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward on this rank's part."""
-        raise NotImplementedError
+        """Compute with the module's parts; this base class has it whole on every rank."""
+        return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's forward with plain tensors for parameters; see :meth:`local`."""
@@ -253,7 +237,7 @@ class Colwise(ParallelForward):
     def __call__(self, x_BTC: Tensor) -> Any:
         """Compute this rank's outputs ``(B, T, F)`` from ``(B, T, C)``."""
         x_BTC = _as_matmul_takes_it(x_BTC)  # so that gradients are sent in half the bytes
-        return self.run(copy_to(x_BTC, self.mesh))
+        return self.run(_CopyTo.apply(x_BTC, self.mesh))  # type: ignore[no-untyped-call]
 
 
 class Rowwise(ParallelForward):
@@ -275,65 +259,15 @@ class Rowwise(ParallelForward):
 
     def __call__(self, x_BTF: Tensor) -> Tensor:
         """Compute the outputs, ``(B, T, C)``, from all ranks' ``(B, T, F)``."""
-        y_BTC = reduce_from(self.run(x_BTF), self.mesh)
+        y_BTC: Tensor = _ReduceFrom.apply(self.run(x_BTF), self.mesh)  # type: ignore[no-untyped-call]
         bias_C = super().local("bias")
         return y_BTC if bias_C is None else y_BTC + bias_C.to(y_BTC.dtype)
-
-
-class Replicated(ParallelForward):
-    """Keeps the module whole on every rank."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what one device would."""
-        return self.run(*args, **kwargs)
-
-
-class VocabularyParallel(ParallelForward):
-    """Splits the rows of an embedding, which may be the model's head too.
-
-    If it is, it has the attribute ``vocabulary``, which becomes a :class:`ShardedVocabulary`.
-    """
-
-    def read(self, argument: str) -> None:
-        """Check the style's argument, the module and the number of ranks."""
-        super().read(argument)
-        module = self.module
-        if not isinstance(module, nn.Embedding) or (
-            module.padding_idx is not None or module.max_norm is not None or module.sparse
-        ):
-            raise ConfigError(
-                f"{self.name} is a {type(module).__name__}; the style vocab splits nn.Embedding "
-                "without padding_idx, max_norm and sparse only: give it the style replicate"
-            )
-        try:
-            self.vocabulary = ShardedVocabulary(module.num_embeddings, self.mesh)
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-
-    @staticmethod
-    def placement(parameter: str) -> Placement:
-        """How one of the module's own parameters lies on the axis."""
-        return Shard(0)
-
-    def install_(self) -> None:
-        """Replace the module's forward, and its vocabulary if it has one."""
-        super().install_()
-        if hasattr(self.module, "vocabulary"):
-            self.module.__dict__["vocabulary"] = self.vocabulary
-
-    def __call__(self, tokens_BT: Tensor) -> Tensor:
-        """Look up rows of the whole table, ``(B, T, C)``, exactly."""
-        row_BT, elsewhere_BT = self.vocabulary.index(tokens_BT)
-        # -0.0, not 0.0: adding it keeps every bit of the other summand, even the sign of a zero.
-        mine_BTC = self.run(row_BT).masked_fill(elsewhere_BT.unsqueeze(-1), -0.0)
-        return reduce_from(mine_BTC, self.mesh)
 
 
 STYLES: Mapping[str, type[ParallelForward]] = {
     "colwise": Colwise,
     "rowwise": Rowwise,
-    "replicate": Replicated,
-    "vocab": VocabularyParallel,
+    "replicate": ParallelForward,
 }
 """Name of each style in a plan to its class."""
 
@@ -345,193 +279,44 @@ def _as_matmul_takes_it(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype != torch.float64 else x
 
 
-# A vocabulary whose rows are split over the ranks of the tensor axis: lookup, logits and loss.
-#
-# Every rank holds the hidden states of all tokens and its own rows of the table. For the loss,
-# ranks exchange scalars per token, never logits: the largest logit, the sum of exponentials and the
-# target's log-probability.
-#
-# Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary (on this rank, its part).
-
-
-class ShardedVocabulary:
-    """A table of ``size`` rows, of which this rank has ``[start, end)``, as ``torch.chunk`` cuts.
-
-    It takes the place of the models' ``Vocabulary`` and has the same methods.
-    """
-
-    def __init__(self, size: int, mesh: DeviceMesh) -> None:
-        """Determine this rank's rows.
-
-        Args:
-            size: Number of rows, V, of the whole table.
-            mesh: The tensor axis.
-
-        Raises:
-            ConfigError: If some rank would have no row.
-        """
-        self.size = size
-        self.mesh = mesh
-        self.largest_part = -(-size // mesh.size())
-        filled = -(-size // self.largest_part)
-        if filled < mesh.size():
-            raise ConfigError(
-                f"a vocabulary of {size} rows makes {filled} parts of up to {self.largest_part}, "
-                f"which leaves {mesh.size() - filled} of {mesh.size()} tensor-parallel ranks "
-                f"without any: take tensor={filled}, or a larger vocabulary"
-            )
-        self.start = mesh.get_local_rank() * self.largest_part
-        self.end = min(self.start + self.largest_part, size)
-
-    def index(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Translate token ids to this rank's row numbers.
-
-        Args:
-            tokens: Ids, int64, any shape.
-
-        Returns:
-            The row, 0 for a token of another rank; and whether it is of another rank. An id outside
-            of the whole vocabulary stays out of range on every rank, so that all ranks fail as one
-            device does.
-        """
-        elsewhere = ((tokens >= 0) & (tokens < self.start)) | (
-            (tokens >= self.end) & (tokens < self.size)
-        )
-        return (tokens - self.start).masked_fill(elsewhere, 0), elsewhere
-
-    def local(self, weight_VD: Tensor) -> Tensor:
-        """Return this rank's rows of a table that is stored as DTensor."""
-        assert isinstance(weight_VD, DTensor), "a sharded vocabulary has a sharded table"
-        rows_VD: Tensor = weight_VD.to_local(grad_placements=weight_VD.placements)
-        return rows_VD
-
-    def share(self, x: Tensor) -> Tensor:
-        """Return hidden states for every rank's head; backward sums their gradients over ranks."""
-        return copy_to(x, self.mesh)
-
-    def gather(self, logits_V: Tensor) -> Tensor:
-        """Gather every rank's logits to those of the whole vocabulary, ``(..., V)``."""
-        return gather_replicated(logits_V, self.mesh, -1, self.size)
-
-    def columns(self, vocab: int) -> int:
-        """Return the most columns that any rank's logits have."""
-        return self.largest_part
-
-    def largest(self, value: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks."""
-        return max_over_ranks(value, self.mesh)
-
-    def log_softmax(
-        self, logits_RV: Tensor, target_R1: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities of this rank's tokens, and of the targets on any rank.
-
-        Args:
-            logits_RV: ``(R, V)``, this rank's logits; may be overwritten.
-            target_R1: ``(R, 1)`` int64, ids in the whole vocabulary.
-            dtype: Dtype to compute in.
-
-        Returns:
-            ``(R, V)`` and ``(R, 1)`` in ``dtype``, in nats; the second is the same on all ranks.
-            A NaN in any rank's logits makes the row NaN on all, through the sum of exponentials.
-        """
-        z_RV = logits_RV.to(dtype)
-        z_RV -= max_over_ranks(z_RV.amax(dim=1, keepdim=True), self.mesh)
-        row_R1, elsewhere_R1 = self.index(target_R1)
-        z_target_R1 = z_RV.gather(1, row_R1).masked_fill(elsewhere_R1, 0)
-        sums_R2 = torch.cat((z_RV.exp().sum(dim=1, keepdim=True), z_target_R1), dim=1)
-        sum_R1, z_target_R1 = sum_over_ranks(sums_R2, self.mesh).tensor_split(2, dim=1)
-        log_sum_R1 = sum_R1.log()
-        return z_RV.sub_(log_sum_R1), z_target_R1 - log_sum_R1
-
-    def put_(self, error_RV: Tensor, target_R1: Tensor, value_R1: Tensor) -> None:
-        """Set the targets' columns where this rank has them; other rows stay as they are."""
-        row_R1, elsewhere_R1 = self.index(target_R1)
-        kept_R1 = torch.where(elsewhere_R1, error_RV.gather(1, row_R1), value_R1)
-        error_RV.scatter_(1, row_R1, kept_R1)
-
-
 # Collectives at the borders of tensor-parallel regions, each with its transpose in backward.
 #
 # Outside of a region every rank of the tensor axis holds the same activations; inside, each rank
 # holds its own part of the features. These functions cross a border:
 #
-#     function            forward                     backward
-#     copy_to             identity                    sum over ranks
-#     reduce_from         sum over ranks              identity
-#     gather_replicated   gather the parts of a dim   keep own part
-#
-# The first two enter and leave regions. The last one feeds work that every rank computes alike,
-# whose gradient is therefore complete on every rank and must not be summed.
+#                    forward             backward
+#     _CopyTo        identity            sum over ranks
+#     _ReduceFrom    sum over ranks      identity
 #
 # Sums of 16-bit tensors are sent in 16 bits, added in fp32 in the order of the ranks and rounded
 # once. Every sum has the same bits on all ranks, so that replicated parameters never diverge.
-#
-# Shapes: R is the dim over ranks.
-
-Crossing: TypeAlias = Callable[[Tensor, DeviceMesh], Tensor]
-"""What a border does to a tensor, in forward or in backward."""
 
 
-def copy_to(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``x`` itself; backward sums the gradients that the ranks compute for it.
-
-    Args:
-        x: Any shape, the same on all ranks.
-        mesh: The tensor axis.
-    """
-    return _cross(x, mesh, _same, sum_over_ranks)
-
-
-def reduce_from(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum all ranks' ``x`` in its dtype, with the same bits on all ranks."""
-    return _cross(x, mesh, sum_over_ranks, _same)
-
-
-def gather_replicated(x: Tensor, mesh: DeviceMesh, dim: int, size: int | None = None) -> Tensor:
-    """Gather all parts of ``dim``, for work that every rank does alike.
-
-    Args:
-        x: This rank's part.
-        mesh: The tensor axis.
-        dim: The dim of which ranks hold parts, as ``torch.chunk`` makes them.
-        size: Size of the whole dim; None if all parts are as long as this one.
-    """
-    dim %= x.ndim
-    whole = x.shape[dim] * mesh.size() if size is None else size
-    missing = -(-whole // mesh.size()) - x.shape[dim]
-
-    def there(x: Tensor, mesh: DeviceMesh) -> Tensor:
-        if missing:  # collectives need equal parts
-            x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing])
-        return _gather(x, mesh, dim).narrow(dim, 0, whole)
-
-    def back(grad: Tensor, mesh: DeviceMesh) -> Tensor:
-        return grad.chunk(mesh.size(), dim=dim)[mesh.get_local_rank()].contiguous()
-
-    return _cross(x, mesh, there, back)
-
-
-class _Border(torch.autograd.Function):
-    """Applies one function of a tensor and the mesh in forward, and its transpose in backward."""
+class _CopyTo(torch.autograd.Function):
+    """The tensor itself, equal on all ranks; backward sums the gradients that they compute."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
-        ctx.mesh, ctx.back = mesh, back
-        return there(x, mesh)
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.mesh), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over_ranks(grad, ctx.mesh), None
 
 
-def _cross(x: Tensor, mesh: DeviceMesh, there: Crossing, back: Crossing) -> Tensor:
-    return cast(Tensor, _Border.apply(x, mesh, there, back))  # type: ignore[no-untyped-call]
+class _ReduceFrom(torch.autograd.Function):
+    """The sum of all ranks' tensors in their dtype, with the same bits on all ranks."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return sum_over_ranks(x, mesh)
 
-def _same(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return x.view_as(x)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.view_as(grad), None
 
 
 def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -547,33 +332,9 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # Reduce-scatter and all-gather send what a ring all-reduce does, but never round partial sums.
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, [0, -len(flat) % mesh.size()])
-    return _gather(_sum_own_part(padded, mesh, 0), mesh, 0)[: len(flat)].view(x.shape)
-
-
-def max_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the elementwise maximum over the ranks, without gradient; NaN may be lost."""
-    largest = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
-    return largest
-
-
-def _gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Concatenate all ranks' ``x``, of equal shape, along ``dim`` in the order of the ranks."""
-    parts_R = x.new_empty((mesh.size(), *x.shape))
-    gather(parts_R.view(-1), x.reshape(-1), mesh.get_group()).wait()
-    return parts_R.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _sum_own_part(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Sum this rank's part of ``dim`` in rank order, in fp32 or wider, rounded once.
-
-    The sum starts at the first rank's values, not at 0, because 0 + -0.0 would lose the sign.
-    """
-    mine_R = torch.stack(x.chunk(mesh.size(), dim))
-    theirs_R = torch.empty_like(mine_R)
-    dist.all_to_all_single(theirs_R, mine_R, group=mesh.get_group())
-    first, *rest = theirs_R.unbind()
-    total = first.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    for part in rest:
-        total += part
-    return total.to(x.dtype)
+    rounded = RoundedSum(len(padded), mesh.get_group(), torch.empty_like(padded), x.dtype)
+    rounded.buffer.copy_(padded)
+    for _ in rounded.phases():
+        pass
+    rounded.wait()
+    return rounded.result[: len(flat)].view(x.shape)

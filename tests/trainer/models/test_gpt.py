@@ -149,20 +149,3 @@ def test_each_setting_has_its_dtypes_and_every_gradient_its_digits(setting, devi
         # gradients that cancel. fp32 accumulates over 2048 tokens besides: sqrt(2048) = 45 units.
         error = (p.grad.cpu().double() - q.grad).norm() / q.grad.norm()
         assert error <= bound, name
-
-
-# --- what distribution needs ---------------------------------------------------------------------
-
-
-def owners(model):
-    return {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-
-
-def test_the_plan_places_every_parameter_and_nothing_else():
-    model = GPT(SMALL)
-    plan = model.tp_plan()
-    assert set(plan) == owners(model)
-    styles = {style.partition(":")[0] for style in plan.values()}
-    assert styles == {"colwise", "rowwise", "replicate", "vocab"}
-    # Query, key and value of a head of 16 stay on one rank.
-    assert plan["layers.1.attn.qkv"] == "colwise:48"

@@ -50,63 +50,12 @@ VOCABULARY_BLOCK = 4096
 """How many rows of the weight get their gradient in one product there."""
 
 
-# The interface by which head and loss reach the vocabulary's rows, whether local or split by ranks.
-
-
-class Vocabulary:
-    """The rows of an embedding table, all of which are local to this process.
-
-    Tensor parallelism puts an object with the same methods in its place, whose rows are split over
-    ranks (``halfstep.distributed.tensor_parallel``); all ranks then call the same methods in order.
-    """
-
-    def local(self, weight_VD: Tensor) -> Tensor:
-        """Return this rank's rows of the table as it is stored; differentiable."""
-        return weight_VD
-
-    def share(self, x: Tensor) -> Tensor:
-        """Return hidden states to multiply with these rows; sums their gradients over ranks."""
-        return x
-
-    def gather(self, logits_V: Tensor) -> Tensor:
-        """Gather this rank's logits to the whole vocabulary, ``(..., V)``; differentiable."""
-        return logits_V
-
-    def columns(self, vocab: int) -> int:
-        """Return the most rows that any rank holds of a vocabulary of ``vocab``."""
-        return vocab
-
-    def largest(self, value: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks."""
-        return value
-
-    def log_softmax(
-        self, logits_RV: Tensor, target_R1: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities, normalised over the whole vocabulary, and the targets' own.
-
-        Logits ``(R, V)`` have this rank's columns, targets ``(R, 1)`` are ids in the whole
-        vocabulary. A target out of range is a RuntimeError (on CPU; on every rank).
-        """
-        log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=dtype)
-        return log_p_RV, log_p_RV.gather(1, target_R1)
-
-    def put_(self, error_RV: Tensor, target_R1: Tensor, value_R1: Tensor) -> None:
-        """Set ``error_RV[r, target_R1[r]] = value_R1[r]`` where this rank has that column."""
-        error_RV.scatter_(1, target_R1, value_R1)
-
-
-WHOLE = Vocabulary()
-"""The one instance that everyone shares, as it has no state."""
-
-
 def linear_cross_entropy_sum(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """Sum ``-log softmax(x W^T)[target]`` over the counted tokens in fp32, and count them.
 
@@ -118,7 +67,6 @@ def linear_cross_entropy_sum(
         weight_VD: Head weight, which is the embedding table if tied.
         targets_N: int64, each in ``[0, V)``, or -100: such a token does not count.
         chunk_bytes: Maximal bytes of one chunk's fp32 logits; peak memory is up to 2.5 times that.
-        vocabulary: Which ranks hold the rows of ``weight_VD``; all of them must call this alike.
 
     Returns:
         The loss sum in nats, an fp32 scalar with gradient, and the count, an int64 scalar.
@@ -130,20 +78,18 @@ def linear_cross_entropy_sum(
             f"targets are {targets_N.dtype}; allowed: torch.int64, which targets.long() makes"
         )
     vocab, device_type = weight_VD.shape[0], x_ND.device.type
-    x_ND, local_VD = vocabulary.share(x_ND), vocabulary.local(weight_VD)
-    dtype = matmul_dtype(x_ND, local_VD)
+    dtype = matmul_dtype(x_ND, weight_VD)
     grad_is_on = torch.is_grad_enabled()
     try:
         with autocast_off(device_type):
             loss_sum = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
                 x_ND,
-                local_VD,
+                weight_VD,
                 targets_N,
-                rows_per_chunk(vocabulary.columns(vocab), device_type, chunk_bytes),
+                rows_per_chunk(vocab, device_type, chunk_bytes),
                 dtype,
                 grad_is_on and x_ND.requires_grad,
-                grad_is_on and local_VD.requires_grad,
-                vocabulary,
+                grad_is_on and weight_VD.requires_grad,
             )
     except RuntimeError:
         if device_type == "cpu":  # torch's "index out of bounds" does not show the target
@@ -201,13 +147,12 @@ def _sum_and_gradients(
     dtype: torch.dtype,
     need_x: bool,
     need_weight: bool,
-    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the loss sum and its gradients of hidden states and weight, in fp32 at least."""
     xs_ND, weight = x_ND.to(dtype), weight_VD.to(dtype)  # once, not once per chunk
     counted_N1 = (targets_N != IGNORE_INDEX).unsqueeze(1)
     xs_ND = xs_ND.masked_fill(~counted_N1, 0)  # of anything; and 0 times NaN were no 0 below
-    on_cpu = x_ND.device.type == "cpu" and vocabulary is WHOLE and x_ND.numel() > 0
+    on_cpu = x_ND.device.type == "cpu" and x_ND.numel() > 0
     if on_cpu and dtype == torch.bfloat16 and may_run():
         return _by_kernel(xs_ND, weight, targets_N, rows, need_x, need_weight)
     accumulate = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
@@ -217,19 +162,20 @@ def _sum_and_gradients(
     grad_x_ND = torch.empty_like(xs_ND, dtype=accumulate) if need_x else None
     grad_w_VD = torch.zeros_like(weight, dtype=accumulate) if need_weight else None
     if dtype == torch.float16:
-        x_max, w_max = _largest(xs_ND), vocabulary.largest(_largest(weight))
+        x_max, w_max = _largest(xs_ND), _largest(weight)
     for start in range(0, xs_ND.shape[0], rows):
         here = slice(start, start + rows)
         x_RD, target_R1, counted_R1 = xs_ND[here], safe_N1[here], counted_N1[here]
         # From here to the cast below, one chunk of logits is in fp32.
         logits_RV = torch.mm(x_RD, weight.t())
-        log_p_RV, log_pt_R1 = vocabulary.log_softmax(logits_RV, target_R1, accumulate)
+        log_p_RV = torch.log_softmax(logits_RV, dim=1, dtype=accumulate)
+        log_pt_R1 = log_p_RV.gather(1, target_R1)
         loss_sum -= log_pt_R1.masked_fill(~counted_R1, 0).sum()
         if not (need_x or need_weight):
             continue
         error_RV = log_p_RV.exp_()
         # p_t - 1 without cancellation for p_t near 1.
-        vocabulary.put_(error_RV, target_R1, torch.expm1(log_pt_R1))
+        error_RV.scatter_(1, target_R1, torch.expm1(log_pt_R1))
         s, r = None, None
         if dtype == torch.float16:
             s, r = _fp16_scales(log_pt_R1, x_max, w_max)
@@ -333,7 +279,7 @@ def _fp16_scales(log_pt_R1: Tensor, x_max: Tensor, w_max: Tensor) -> tuple[Tenso
     the confidence of the model, so a chunk whose every p_nt is 0.9999 uses as many binades as one
     that guesses. Unscaled, E would lose all probabilities below 2^-25, and dW the rare tokens.
 
-    ``x_max`` is over all chunks, ``w_max`` over all ranks, so that all have the same scales.
+    ``x_max`` is over all chunks.
 
     **Source:** derived here. 2^15 is half of the largest fp16 number (65504), which leaves a factor
     of two for the rounding of the bounds themselves. 2^12 instead of 2^15 for s gives X' three more

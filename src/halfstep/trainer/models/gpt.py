@@ -30,8 +30,6 @@ from halfstep.kernels.rows import (
 )
 from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.trainer.models.cross_entropy import (
-    WHOLE,
-    Vocabulary,
     autocast_off,
     linear_cross_entropy_sum,
     matmul_dtype,
@@ -56,7 +54,6 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would draw from the global state
             self.wte = Embedding(config.vocab_size, config.n_embd)
-            self.wte.vocabulary = WHOLE  # set because the head uses this table too
             self.wpe = Embedding(config.block_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -109,9 +106,7 @@ class GPT(nn.Module):
         """
         tokens_BT, targets_BT = batch
         x_NC = self.hidden(tokens_BT).flatten(0, 1)
-        return linear_cross_entropy_sum(
-            x_NC, self.wte.weight, targets_BT.flatten(), vocabulary=self.wte.vocabulary
-        )
+        return linear_cross_entropy_sum(x_NC, self.wte.table(), targets_BT.flatten())
 
     def last_logits(self, tokens_BT: Tensor) -> Tensor:
         """Compute the logits after the last position only, ``(B, V)`` fp32."""
@@ -134,38 +129,33 @@ class GPT(nn.Module):
 
     def _head(self, x_C: Tensor) -> Tensor:
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
-        vocabulary = self.wte.vocabulary
-        x_C, weight_VC = vocabulary.share(x_C), vocabulary.local(self.wte.weight)
+        weight_VC = self.wte.table()
         dtype = matmul_dtype(x_C, weight_VC)
         with autocast_off(x_C.device.type):
             logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
-        return vocabulary.gather(logits_V.to(wide))
+        return logits_V.to(wide)
 
     def blocks(self) -> list[nn.Module]:
         """Return the transformer blocks in order."""
         return list(self.layers)
 
     def tp_plan(self) -> dict[str, str]:
-        """Return how tensor parallelism places each module that owns parameters, by module name.
+        """Return how tensor parallelism splits modules, by name; the others stay whole.
 
         ``colwise`` splits a linear layer's outputs; ``rowwise`` splits its inputs, so results are
         summed. ``colwise:U`` keeps U outputs together: here the query, key and value of a head, so
-        that the number of ranks must divide ``n_head``. ``replicate`` keeps all on every rank.
-        ``vocab`` splits an embedding over its tokens, and with it the head, as ``wte`` is both.
+        that the number of ranks must divide ``n_head``.
 
         **Source:** Shoeybi et al. 2019, "Megatron-LM", §3.
         """
         head = 3 * self.config.n_embd // self.config.n_head
-        plan = {"wte": "vocab", "wpe": "replicate"}
+        plan = {}
         for i in range(self.config.n_layer):
-            plan[f"layers.{i}.attn_norm"] = "replicate"
             plan[f"layers.{i}.attn.qkv"] = f"colwise:{head}"
             plan[f"layers.{i}.attn.proj"] = "rowwise"
-            plan[f"layers.{i}.mlp_norm"] = "replicate"
             plan[f"layers.{i}.mlp.up"] = "colwise"
             plan[f"layers.{i}.mlp.down"] = "rowwise"
-        plan["final_norm"] = "replicate"
         return plan
 
     def num_parameters(self) -> int:
@@ -234,9 +224,10 @@ class Embedding(nn.Embedding):
     **Source:** measured with torch 2.13; ``tests/trainer/models/test_layers.py`` pins it.
     """
 
-    vocabulary: Vocabulary
-    """Says which ranks hold the rows. Present only where a head uses the table too: the model sets
-    it, and tensor parallelism replaces it."""
+    def table(self) -> Tensor:
+        """The weight as a head multiplies with it: plain, also where ranks share the matmuls."""
+        to_local: Any = getattr(self.weight, "to_local", None)
+        return self.weight if to_local is None else to_local()
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows, ``(...)`` int64 to ``(..., C)`` in the dtype of the table, exactly."""
