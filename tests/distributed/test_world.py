@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from every import every
-from halfstep.distributed.world import Place, World, find_place, meet, open_world
+from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError, PeerError
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "x",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "MASTER_PORT": "29500",
 }  # fmt: skip
 
 
@@ -38,79 +34,15 @@ def test_one_process_needs_no_group(monkeypatch):
     assert World() == World()
 
 
-IMPOSSIBLE = [
-    ({"MASTER_PORT": None}, "missing: MASTER_PORT"),
-    ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "missing: LOCAL_RANK, MASTER_ADDR"),
-    ({"RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
-    ({"RANK": "0"}, "LOCAL_RANK <= RANK"),
-    ({"RANK": "-1"}, "RANK='-1'"),
-    ({"MASTER_PORT": "70000"}, "65535"),
-    ({"TORCHELASTIC_RESTART_COUNT": "two"}, "TORCHELASTIC_RESTART_COUNT='two'"),
-]
-
-
-def test_an_environment_that_cannot_be_is_refused():
-    def check(change, words):
-        environment = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
-        with pytest.raises(ConfigError, match=words):
-            find_place(environment)
-
-    every(IMPOSSIBLE, check)
-
-
-def place(rank, size=2, restarts=0):
-    return Place(rank, size, rank, "127.0.0.1", 1, restarts, "x", True)
-
-
-@pytest.fixture
-def store():
-    return dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-    )
-
-
-def meet_all(store, places, seconds=10):
-    """What ``meet`` gives each place, by threads; an exception stands for itself."""
-    results = [None] * len(places)
-    client = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in places]
-
-    def one(index):
-        try:
-            results[index] = meet(client[index], places[index], seconds)
-        except RuntimeError as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(places))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-def test_every_attempt_meets_under_its_own_prefix(store):
-    (first, one), (again, two) = meet_all(store, [place(0), place(1)])
-    assert first == again == 0
-    one.set("key", "of attempt 0")
-    assert two.get("key") == b"of attempt 0"
-    # agents of two machines have counted restarts differently
-    (first, one), (again, two) = meet_all(store, [place(0, restarts=3), place(1, restarts=1)])
-    assert first == again == 3
-    assert not two.check(["key"])
-
-
-def test_the_dead_do_not_disturb_a_meeting(store):
-    store.set("hello/1", "a rank 1 that died while it waited")
-    (failed,) = meet_all(store, [place(0)], seconds=0.5)
-    assert "not all ranks have come" in str(failed)
-    (first, _), (again, _) = meet_all(store, [place(0), place(1)])
-    assert first == again == 1
-
-
-def test_a_run_that_is_over_does_not_begin_again(store):
-    store.set("over", "rank 1: no such policy")
-    for result in meet_all(store, [place(0), place(1)]):
-        assert "the run is over, by rank 1: no such policy" in str(result)
+def test_half_an_environment_is_refused_and_ranks_that_do_not_come_are_told(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerError, match=r"the 4 ranks did not meet at 127.0.0.1:29500 .* 0.5 s"):
+        open_world("cpu", timeout_seconds=0.5)
+    monkeypatch.delenv("MASTER_PORT")
+    monkeypatch.setenv("MASTER_ADDR", "")
+    with pytest.raises(ConfigError, match="missing: MASTER_ADDR, MASTER_PORT"):
+        open_world("cpu")
 
 
 def words(rank):

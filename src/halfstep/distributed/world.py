@@ -7,12 +7,9 @@ starts the processes; :func:`open_world` makes a process group of them.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +23,10 @@ from halfstep.errors import ConfigError, HalfstepError, PeerError
 from halfstep.precision.border import as_device
 
 T = TypeVar("T")
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OVER = "over"  # the key of a run that no attempt may begin again
+_PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
 
 TIMEOUT_SECONDS = 300.0
 """A collective that takes longer is taken to have lost a rank; this allows for slow disks."""
@@ -87,17 +88,15 @@ class World:
         Raises:
             ConfigError: On every rank, naming the rank that differs from rank 0, and in what.
         """
-        theirs = json.loads(self.share(json.dumps(what)))
-        odd = [number for number, name in enumerate(what) if what[name] != theirs.get(name)]
-        mark = self.largest((self.rank * len(what) + odd[0] + 1) if odd else 0)
-        if mark:
-            rank, number = divmod(mark - 1, len(what))
-            name = [*what][number]
-            own = f": {what[name]!r} and {theirs[name]!r}" if rank == self.rank else ""
-            raise ConfigError(
-                f"rank {rank} has another {name} than rank 0{own}; start every rank with the same "
-                "command line, configuration, data and versions"
-            )
+        everyone = self.gather(dict(what))
+        for rank, theirs in enumerate(everyone):
+            for name, first in everyone[0].items():
+                if theirs.get(name) != first:
+                    raise ConfigError(
+                        f"rank {rank} has another {name} than rank 0: {theirs.get(name)!r} and "
+                        f"{first!r}; start every rank with the same command line, configuration, "
+                        "data and versions"
+                    )
 
     def share(self, text: str) -> str:
         """Return rank 0's text on every rank."""
@@ -109,12 +108,9 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Return every rank's value on every rank; they may wait as long as for a checkpoint."""
         self.largest(0, timedelta(seconds=SAVING_SECONDS))
-        found = []
-        for rank in range(self.size):
-            box = [value]
-            if self.size > 1:
-                dist.broadcast_object_list(box, src=rank, device=torch.device("cpu"))
-            found += box
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value)
         return found
 
     def remember(self, key: str, text: str) -> str:
@@ -199,181 +195,72 @@ def open_world(
         timeout_seconds: Time limit of every collective and of the meeting of the ranks.
 
     Raises:
-        ConfigError: If the environment is incomplete or contradicts itself, or a rank has no GPU.
+        ConfigError: If the environment is incomplete, or a rank has no GPU.
         PeerError: If the ranks do not meet in time.
         PrecisionError: If ``device_kind`` is not a device.
     """
     device_kind = as_device(device_kind).type
-    place = find_place(os.environ)
-    if place is None:
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if {*_NEEDED[:3]} <= {*missing}:
         return World()
-    device = _own_gpu(place) if device_kind == "cuda" else None
-    if place.run:
-        end_with_parent()
-    try:
-        store = open_store(place, timeout_seconds)
-        attempt, own = meet(store, place, timeout_seconds)
-        if place.size > 1:
-            dist.init_process_group(
-                # "cpu:gloo" would leave the group without a default backend, and torch would warn
-                "gloo" if device is None else "cpu:gloo,cuda:nccl",
-                store=own,
-                rank=place.rank,
-                world_size=place.size,
-                timeout=timedelta(seconds=timeout_seconds),
-                device_id=device,
-            )
-    except RuntimeError as error:  # the base class of torch.distributed's own errors
-        reason = str(error).partition("\n")[0]
-        raise PeerError(
-            f"the {place.size} ranks did not meet at {place.address}:{place.port} (MASTER_ADDR, "
-            f"MASTER_PORT) within {timeout_seconds:g} s: {reason}"
-        ) from error
-    return World(place.rank, place.size, place.local_rank, attempt, store)
-
-
-def _own_gpu(place: Place) -> torch.device:
-    """Choose this rank's GPU of its machine."""
-    count = torch.cuda.device_count()
-    if place.local_rank >= count:
-        raise ConfigError(
-            f"LOCAL_RANK={place.local_rank}, but this machine has {count} GPUs; start one "
-            "rank per GPU, or choose --device cpu"
-        )
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _nothing() -> Any:
-    """Do nothing: the work of a rank that only waits for others."""
-
-
-# How ranks that were started one by one find each other, again in every attempt.
-
-
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OVER = "over"  # the key of a run that no attempt may begin again, on any machine
-_PR_SET_PDEATHSIG = 1  # Source: linux/prctl.h
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's description of itself, from the launcher's environment variables."""
-
-    rank: int
-    size: int
-    local_rank: int
-    address: str
-    port: int
-    restarts: int
-    run: str
-    agent_store: bool
-    """Whether the launcher hosts the store; otherwise rank 0 does."""
-
-
-def find_place(environment: Mapping[str, str]) -> Place | None:
-    """Read this rank's place; None where the environment describes no ranks.
-
-    Raises:
-        ConfigError: If the environment is incomplete or contradicts itself.
-    """
-    if not any(name in environment for name in _NEEDED[:3]):
-        return None
-    missing = [name for name in _NEEDED if not environment.get(name)]
     if missing:
         raise ConfigError(
             f"the environment has only some of {', '.join(_NEEDED)}; missing: "
             f"{', '.join(missing)}; start ranks with --nproc or torchrun, which set all of them, "
             "or unset the rest"
         )
-    numbers = {}
-    for name in (*_NEEDED[:3], "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
-        text = environment.get(name, "0")
-        if not text.isdecimal():
-            raise ConfigError(f"{name}={text!r} in the environment; allowed: integers")
-        numbers[name] = int(text)
-    rank, size, local_rank, port, restarts = numbers.values()
-    if not (local_rank <= rank < size and 0 < port < 2**16):
-        raise ConfigError(
-            f"the environment contradicts itself: RANK={rank}, WORLD_SIZE={size}, "
-            f"LOCAL_RANK={local_rank}, MASTER_PORT={port}; allowed: LOCAL_RANK <= RANK < "
-            "WORLD_SIZE, and a port from 1 to 65535"
-        )
-    return Place(
-        rank,
-        size,
-        local_rank,
-        environment["MASTER_ADDR"],
-        port,
-        restarts,
-        environment.get("TORCHELASTIC_RUN_ID", ""),
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def open_store(place: Place, timeout_seconds: float) -> Any:
-    """Open the store, which outlives attempts if the launcher hosts it."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch exports it without saying so
-        place.address,
-        place.port,
-        is_master=place.rank == 0 and not place.agent_store,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
-    return prefixed(f"halfstep/{place.run}", store)
-
-
-def prefixed(prefix: str, store: Any) -> Any:
-    """Return a view of the store in which every key has this prefix."""
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-
-
-def meet(store: Any, place: Place, timeout_seconds: float) -> tuple[int, Any]:
-    """Agree with the other *living* ranks on the attempt's number and its part of the store.
-
-    If attempts shared their keys, gloo would look for ranks at the addresses of dead ones.
-
-    The launcher's restart count does not identify an attempt: each machine's agent counts its own,
-    and one that restarts because of another's restart does not count it. So each rank asks under a
-    random name, and rank 0 answers everyone who asks; an answer to a dead rank does no harm::
-
-        rank r:   hello/r = own name;  until there is welcome/(own name): wait;  met/n += 1
-        rank 0:   n = opened += 1;  until met/n == size - 1: answer every hello/r with n
-    """
-    end = time.monotonic() + timeout_seconds
-
-    def refuse_over() -> None:
+    rank, size, local_rank = (int(os.environ[name]) for name in _NEEDED[:3])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    device = _own_gpu(local_rank) if device_kind == "cuda" else None
+    if run:
+        end_with_parent()
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        store = _prefixed(f"halfstep/{run}", store)
         if store.check([_OVER]):
             raise RuntimeError(f"the run is over, by {store.get(_OVER).decode()}")
+        if size > 1:
+            dist.init_process_group(
+                # "cpu:gloo" would leave the group without a default backend, and torch would warn
+                "gloo" if device is None else "cpu:gloo,cuda:nccl",
+                # its own keys for each attempt: gloo would look for ranks at dead ones' addresses
+                store=_prefixed(f"attempt_{attempt}", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device,
+            )
+    except RuntimeError as error:  # the base class of torch.distributed's own errors
+        reason = str(error).partition("\n")[0]
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise PeerError(
+            f"the {size} ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT) within "
+            f"{timeout_seconds:g} s: {reason}"
+        ) from error
+    return World(rank, size, local_rank, attempt, store)
 
-    def pause() -> None:
-        refuse_over()
-        if time.monotonic() > end:
-            raise RuntimeError("not all ranks have come")
-        time.sleep(0.02)
 
-    refuse_over()
-    if place.rank:
-        name = uuid.uuid4().hex
-        store.set(f"hello/{place.rank}", name)
-        while not store.check([f"welcome/{name}"]):
-            pause()
-        number, _, attempt = store.get(f"welcome/{name}").decode().partition(" ")
-        store.add(f"met/{number}", 1)
-        return int(attempt), prefixed(f"attempt_{number}", store)
-    opened = store.add("opened", 1)
-    number, attempt = str(opened), str(max(opened - 1, place.restarts))
-    answered: set[str] = set()
-    while store.add(f"met/{number}", 0) < place.size - 1:
-        for other in range(1, place.size):
-            if store.check([f"hello/{other}"]):
-                name = store.get(f"hello/{other}").decode()
-                if name not in answered:
-                    store.set(f"welcome/{name}", f"{number} {attempt}")
-                    answered.add(name)
-        pause()
-    return int(attempt), prefixed(f"attempt_{number}", store)
+def _prefixed(prefix: str, store: Any) -> Any:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # as rendezvous above
+
+
+def _own_gpu(local_rank: int) -> torch.device:
+    """Choose this rank's GPU of its machine."""
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank}, but this machine has {count} GPUs; start one rank per GPU, "
+            "or choose --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _nothing() -> Any:
+    """Do nothing: the work of a rank that only waits for others."""
 
 
 def end_with_parent() -> None:
