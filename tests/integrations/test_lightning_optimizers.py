@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
@@ -148,7 +149,27 @@ class ByHand(Regression):
         self.optimizers().step()
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master", "bf16-split"])
-def test_a_backward_past_the_policy_is_refused(policy):
+def test_a_backward_past_the_policy_is_refused():
     with pytest.raises(PrecisionError, match=r"step\(\) without.* self\.manual_backward\("):
-        fit(HalfstepPrecision(policy), ByHand())
+        fit(HalfstepPrecision("fp16-mixed"), ByHand())
+
+
+class Repeats(nn.Sequential):
+    """Computes its first layers again in the backward, if it is told to."""
+
+    again = False
+
+    def forward(self, x):
+        first = nn.Sequential(*[*self][:-1])
+        return self[-1](checkpoint(first, x, use_reentrant=False) if self.again else first(x))
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
+def test_a_manual_backward_may_compute_layers_again(policy):
+    ends = []
+    for again in (False, True):
+        model = TwoOfOneLoss()
+        model.net = Repeats(*network())
+        model.net.again = again
+        ends.append(weights(fit(HalfstepPrecision(policy), model)[0]))
+    assert same(*ends)

@@ -23,12 +23,6 @@ class Layout:
     tensor: int = 1
     """Number of ranks that share every matrix product (tensor parallel)."""
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a size that is not a positive integer."""
-        for name, size in self.axes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"parallel: {name}={size!r}; allowed: integers >= 1")
-
     @property
     def size(self) -> int:
         """Number of ranks: the product of all axes."""
@@ -62,15 +56,12 @@ class Layout:
         allowed = ", ".join(field.name for field in fields(cls))
         sizes: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
-            name, equals, number = part.partition("=")
-            if name not in cls.__dataclass_fields__ or not equals:
+            name, _, number = part.partition("=")
+            known = name in cls.__dataclass_fields__ and name not in sizes
+            if not (known and number.isdecimal() and int(number)):
                 raise ConfigError(
-                    f"parallel={text!r}: {part!r}; allowed axes: {allowed}, as data=2"
+                    f"parallel={text!r}: {part!r}; allowed: each of {allowed} once, as data=2"
                 )
-            if name in sizes:
-                raise ConfigError(f"parallel={text!r}: {name} stands twice")
-            if not number.isdecimal() or int(number) < 1:
-                raise ConfigError(f"parallel={text!r}: {name}={number!r}; allowed: integers >= 1")
             sizes[name] = int(number)
         return cls(**sizes)
 

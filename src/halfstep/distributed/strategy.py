@@ -16,7 +16,6 @@ A training loop reads the same with any of them::
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 # The package loads strategies on first use, as importing DTensor takes half as long as torch.
 import halfstep.distributed as strategies
@@ -99,8 +98,13 @@ class Strategy:
     ) -> None:
         """Make the device mesh; all ranks call it together."""
         self.layout, self.policy, self.device = layout, policy, device
-        self.mesh = _mesh(layout, device)
         many = layout.size > 1
+        axes = {name: size for name, size in layout.axes.items() if size > 1}
+        self.mesh = (
+            init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            if many
+            else None
+        )
         rank = dist.get_rank() if many else 0
         self.batch_rank = layout.batch_rank(rank)
         """Index of this rank's share of the batch, among ``layout.batch_ranks``."""
@@ -165,14 +169,6 @@ class Strategy:
         dist.all_reduce(table)
         sums: list[float] = (table / self.layout.tensor).tolist()
         return sums
-
-
-def _mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """Make the mesh of the axes that have several ranks; None for one rank."""
-    axes = {name: size for name, size in layout.axes.items() if size > 1}
-    if not axes:
-        return None
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 # Which layouts can honour which policies, and the strategy of a layout.
@@ -254,9 +250,7 @@ def choose_strategy(
 # Checks now and then, in one collective, that all ranks still train the same model.
 #
 # Ranks that have once stepped differently stay different for good, and nothing else shows it:
-# losses go on falling. Every rank makes a row of integers: steps, loss scale, and for every
-# parameter the sum of its bits and which part of it the rank holds. Ranks that hold the same part
-# must have the same sum.
+# losses go on falling. Ranks that hold the same part of a parameter must have the same sum of bits.
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -279,23 +273,21 @@ def check_agreement(
     if layout.size == 1:
         return
     reshard_(model)  # compare the parts, not weights that are still gathered
-    weights = dict(model.named_parameters())
-    names = ["the step count", "the applied steps", "the loss scale", *weights]
-    scale = struct.unpack("<q", struct.pack("<d", precision.loss_scale.value))[0]
-    sums = [checksum(local_part(weight)) for weight in weights.values()]
-    parts = [0, 0, 0, *map(_part_number, weights.values())]
-    numbers = [step, precision.progress.applied_total, scale, *sums]
-    row = torch.tensor([numbers, parts], device=precision.device)
-    rows = [torch.empty_like(row) for _ in range(layout.size)]
-    dist.all_gather(rows, row)
-    table = [found.tolist() for found in rows]
-    for column, name in enumerate(names):
-        first: dict[int, int] = {}  # part to the first rank that holds it
-        for rank, (found, held) in enumerate(table):
-            other = first.setdefault(held[column], rank)
-            if found[column] != table[other][0][column]:
-                told = f"{name} ({table[other][0][column]} and {found[column]})"
-                what = told if column < 2 else name
+    mine: dict[str, tuple[float, object]] = {
+        "the step count": (step, None),
+        "the applied steps": (precision.progress.applied_total, None),
+        "the loss scale": (precision.loss_scale.value, None),
+    }
+    for name, weight in model.named_parameters():
+        mine[name] = checksum(local_part(weight)), _part_held(weight)
+    everyone = [mine] * layout.size
+    dist.all_gather_object(everyone, mine)
+    for name in mine:
+        holders: dict[object, tuple[int, float]] = {}  # the first rank of each part
+        for rank, (value, part) in enumerate(theirs[name] for theirs in everyone):
+            other, known = holders.setdefault(part, (rank, value))
+            if value != known:
+                what = f"{name} ({known} and {value})" if name.startswith("the ") else name
                 raise PrecisionError(
                     f"rank {rank} differs from rank {other} in {what}"
                     f"{' ' + when if when else f' after step {step}'}: ranks that hold copies of "
@@ -311,14 +303,10 @@ def checksum(tensor: Tensor) -> int:
     return int(words.sum(dtype=torch.int64))
 
 
-def _part_number(weight: Tensor) -> int:
-    """Number the part that this rank holds, by its coordinate on the mesh axes that split it."""
+def _part_held(weight: Tensor) -> object:
+    """Which part this rank holds: its coordinates on the mesh axes that split the weight."""
     if not is_sharded(weight):
-        return 0
+        return None
     dtensor: Any = weight
-    mesh = dtensor.device_mesh
-    number = 0
-    for size, at, how in zip(mesh.shape, mesh.get_coordinate(), dtensor.placements, strict=True):
-        if how.is_shard():
-            number = number * size + at
-    return number
+    place = zip(dtensor.device_mesh.get_coordinate(), dtensor.placements, strict=True)
+    return tuple(at for at, how in place if how.is_shard())

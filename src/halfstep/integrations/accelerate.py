@@ -19,7 +19,6 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.integrations.optimizer_tensors import Names, refuse_pure
@@ -54,7 +53,6 @@ def attach(
     accelerator: Any,
     *,
     scaler: bool | None = None,
-    lost_updates_every: int = 50,
     **options: Unpack[ScaleOptions],
 ) -> LoopScaler:
     """Put halfstep's loss scaler into an Accelerator that has not yet prepared an optimizer.
@@ -69,12 +67,10 @@ def attach(
             accelerator device, or ``"no"`` on any device if the loop uses its own autocast.
         scaler: Whether the loss is scaled. None: yes, unless ``mixed_precision="bf16"``. Pass False
             for ``"no"`` with an autocast in bf16, or without one.
-        lost_updates_every: Measure lost updates on every this many applied steps; 0: never.
         options: Those of :class:`ScaleOptions`.
 
     Returns:
-        The scaler; its ``last_step`` says what the latest step did, its ``meter`` which updates
-        were lost.
+        The scaler; its ``last_step`` says what the latest step did.
 
     Raises:
         ConfigError: If it is not an Accelerator, has prepared an optimizer, already has a scaler of
@@ -90,7 +86,7 @@ def attach(
     else:
         refuse_scale_options(accelerator, options)
         made = FiniteGuard(device, **options)
-    _Attachment(accelerator, made, lost_updates_every).install()
+    _Attachment(accelerator, made).install()
     return made
 
 
@@ -106,10 +102,9 @@ def refuse_scale_options(accelerator: Any, options: Mapping[str, Any]) -> None:
 
 
 class _Attachment:
-    def __init__(self, accelerator: Any, scaler: LoopScaler, every: int) -> None:
+    def __init__(self, accelerator: Any, scaler: LoopScaler) -> None:
         self.accelerator = accelerator
         self.scaler = scaler
-        self.every = every
 
     def install(self) -> None:
         self.scaler.bind(self.optimizers, self.named_parameters)
@@ -150,11 +145,7 @@ class _Attachment:
             names = self.scaler._names or {p: name for name, p in self.named_parameters()}
             refuse_pure(bare(optimizer), names)
         kind: Any = type(self.accelerator)
-        ready = kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
-        if self.every:
-            self.scaler.close_meter()
-            self.scaler.meter = LostUpdateMeter(self.optimizers(), self.every)
-        return ready
+        return kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
 
     def free_memory(self, *objects: Any) -> Any:
         """Free memory as Accelerate does, and make the scaler release its references, too."""

@@ -131,10 +131,8 @@ class NumericsCallback(TrainerCallback):
     def install(self) -> None:
         """Put the scaler, and the recording of norms, into the Trainer's Accelerator."""
         accelerator = self._trainer.accelerator
-        if self._wanted:  # the callback has a meter of its own
-            self.scaler = attach_scaler(
-                accelerator, scaler=True, lost_updates_every=0, **self._options
-            )
+        if self._wanted:
+            self.scaler = attach_scaler(accelerator, scaler=True, **self._options)
         self._scaled = accelerator.scaler is not None  # which skips broken gradients
         self._clip = accelerator.clip_grad_norm_
         accelerator.clip_grad_norm_ = self.clip

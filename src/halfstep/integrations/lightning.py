@@ -84,7 +84,7 @@ class HalfstepPrecision(LightningPrecision):
         self.last_step: StepResult | None = None
         self._model: nn.Module | None = None
         self._context: Autocast | None = None
-        self._border: ModuleBorder | None = None
+        self._outside = [False]  # whether a step runs, and no submodule's call in it
         self._own_weights: list[tuple[nn.Parameter, Tensor]] = []  # of a model under evaluation
         self._max_norms: dict[Optimizer, float] = {}  # to which the next steps clip
         self._state: dict[str, Any] = {}  # of a training that has ended
@@ -194,7 +194,12 @@ class HalfstepPrecision(LightningPrecision):
 
     def _take(self, model: nn.Module, context: Autocast) -> None:
         self._model, self._context = model, context
-        self._border = ModuleBorder(model, self.policy)
+        dtype = self.policy.compute_dtype
+        for module in model.modules() if dtype != torch.float32 else ():
+            dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+            if dtypes and type(module).forward is not nn.Module.forward:
+                low = module is not model and dtypes != {torch.float32}
+                module.forward = Border(module, self._outside, dtype if low else None)
 
     def teardown(self) -> None:
         """Give the model back without hooks, and keep the state for a later checkpoint."""
@@ -213,9 +218,7 @@ class HalfstepPrecision(LightningPrecision):
             give_back_(self._model)
             for parameter, value in self._own_weights:
                 parameter.data = value.to(parameter.device)
-        if self._border is not None:
-            self._border.remove_()
-        self._model = self._context = self._border = None
+        self._model = self._context = None
         self._own_weights = []
 
     @contextmanager
@@ -225,10 +228,14 @@ class HalfstepPrecision(LightningPrecision):
         Raises:
             PrecisionError: If no model was set up.
         """
-        if self._context is None or self._border is None:
+        if self._context is None:
             raise PrecisionError("halfstep's precision plugin has no model yet")
-        with self._context, self._border.on():
-            yield
+        before, self._outside[0] = self._outside[0], True
+        try:
+            with self._context:
+                yield
+        finally:
+            self._outside[0] = before
 
     def _ready(self) -> Precision:
         if self.engine is None:
@@ -335,69 +342,32 @@ def check_search(trainer: Any, policy: PrecisionPolicy) -> None:
         )
 
 
-class ModuleBorder:
-    """Casts at the outermost call of any submodule with parameters, while it is on.
+class Border(Region):
+    """Casts at the outermost call of a submodule with parameters within a step.
 
     :class:`halfstep.Precision` casts at the border of ``model(...)``. A ``training_step`` calls
     ``self.net(x)`` instead, and computes the loss from its output: there the border is the
-    outermost call of a submodule. Floating inputs are cast to the compute dtype if the policy has
-    16-bit weights, and floating outputs to fp32. Modules without parameters (losses, metrics) are
-    not touched. Calls from within the model's own ``forward`` are not outermost, and neither is
-    what activation checkpointing repeats during a backward.
+    outermost call of a submodule. Calls from within the model's own ``forward`` are not outermost,
+    and neither is what activation checkpointing repeats during a backward.
     """
 
-    def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
-        self._policy = policy
-        self._root = model
-        self._on = False
-        self._depth = 0
-        self._handles: list[Any] = []
-        if policy.compute_dtype == torch.float32:
-            return
-        for module in model.modules():
-            if any(p.is_floating_point() for p in module.parameters()):
-                self._handles += [
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                    module.register_forward_hook(self._leave, always_call=True),
-                ]
+    def __init__(self, module: nn.Module, outside: list[bool], inputs: torch.dtype | None) -> None:
+        super().__init__(module)
+        self._outside, self._inputs = outside, inputs
 
-    def remove_(self) -> None:
-        """Remove the hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Cast within this context."""
-        before = self._on, self._depth
-        self._on, self._depth = True, 0
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward; in the outermost call cast inputs to it, and to fp32."""
+        repeats = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+        if repeats or not self._outside[0]:
+            return self.inside(args, kwargs)
+        if self._inputs is not None:
+            args, kwargs = cast_floating(args, self._inputs), cast_floating(kwargs, self._inputs)
+        self._outside[0] = False
         try:
-            yield
+            output = self.inside(args, kwargs)
         finally:
-            self._on, self._depth = before
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not self._on or self._redirected(module):
-            return None
-        self._depth += 1
-        low = any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters())
-        if self._depth > 1 or module is self._root or not low:
-            return None
-        dtype = self._policy.compute_dtype
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._on or self._depth == 0:  # it was not entered
-            return None
-        self._depth -= 1
-        return cast_floating(output, self._policy.output_dtype) if self._depth == 0 else None
-
-    def _redirected(self, module: nn.Module) -> bool:
-        """Whether Lightning calls the model only to reach its ``training_step``, as under DDP."""
-        own = module.__dict__.get("forward")
-        if module is not self._root or own is None or isinstance(own, Region):
-            return False
-        return getattr(own, "__func__", own) is not type(module).forward
+            self._outside[0] = True
+        return cast_floating(output, torch.float32)
 
 
 class StepLog(Callback):

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.meter import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler, total
 from halfstep.integrations.optimizer_tensors import (
@@ -35,7 +34,7 @@ from halfstep.integrations.optimizer_tensors import (
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
-_UNPICKLED = ("_optimizers", "_find_names", "meter")
+_UNPICKLED = ("_optimizers", "_find_names")
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -46,16 +45,12 @@ class LoopScaler(GradScaler):
     Reading the flag makes the host wait once per step, for fused optimizers too, since a loop that
     holds its learning rate on skipped steps must know. Names of parameters are those that this rank
     found.
-
-    Attributes:
-        meter: The :class:`halfstep.LostUpdateMeter` of the loop's optimizers, or None.
     """
 
     _as_torch: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.meter: LostUpdateMeter | None = None
         self._optimizers: Optimizers | None = None
         self._find_names: Named | None = None
         self._pending = False  # update() was called and waits for optimizers
@@ -89,13 +84,6 @@ class LoopScaler(GradScaler):
         self.abandon()
         if self._find_names is not None:
             self._names = {}
-        self.close_meter()
-
-    def close_meter(self) -> None:
-        """Stop measuring lost updates."""
-        if self.meter is not None:
-            self.meter.close()
-            self.meter = None
 
     def scale(self, outputs: Any) -> Any:
         """Multiply by the scale like torch's; first adapt it if ``update`` was waiting."""
