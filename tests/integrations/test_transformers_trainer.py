@@ -275,8 +275,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path, optimizer):
             tmp_path, model=bert(dropout=0.1), callbacks=[broken], save_strategy="steps",
             save_steps=3, extra={"optimizer_cls_and_kwargs": ours} if optimizer == "ours" else {},
         )  # fmt: skip
-        callback = attach(trainer, scaler=True, init_scale=2.0**12, growth_interval=2,
-                          min_scale=2.0, lost_updates_every=2)  # fmt: skip
+        callback = attach(trainer, scaler=True, init_scale=2.0**12, growth_interval=2)
         trainer.train(resume_from_checkpoint=resume)
         return bits(trainer), callback.scaler.state_dict(), trainer.state.log_history[-3:-1]
 

@@ -38,8 +38,6 @@ class ScaleOptions(TypedDict, total=False):
     backoff_factor: float
     growth_interval: int
     strict: bool
-    min_scale: float | None
-    max_scale: float | None
     max_consecutive_skips: int | None
     names: Names | None
     """Parameter names for messages; None: the prepared models' own."""

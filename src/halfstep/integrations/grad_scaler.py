@@ -53,17 +53,15 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 from halfstep.precision.scaling.loss_scale import Limits, ScaleState
 
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal fp32 number. **Source:** IEEE 754 binary32; 1/S is infinite in fp32 for every
-S up to 2^-128, and torch then turns finite gradients into NaN and applies them."""
-LARGEST_SCALE = 2.0**126
-"""The largest scale whose reciprocal is a normal fp32 number."""
-STRICT_FLOOR, STRICT_CEILING = 1.0, 2.0**24
+NORMAL_BOUNDS = 2.0**-126, 2.0**126
+"""Scales that are, like their reciprocals, normal fp32 numbers. **Source:** IEEE 754 binary32; 1/S
+is infinite in fp32 for every S up to 2^-128, and torch then turns finite gradients into NaN and
+applies them."""
+STRICT_BOUNDS = 1.0, 2.0**24
 """The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
 EXTRA_KEY = "halfstep"
 """The key of a state dict's extra entry, which torch's scaler ignores."""
 
-_EXTRA = {"skipped_total": int, "skipped_in_a_row": int, "calibrating": bool}
 _Held = Tensor | float
 """A number, or a 0-dim tensor on a device whose value has not been read yet."""
 
@@ -82,12 +80,11 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: The scale's factor on overflow.
         growth_interval: Good steps before the scale grows.
         enabled: If False, nothing is scaled and every step is taken.
-        strict: Use floor 1 and ceiling 2^24 unless given, and refuse, at the first step, trainable
-            16-bit weights whose small updates would be lost.
-        min_scale: The floor; an overflow there raises. 2^-126 if any other option is on.
-        max_scale: The ceiling; 2^126 if any other option is on.
+        strict: Keep the scale from 1 to 2^24, where an overflow at 1 raises, and refuse, at the
+            first step, trainable 16-bit weights whose small updates would be lost.
         max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
-            raises; not before the first applied step, while the scale is finding its level.
+            raises; not before the first applied step, while the scale is finding its level. Without
+            ``strict`` the scale stays from 2^-126 to 2^126.
         names: For messages only: ``model.named_parameters()``, or a dict of it.
         ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
             group, if initialised. ``OneRank()`` if each process trains a model of its own.
@@ -121,8 +118,6 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         strict: bool = False,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
         names: Names | None = None,
         ranks: Ranks | None = None,
@@ -139,7 +134,13 @@ class GradScaler(torch.amp.GradScaler):
         self._allow_pure = allow_pure
         self._strict = strict
         self._max_skips = max_consecutive_skips
-        self._bounds = _bounds(strict, min_scale, max_scale, max_consecutive_skips)
+        self._bounds: tuple[float, float] | None = STRICT_BOUNDS if strict else None
+        if max_consecutive_skips is not None:
+            if type(max_consecutive_skips) is not int or max_consecutive_skips < 1:
+                raise PrecisionError(
+                    f"max_consecutive_skips is {max_consecutive_skips!r}; allowed: integers >= 1"
+                )
+            self._bounds = self._bounds or NORMAL_BOUNDS
         if self._bounds is not None:
             if not math.isfinite(growth_factor) or not backoff_factor > 0:
                 raise PrecisionError(
@@ -292,26 +293,18 @@ class GradScaler(torch.amp.GradScaler):
         A state without the extra entry counts as a run that has found its scale, without skips.
 
         Raises:
-            PrecisionError: If, with an option on, the scale is out of bounds, or the extra entry
-                is damaged; nothing is changed then.
+            PrecisionError: If, with an option on, the scale is out of bounds; nothing is changed.
         """
         if not self._enabled:
             super().load_state_dict(state_dict)
             return
         if self._bounds is not None and "scale" in state_dict:
             self._require_within(state_dict["scale"], "saved scale")
-        extra = state_dict.get(EXTRA_KEY)
-        if extra is None:
-            extra = {"skipped_total": 0, "skipped_in_a_row": 0, "calibrating": False}
-        known = isinstance(extra, Mapping) and set(_EXTRA) <= set(extra)
-        if not known or not all(isinstance(extra[key], kind) for key, kind in _EXTRA.items()):
-            raise PrecisionError(
-                f"the saved scaler state's {EXTRA_KEY!r} entry is damaged: {extra!r}; allowed: "
-                f"what state_dict() gives, with {', '.join(_EXTRA)}"
-            )
+        none = {"skipped_total": 0, "skipped_in_a_row": 0, "calibrating": False}
+        extra = state_dict.get(EXTRA_KEY, none)
+        counts = extra["skipped_total"], extra["skipped_in_a_row"], int(not extra["calibrating"])
         super().load_state_dict(state_dict)
-        self._skipped, self._in_a_row = extra["skipped_total"], extra["skipped_in_a_row"]
-        self._applied = int(not extra["calibrating"])
+        self._skipped, self._in_a_row, self._applied = counts
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, in plain numbers and without parameter names."""
@@ -414,8 +407,7 @@ class GradScaler(torch.amp.GradScaler):
         low, high = self._bounds
         if not isinstance(scale, int | float) or not low <= scale <= high:
             raise PrecisionError(
-                f"{where} is {scale!r}; allowed: numbers from {low:g} (min_scale) to {high:g} "
-                "(max_scale). Give another scale, or other bounds"
+                f"{where} is {scale!r}; allowed: numbers from {low:g} to {high:g}; give another"
             )
 
     def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
@@ -426,7 +418,7 @@ class GradScaler(torch.amp.GradScaler):
         same = "the weights of the skipped optimizer are unchanged"
         if at_floor:
             raise NonFiniteError(
-                f"{where} at the smallest loss scale {scale:g} (min_scale): no smaller scale can "
+                f"{where} at the smallest loss scale {scale:g}: no smaller scale can "
                 f"help, so this is a bug or values beyond the format; {same}",
                 cause="loss_scale_floor",
                 parameters=found.names,
@@ -439,35 +431,6 @@ class GradScaler(torch.amp.GradScaler):
                 cause="skip_limit",
                 parameters=found.names,
             )
-
-
-def _bounds(
-    strict: bool,
-    min_scale: float | None,
-    max_scale: float | None,
-    max_consecutive_skips: int | None,
-) -> tuple[float, float] | None:
-    """The floor and ceiling that the options ask for, or None if none of them is on."""
-    skips = 1 if max_consecutive_skips is None else max_consecutive_skips
-    if not isinstance(skips, int) or isinstance(skips, bool) or skips < 1:
-        raise PrecisionError(f"max_consecutive_skips is {skips!r}; allowed: integers >= 1")
-    bounds = []
-    low, high = (STRICT_FLOOR, STRICT_CEILING) if strict else (SMALLEST_SCALE, LARGEST_SCALE)
-    for name, given, default in (("min_scale", min_scale, low), ("max_scale", max_scale, high)):
-        value = default if given is None else given
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not SMALLEST_SCALE <= value <= LARGEST_SCALE:
-            raise PrecisionError(
-                f"{name} is {value!r}; allowed: numbers from 2^-126 to 2^126, whose reciprocals "
-                "are normal fp32 numbers"
-            )
-        bounds.append(torch.tensor(value, dtype=torch.float32).item())  # as the scale is stored
-    if bounds[0] > bounds[1]:
-        raise PrecisionError(
-            f"min_scale {bounds[0]:g} is above max_scale {bounds[1]:g}; allowed: at most equal"
-        )
-    given = (min_scale, max_scale, max_consecutive_skips) != (None, None, None)
-    return (bounds[0], bounds[1]) if strict or given else None
 
 
 # --- records of steps -----------------------------------------------------------------------------

@@ -230,7 +230,8 @@ class FiniteGuard(LoopScaler):
     """
 
     def __init__(self, device: str, **options: Any) -> None:
-        super().__init__(device, 1.0, min_scale=1.0, max_scale=1.0, **options)
+        super().__init__(device, 1.0, **options)
+        self._bounds = 1.0, 1.0
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless something is not finite on any rank; without gradients, as without a guard.
