@@ -40,11 +40,12 @@ def momentum_of(optimizer: Muon, p: nn.Parameter) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("steps", [1, 5, 8])
-def test_the_iteration_has_the_bits_of_torch_s(shape, steps):
+def test_the_iteration_has_the_bits_of_torch_s(shape):
     update = normal(shape)
-    theirs = torch.optim._muon._zeropower_via_newtonschulz(update, (3.0, -3.0, 1.0), steps, 1e-7)
-    assert torch.equal(newton_schulz(update.bfloat16(), steps, (3.0, -3.0, 1.0)), theirs)
+    theirs = torch.optim._muon._zeropower_via_newtonschulz(
+        update, (3.4445, -4.7750, 2.0315), 5, 1e-7
+    )
+    assert torch.equal(newton_schulz(update.bfloat16()), theirs)
 
 
 # --- the step -----------------------------------------------------------------------------------
@@ -115,7 +116,6 @@ def test_the_helper_says_which_parameters_are_muon_s():
     assert [g["use_muon"] for g in groups] == [True, False, False, False, False]
     optimizer = Muon(groups, lr=0.02)
     assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 3e-4, 3e-4]
-    assert [g["eps"] for g in optimizer.param_groups] == [1e-7, 1e-8, 1e-8, 1e-8, 1e-8]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.2, 0.2, 0.2, 0.0]
     with pytest.raises(PrecisionError, match=r"adamw='x\.\*'.*matches none of 15 trainable"):
         muon_groups(Small(), adamw=["x.*"])
@@ -132,9 +132,6 @@ def test_options_that_mean_nothing_are_refused():
     every(
         [
             ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
-            ({"ns_steps": 0}, "Invalid ns_steps: 0; allowed: 1 to 99"),
-            ({"ns_steps": 2.5}, "Invalid ns_steps: 2.5; allowed: 1 to 99"),
-            ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
             (
                 {"adjust_lr_fn": "rms"},
                 "function rms is not supported.*original, match_rms_adamw",

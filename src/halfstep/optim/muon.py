@@ -29,26 +29,16 @@ Adjustment = Literal["original", "match_rms_adamw"]
 # https://kellerjordan.github.io/posts/muon: the quintic whose slope at 0 is largest while it keeps
 # (0, 1] within about (0.7, 1.2); torch.optim.Muon has the same numbers.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_EPS = 1e-7  # of the norm, in torch.optim.Muon
-_ADAMW_EPS = 1e-8
-_MOST_STEPS = 100  # as torch.optim.Muon
+_STEPS, _EPS = 5, 1e-7  # and of the norm: torch.optim.Muon's defaults
 
 
-def newton_schulz(
-    matrix: Tensor,
-    steps: int = 5,
-    coefficients: Sequence[float] = COEFFICIENTS,
-    eps: float = _EPS,
-) -> Tensor:
-    """Bring the singular values of a matrix near 1 by matrix products alone, in its own dtype.
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Bring the singular values of a matrix near 1 by five steps of matrix products, in its dtype.
 
     With X scaled to a Frobenius norm of 1, each step is X <- a X + (b A + c A A) X, A = X X^T.
 
     Args:
         matrix: Of shape (rows, columns); bf16 in Muon.
-        steps: The number of steps.
-        coefficients: a, b and c.
-        eps: The least norm that the matrix is divided by.
 
     Returns:
         A new matrix of the same shape: U S V^T where the argument is U T V^T, with S mostly within
@@ -56,12 +46,14 @@ def newton_schulz(
 
     **Source:** as ``COEFFICIENTS``; the operations, in this order, are torch.optim.Muon's.
     """
+    a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix  # the smaller of X X^T and X^T X
-    x = x / x.norm().clamp(min=eps)
+    x = x / x.norm().clamp(min=_EPS)
     with _fast_products(x):
-        for _ in range(steps):
-            x = quintic(x, coefficients)
+        for _ in range(_STEPS):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 
@@ -69,13 +61,6 @@ def _fast_products(matrix: Tensor) -> AbstractContextManager[Any]:
     """Around products of a matrix: through fp32 where the CPU has no instructions for its dtype."""
     scalar = matrix.device.type == "cpu" and matrix.dtype is torch.bfloat16 and not cpu_has_bf16()
     return SimulatedProducts(matrix.dtype) if scalar else nullcontext()
-
-
-def quintic(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """One step of :func:`newton_schulz`: a X + (b A + c A A) X, with A = X X^T."""
-    a, b, c = coefficients
-    gram = x @ x.T
-    return torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
 
 
 class Muon(LowPrecisionOptimizer):
@@ -104,15 +89,13 @@ class Muon(LowPrecisionOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
-        eps: float = _EPS,
-        ns_steps: int = 5,
         adjust_lr_fn: Adjustment | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         **storage: Unpack[Storage],
     ) -> None:
-        """Make the optimizer; the arguments up to ``adjust_lr_fn`` are those of torch.optim.Muon.
+        """Make the optimizer; all but the last have their names in torch.optim.Muon.
 
         Args:
             params: Groups, as of :func:`muon_groups`, or matrices.
@@ -120,27 +103,21 @@ class Muon(LowPrecisionOptimizer):
             weight_decay: As of :class:`AdamW`.
             momentum: Decay of the average of gradients.
             nesterov: Orthogonalize the average of momentum and gradient, not the momentum itself.
-            ns_coefficients: Of :func:`newton_schulz`.
-            eps: The least norm that a momentum is divided by; in groups of AdamW its ``eps``, which
-                is 1e-8 there unless the group has its own.
-            ns_steps: The number of steps of :func:`newton_schulz`, which runs in bf16.
             adjust_lr_fn: ``"original"`` (or None): times the square root of rows / columns where
                 there are more rows; ``"match_rms_adamw"``: times 0.2 and the square root of the
                 larger, so that one learning rate suits matrices and AdamW.
             betas: AdamW's decay rates, in groups with ``use_muon=False``.
+            eps: AdamW's, there.
             storage: As of :class:`AdamW`.
         """
         options = {
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
-            **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
-            **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "use_muon": True},
+            **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
         super().__init__(params, options, **storage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim`` does, for Muon or, with ``use_muon=False``, for AdamW."""
-        if not param_group.get("use_muon", True):
-            param_group.setdefault("eps", _ADAMW_EPS)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -157,11 +134,9 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(group, plan, members)
             return
-        steps, coefficients, eps = (group[key] for key in ("ns_steps", "ns_coefficients", "eps"))
         kernel = self._kernel(members[0][0].device, DIRECTED.name)
         for parameter, task in members:
-            whole = self._averaged(group, plan, parameter, task)
-            whole = newton_schulz(whole, steps, coefficients, eps)
+            whole = newton_schulz(self._averaged(group, plan, parameter, task))
             factor = adjustment(group["adjust_lr_fn"], *whole.shape)
             direction = part_like(whole, whole_of(parameter))
             # element-wise again, so one kernel stores it in any rounding mode
@@ -203,7 +178,7 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 
 def _check_options(group: dict[str, Any]) -> None:
-    kind, steps, momentum = group["adjust_lr_fn"], group["ns_steps"], group["momentum"]
+    kind, momentum = group["adjust_lr_fn"], group["momentum"]
     require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
     if kind not in (None, *allowed):
@@ -211,10 +186,6 @@ def _check_options(group: dict[str, Any]) -> None:
             f"Adjust learning rate function {kind} is not supported: adjust_lr_fn may be "
             f"{', '.join(allowed)} or None"
         )
-    good = type(steps) is int and 0 < steps < _MOST_STEPS
-    require_option(good, "ns_steps", steps, f"1 to {_MOST_STEPS - 1}")
-    good = len(group["ns_coefficients"]) == len(COEFFICIENTS)
-    require_option(good, "ns_coefficients", group["ns_coefficients"], "three numbers")
     if not group["use_muon"]:
         return
     for at, parameter in enumerate(group["params"]):
