@@ -45,6 +45,7 @@ def fresh_build(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("HALFSTEP_KERNEL", raising=False)
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CXXFLAGS", raising=False)
     native_kernel.cache_clear()
     yield tmp_path
     native_kernel.cache_clear()
@@ -245,7 +246,9 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_it_is_built_once_and_found_again(kernel, fresh_build, monkeypatch):
+def test_it_is_built_once_and_found_again_and_anew_with_other_flags(
+    kernel, fresh_build, monkeypatch
+):
     wanted = step_once()
     assert kernel_for("cpu").name == "a kernel compiled for this CPU"
     (library,) = (fresh_build / "cache" / "halfstep" / "kernels").iterdir()
@@ -255,6 +258,10 @@ def test_it_is_built_once_and_found_again(kernel, fresh_build, monkeypatch):
     native_kernel.cache_clear()
     assert torch.equal(step_once(), wanted)
     assert library.stat().st_mtime_ns == before
+    monkeypatch.setenv("CXXFLAGS", "-g1")
+    native_kernel.cache_clear()
+    assert torch.equal(step_once(), wanted)
+    assert len([*library.parent.iterdir()]) == 2
 
 
 def test_without_a_compiler_the_torch_operations_step_and_the_reason_is_told(

@@ -40,8 +40,8 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     """The library of some sources, or the reason why there is none.
 
     ``sources`` are paths inside the package, ``.cpp`` files and the headers they include; ``fused``
-    lets the compiler round a product and a sum once instead of twice. ``HALFSTEP_KERNEL=torch`` in
-    the environment asks for torch's operations instead.
+    lets the compiler round a product and a sum once instead of twice. The environment's ``CXX`` and
+    ``CXXFLAGS`` are heeded; ``HALFSTEP_KERNEL=torch`` asks for torch's operations instead.
     """
     if os.environ.get("HALFSTEP_KERNEL") == "torch":
         return "HALFSTEP_KERNEL=torch"
@@ -49,6 +49,7 @@ def load_library(sources: Sequence[str], *, fused: bool) -> ctypes.CDLL | str:
     compiler = shlex.split(os.environ.get("CXX", "")) or [*known][:1]
     if not compiler:
         return "no C++ compiler (g++, c++ or clang++) on the PATH"
+    compiler += shlex.split(os.environ.get("CXXFLAGS", ""))
     try:
         return ctypes.CDLL(str(_build(compiler, sources, fused)))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
@@ -84,9 +85,10 @@ def _build(compiler: Sequence[str], sources: Sequence[str], fused: bool) -> Path
 
 
 def _identity(compiler: Sequence[str]) -> str:
-    """Which compiler it is, by its files, as asking it for its version would take 10 ms."""
-    files = (Path(found).resolve() for found in map(shutil.which, compiler) if found)
-    return " ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+    """Its words, and its files, as asking it for its version would take 10 ms."""
+    files = [Path(found).resolve() for found in map(shutil.which, compiler) if found]
+    said = (f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+    return " ".join((*compiler, *said))
 
 
 def _cpu() -> str:
