@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.parity import fingerprint, told, whole
 from halfstep.precision.agreement import MARK
 from halfstep.precision.ema import EMA
-from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.step import Precision
 
 ROWS = 8
@@ -153,30 +152,12 @@ def losses_of(kind, model, step, rank):
 
 
 def train(
-    rank, kind, policy="fp32", *, optimizer="foreach", steps=4, before=0, poison=None,
-    nan_loss=None, max_norm=None, ema=False, look=False, first_look=False, **options,
-):  # fmt: skip
-    """A loop; ``before`` steps by torch alone first, ``look`` evaluates the average between steps.
-
-    ``poison`` gives (step, rank, value): put in one element of that rank's part of the last matrix;
-    ``nan_loss`` (step, rank).
-    """
+    rank, kind, policy="fp32", *, optimizer="foreach", steps=4, nan_loss=None, ema=False, **options
+):
+    """A loop whose loss is NaN on a rank in a step; an average is evaluated between steps."""
     model = wrap(kind, net())
-    if first_look:
-        with torch.no_grad():
-            model(data(99)[0])
     inner = model.module if kind == "ddp" else model
-    used = make(kind, optimizer)(inner.parameters()) if not first_look else None
-    for step in range(before):
-        for loss in losses_of(kind, model, 30 + step, rank):
-            loss.backward()
-        used.step()
-        used.zero_grad()
-    if used is None:
-        inner.reshard() if kind == "fsdp" else None
-        used = make(kind, optimizer)(inner.parameters())
-        with torch.no_grad():
-            model(data(99)[0])
+    used = make(kind, optimizer)(inner.parameters())
     average = EMA(inner, decay=0.5) if ema else None
     precision = Precision(policy, inner, used, ema=average, **options)
     results, looks, unchanged = [], [], []
@@ -185,12 +166,10 @@ def train(
             losses = losses_of(kind, model, step, rank)
         for loss in losses:
             precision.backward(loss * (torch.nan if nan_loss == (step, rank) else 1))
-        if poison is not None and poison[:2] == (step, rank):
-            local_part(inner.get_parameter("down.weight").grad).view(-1)[0] = poison[2]
         known = fingerprint(inner, precision)
-        results.append(precision.step(max_norm=max_norm))
+        results.append(precision.step())
         unchanged.append(fingerprint(inner, precision) == known)
-        if look:
+        if ema:
             with average.applied_to(inner), torch.no_grad():
                 looks.append(mse(model, data(77)).item())
     named = dict(inner.named_parameters())

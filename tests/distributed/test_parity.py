@@ -169,21 +169,6 @@ def test_four_ranks_train_as_one_device(pool4, layout, policy):
     assert many[0]["norms"] == pytest.approx(one["norms"], rel=4 * UBF16 if low else 64 * U32)
 
 
-CLIP = 0.1  # of norms above 1
-
-
-@pytest.mark.parametrize("policy", ["fp32", "fp16-mixed", "bf16-master", "bf16-split", "bf16-pure"])
-def test_clipping_over_data_ranks_is_that_of_one_device_bit_for_bit(pool2, policy):
-    one = one_device(policy, 2, max_norm=CLIP)
-    assert min(one["norms"]) > CLIP
-    assert not all(
-        torch.equal(w, one_device(policy, 2)["weights"][n]) for n, w in one["weights"].items()
-    )
-    many = pool2.run(parity.run, layout="data=2", policy=policy, max_norm=CLIP)
-    ranks_agree(many)
-    same_run(many, one)
-
-
 # Overflow and NaN on one rank only.
 
 SCALED, UNSCALED = "fp16-mixed,init_scale=256", "bf16-mixed"

@@ -213,3 +213,22 @@ def losses_that_break(rank, values):
 )
 def test_the_rank_whose_loss_is_not_finite_is_named_by_all(pool2, values, told):
     assert pool2.run(losses_that_break, values=values) == [told, told]
+
+
+def step_on_some(rank, able):
+    model = torch.nn.Linear(3, 1)
+    precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank in able:
+        precision.backward(model(torch.ones(2, 3)).sum())
+    try:
+        precision.step()
+    except HalfstepError as error:
+        return str(error)
+    return "stepped"
+
+
+def test_a_rank_that_cannot_step_takes_the_others_along(pool2):
+    one, other = pool2.run(step_on_some, able=[0])
+    assert "1 of 2 ranks could not take this step" in one
+    assert "step() without backward()" in other
+    assert pool2.run(step_on_some, able=[0, 1]) == ["stepped"] * 2  # and the group is as before

@@ -90,3 +90,22 @@ def test_a_failure_on_one_rank_is_told_to_the_other_at_once(pool2, method, faili
     expected = [(f"PeerError: rank {failing} failed; its own message tells why", True)] * 2
     expected[failing] = ("ValueError: disk", True)
     assert results == expected
+
+
+def compare(rank, values):
+    world = World.around_group()
+    try:
+        world.require_same(dict(values[rank]))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_the_first_difference_is_named_on_every_rank(pool4):
+    same = {"version": "1", "data": "abc", "seed": "7"}
+    assert pool4.run(compare, values=[same] * 4) == [""] * 4
+    values = [same, same, {**same, "data": "abd", "seed": "8"}, same]
+    found = pool4.run(compare, values=values)
+    assert all("rank 2 has another data than rank 0" in text for text in found)
+    assert all("'abd' and 'abc'" in text for text in found)

@@ -1,7 +1,6 @@
 """Constructors and states of ``torch.optim``: what is taken means the same, the rest is named."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -135,19 +134,3 @@ def test_a_change_of_the_memory_format_takes_the_moments_along():
     q.data = torch.ones(2, 2)
     with pytest.raises(PrecisionError, match=r"has shape .*, the parameter shape \(2, 2\)"):
         run(other, q)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_has_the_options_and_goes_on_alike(cls, copied):
-    p = nn.Parameter(weights().detach().bfloat16())
-    options = {"moments": "8bit", "update": "split24"}
-    ours = cls([p], lr=torch.tensor(0.1), **options)
-    run(ours, p)
-    twin = copied(ours)
-    (group,) = twin.param_groups
-    assert {key: group[key] for key in options} == options
-    (q,) = group["params"]
-    assert q is not p
-    assert torch.equal(run(ours, p), run(twin, q))
-    assert all(torch.equal(v, twin.state[q][k]) for k, v in ours.state[p].items())
