@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distributed import parity
 from halfstep import LayerHealth
+from halfstep.distributed.strategy import plan_of
+from halfstep.errors import ConfigError
 from halfstep.precision.masters.local_part import local_part, reshard_
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
@@ -37,6 +40,14 @@ def test_each_rank_trains_half_of_the_numbers_and_gathered_weights_are_dropped(p
         assert held == owned == whole // 2
         assert all(sharded)
         assert (gathered, settled) == ("Tensor", "DTensor")
+
+
+def test_a_hugging_face_model_names_the_classes_of_its_blocks():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model._no_split_modules = ["Linear"]
+    assert plan_of(model).blocks == (model[0], model[2])
+    with pytest.raises(ConfigError, match="does not say what to shard"):
+        plan_of(nn.Linear(1, 1))
 
 
 def diverging(rank, layout):
