@@ -283,6 +283,7 @@ def test_the_row_that_breaks_a_batch_is_named():
         run.fit(Regression(), DataLoader(data, batch_size=BATCH))
     assert caught.value.first_cause.samples == (2,)
     assert caught.value.first_cause.cause_class == "data not finite"
+    assert f"at {__file__}:" in str(caught.value)
 
 
 def test_no_step_where_training_step_gives_none():
