@@ -58,15 +58,11 @@ def backward_all(strategy, model, precision, step, micro=1, factor=1.0):
     strategy.finish()
 
 
-def run(
-    rank, layout, policy, *, steps=3, micro=1, max_norm=None, poison=(), value=float("inf"),
-    bad_loss=(), **options,
-):  # fmt: skip
+def run(rank, layout, policy, *, steps=3, micro=1, poison=(), bad_loss=(), **options):
     """Train; returns losses, norms, whether applied, scales and the whole final weights.
 
     ``micro`` micro-batches on each rank; ``poison`` gives (step, rank) whose gradients get an inf
-    (``value``) in one element of this rank's part of one parameter; ``bad_loss`` those whose loss
-    is NaN.
+    in one element of this rank's part of one parameter; ``bad_loss`` those whose loss is NaN.
     """
     layout = Layout.parse(layout)
     strategy, model, precision = prepare(str(layout), policy, **options)
@@ -78,14 +74,13 @@ def run(
         if (step, rank) in poison:
             gradients = precision.masters.gradients([*precision.named_parameters().values()])
             gradient = next(g for p, g in gradients.items() if g.dim() == 2 and g.numel())
-            gradient[0, 0] = value
+            gradient[0, 0] = float("inf")
         before = fingerprint(model, precision)
-        results.append(precision.step(max_norm=max_norm))
+        results.append(precision.step())
         unchanged.append(fingerprint(model, precision) == before)
     return told(results) | {
         "unchanged": unchanged,
         "weights": {n: whole(p, m) for n, p, m in masters(model, precision)},
-        "parts": {n: local_part(p.detach()).clone() for n, p in model.named_parameters()},
     }
 
 

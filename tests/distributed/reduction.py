@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -148,36 +148,3 @@ def reduced(
         reducer.finish()
         found = packed(gradients(precision))
     return found
-
-
-class Watch:
-    """Records every collective that the process starts: its name and the bytes it hands over."""
-
-    NAMES = ("all_reduce", "all_to_all_single", "all_gather_single", "all_gather_into_tensor")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def __enter__(self) -> Watch:
-        self._before = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
-        for name, function in self._before.items():
-            setattr(dist, name, self._recording(name, function))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self._before.items():
-            setattr(dist, name, function)
-
-    def _recording(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            self.calls.append((name, arguments[0].nbytes))  # the whole: what all ranks then have
-            return function(*arguments, **options)
-
-        return call
-
-    def sent(self, ranks: int) -> float:
-        """Bytes, by the definitions of a ring and of an exchange of parts."""
-        return sum(
-            size * (ranks - 1) / ranks * (2 if name == "all_reduce" else 1)
-            for name, size in self.calls
-        )

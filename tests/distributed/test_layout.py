@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import strategies as st
 
 from every import every
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-
-SIZES = st.integers(1, 64)
-LAYOUTS = st.builds(lambda d, s, t: Layout(data=d, shard=s, tensor=t), SIZES, SIZES, SIZES)
-
 
 TEXTS = {
     "": (1, 1, 1),

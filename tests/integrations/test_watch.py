@@ -58,16 +58,13 @@ def bert() -> BertForSequenceClassification:
     )  # fmt: skip
 
 
-def watched_or_not(model, path, source=None, scaler=None):
-    if path is None:
-        return contextlib.nullcontext()
-    return watch(model, source, scaler=scaler, every=2, to=path)
+def watched_or_not(model, path, source=None):
+    return contextlib.nullcontext() if path is None else watch(model, source, every=2, to=path)
 
 
-def by_accelerate(path, precision, scaler=None):
+def by_accelerate(path, precision):
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-    accelerator.scaler = scaler  # Accelerate makes one for GPUs alone
     model = bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = torch.utils.data.DataLoader(Rows(), batch_size=4)
@@ -76,8 +73,7 @@ def by_accelerate(path, precision, scaler=None):
         for batch in rows:
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch).loss)
-                if scaler is None:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     return model
