@@ -10,13 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.optim import AdamW
 from halfstep.precision.step import Precision
 
 pl = pytest.importorskip("lightning.pytorch")
 
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
@@ -424,21 +422,6 @@ def test_sharding_strategies_are_refused_by_name():
     model._trainer = Stub()
     with pytest.raises(PrecisionError, match="FSDPStrategy shards weights"):
         HalfstepPrecision("bf16-mixed").connect(model, [], [])
-
-
-def test_the_scaler_in_lightnings_plugin_is_lightnings_bit_for_bit():
-    def run(scaler):
-        model, _ = fit(MixedPrecision("16-mixed", "cpu", scaler), gradient_clip_val=0.1,
-                       model=Regression(bad=(OVERFLOW,), make=torch.optim.AdamW))  # fmt: skip
-        return weights(model), model.losses, scaler.get_scale()
-
-    scaler = GradScaler("cpu")
-    theirs, ours = run(torch.amp.GradScaler("cpu")), run(scaler)
-    assert same(theirs[0], ours[0])
-    assert theirs[1:] == ours[1:]
-    assert theirs[2] < 2.0**16
-    assert scaler.last_step.applied
-    assert scaler.last_step.skipped_total == 1
 
 
 # The log --------------------------------------------------------------------------------------

@@ -188,28 +188,6 @@ def test_huge_values_stay_finite(signed):
     assert np.isfinite(stored(infinite, random_noise(128, 0), signed)).all()
 
 
-# --- other formats ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_bf16_moments_round_stochastically_with_the_exact_mean(signed):
-    """16 bits are cut, and 16 of the 20 random bits are used: all 2^16 of them once."""
-    for value in (1.0, 1.001, 3e-5, 1e-39, 7.77e30):
-        x = np.float32(value)
-        noise = noise_for(np.arange(2**16, dtype=np.uint32), signed)
-        codes, tops = encode(torch.full((2**16,), float(x)), "bf16", noise, signed=signed)
-        assert tops is None
-        assert codes.dtype == torch.bfloat16
-        got = decode(codes, None, signed=signed).double().numpy()
-        total = sum(
-            Fraction(v) * int(n)
-            for v, n in zip(*(a.tolist() for a in np.unique(got, return_counts=True)), strict=True)
-        )
-        assert total / 2**16 == Fraction(float(x))
-        low, high = floats.bracket(np.array([float(x)]), floats.BF16)
-        assert set(got) <= {low[0], high[0]}
-
-
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_block_with_a_nan_is_nan_throughout(signed):
     values = torch.ones(300)
