@@ -200,15 +200,8 @@ def open_world(
         PrecisionError: If ``device_kind`` is not a device.
     """
     device_kind = as_device(device_kind).type
-    missing = [name for name in _NEEDED if not os.environ.get(name)]
-    if {*_NEEDED[:3]} <= {*missing}:
+    if not _describes_ranks():
         return World()
-    if missing:
-        raise ConfigError(
-            f"the environment has only some of {', '.join(_NEEDED)}; missing: "
-            f"{', '.join(missing)}; start ranks with --nproc or torchrun, which set all of them, "
-            "or unset the rest"
-        )
     rank, size, local_rank = (int(os.environ[name]) for name in _NEEDED[:3])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -233,13 +226,26 @@ def open_world(
                 device_id=device,
             )
     except RuntimeError as error:  # the base class of torch.distributed's own errors
-        reason = str(error).partition("\n")[0]
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        place = "{MASTER_ADDR}:{MASTER_PORT} (MASTER_ADDR, MASTER_PORT)".format_map(os.environ)
         raise PeerError(
-            f"the {size} ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT) within "
-            f"{timeout_seconds:g} s: {reason}"
+            f"the {size} ranks did not meet at {place} within {timeout_seconds:g} s: "
+            f"{str(error).partition(chr(10))[0]}"
         ) from error
     return World(rank, size, local_rank, attempt, store)
+
+
+def _describes_ranks() -> bool:
+    """Whether the environment does; ConfigError if it is incomplete."""
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    if {*_NEEDED[:3]} <= {*missing}:
+        return False
+    if missing:
+        raise ConfigError(
+            f"the environment has only some of {', '.join(_NEEDED)}; missing: "
+            f"{', '.join(missing)}; start ranks with --nproc or torchrun, which set all of them, "
+            "or unset the rest"
+        )
+    return True
 
 
 def _prefixed(prefix: str, store: Any) -> Any:

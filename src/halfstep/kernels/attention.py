@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -203,10 +204,9 @@ def _differentiable(
             "attention with dropout has no second derivative here: set dropout_p=0.0 where "
             "create_graph=True, or ask for torch's own by torch.nn.attention.sdpa_kernel(MATH)"
         )
-    with torch.enable_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        mask = None if mask is None else mask.to(q.dtype)
-        grouped = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, 0.0, settings.causal, scale=settings.scale, enable_gqa=grouped
-        )
-        return differentiated(out, (q, k, v), grad)
+    options: Any = {"is_causal": settings.causal, "scale": settings.scale}
+    options |= {"enable_gqa": k.shape[1] != q.shape[1]}
+    mask = None if mask is None else mask.to(q.dtype)
+    attend_by_torch = partial(F.scaled_dot_product_attention, attn_mask=mask, **options)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return differentiated(attend_by_torch, (q, k, v), grad)

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -209,10 +209,11 @@ def by_torch(grad: Tensor) -> bool:
     return False
 
 
+@torch.enable_grad()
 def differentiated(
-    y: Tensor, given: Sequence[Tensor | None], grad: Tensor
+    function: Callable[..., Tensor], given: Sequence[Tensor | None], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of what was given, to be differentiated again; None where none is wanted."""
+    """A function's gradients, to be differentiated again; None where none is wanted."""
     wanted = [t for t in given if t is not None and t.requires_grad]
-    made = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    made = iter(torch.autograd.grad(function(*given), wanted, grad, create_graph=True))
     return tuple(next(made) if t is not None and t.requires_grad else None for t in given)

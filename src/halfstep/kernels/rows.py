@@ -7,6 +7,7 @@ Shapes: N rows, V columns.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,13 +50,10 @@ class _GeluTanh(torch.autograd.Function):
         return gelu_tanh_or_slope(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
         (x,) = ctx.saved_tensors
         if by_torch(grad):
-            with torch.enable_grad():
-                (made,) = differentiated(F.gelu(x, approximate="tanh"), (x,), grad)
-                assert made is not None, "x requires a gradient, as this is its backward"
-                return made
+            return differentiated(partial(F.gelu, approximate="tanh"), (x,), grad)[0]
         return gelu_tanh_or_slope(x, grad)
 
 
@@ -144,7 +142,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, bias, mean, inverse = ctx.saved_tensors
         if by_torch(grad):
-            grads = _norm_differentiable(x, gain, bias, ctx.epsilon, mean is not None, grad)
+            defined = partial(_normed, epsilon=ctx.epsilon, centred=mean is not None)
+            grads = differentiated(defined, (x, gain, bias), grad.float())
         else:
             grad_x, sums = norm_gradients(x, gain, grad, mean, inverse)
             parameters = zip((gain, bias), sums[:2], strict=True)
@@ -257,18 +256,14 @@ def gelu_of_rows_backward_(grad: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     return sums.sum(0)
 
 
-def _norm_differentiable(
-    x: Tensor, gain: Tensor | None, bias: Tensor | None, epsilon: float, centred: bool, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients by torch's operations, which can be differentiated again."""
-    with torch.enable_grad():
-        wide = [None if t is None else t.float() for t in (x, gain, bias)]
-        shape = x.shape[-1:]
-        if centred:
-            y = F.layer_norm(wide[0], shape, wide[1], wide[2], epsilon)  # type: ignore[arg-type]
-        else:
-            y = F.rms_norm(wide[0], shape, wide[1], epsilon)  # type: ignore[arg-type]
-        return differentiated(y, (x, gain, bias), grad.float())
+def _normed(
+    x: Tensor, gain: Tensor | None, bias: Tensor | None, *, epsilon: float, centred: bool
+) -> Tensor:
+    """A norm by torch's operations, in fp32."""
+    gain, bias = (None if t is None else t.float() for t in (gain, bias))
+    if centred:
+        return F.layer_norm(x.float(), x.shape[-1:], gain, bias, epsilon)
+    return F.rms_norm(x.float(), x.shape[-1:], gain, epsilon)
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -302,11 +297,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, base = ctx.saved_tensors
         if by_torch(grad):
-            with torch.enable_grad():
-                losses = F.cross_entropy(
-                    logits.float(), targets, ignore_index=ctx.ignore_index, reduction="none"
-                )
-                return (*differentiated(losses, (logits,), grad), None, None)
+            options: Any = {"ignore_index": ctx.ignore_index, "reduction": "none"}
+            made = differentiated(
+                lambda x: F.cross_entropy(x.float(), targets, **options), (logits,), grad
+            )
+            return (*made, None, None)
         grad = grad.float().masked_fill(targets == ctx.ignore_index, 0)
         made = logits.new_empty(logits.shape)
         _errors(logits, targets, base, grad, made)
