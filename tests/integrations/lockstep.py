@@ -116,11 +116,6 @@ class Side:
     def update(self, *scale: Any) -> None:
         self.scaler.update(*scale)
 
-    def set_factors(self, growth: float, backoff: float, interval: int) -> None:
-        self.scaler.set_growth_factor(growth)
-        self.scaler.set_backoff_factor(backoff)
-        self.scaler.set_growth_interval(interval)
-
     def zero_grad(self, to_none: bool) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=to_none)
@@ -235,7 +230,6 @@ def _calls(rng: random.Random) -> Iterator[tuple[str, tuple[Any, ...]]]:
             ("step", (which, rng.random() < 0.5)),
             ("update", (rng.choice([scale, torch.tensor(scale), torch.ones(2), 4]),)),
             ("scale", (0, 4)),
-            ("set_factors", (rng.choice([2.0, 4.0]), rng.choice([0.5, 0.0]), rng.randint(1, 3))),
             ("save", ()),
             ("load", rng.choice([(), ({},), ({"scale": 8.0, "growth_factor": 2.0},)])),
             ("restart", ()),

@@ -41,10 +41,6 @@ def new_moments(parameters, optimizer):
     optimizer.state[parameters[1]]["exp_avg"] = torch.ones_like(parameters[1])
 
 
-def moments_written(parameters, optimizer):
-    optimizer.state[parameters[1]]["exp_avg_sq"].fill_(2.0)
-
-
 def another_step_number(parameters, optimizer):
     optimizer.state[parameters[2]]["step"].fill_(40)
 
@@ -71,8 +67,7 @@ def a_parameter_less(parameters, optimizer):
 
 
 CHANGES = (
-    new_memory, other_layout, a_part, new_moments, moments_written, another_step_number,
-    new_options,
+    new_memory, other_layout, a_part, new_moments, another_step_number, new_options,
     no_state, loaded, a_group_more, a_parameter_less,
 )  # fmt: skip
 
