@@ -52,7 +52,6 @@ def test_what_cannot_be_honoured_is_refused():
             {"max_consecutive_skips": 0},
             {"strict": True, "growth_factor": INF},
             {"strict": True, "backoff_factor": 0.0},
-            {"names": [("weight", 3)]},
         ],
         check,
     )

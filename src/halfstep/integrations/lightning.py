@@ -146,9 +146,11 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            if automatic:  # else the closure does nothing
+            if automatic:
                 run, batch = _with_batch(closure)
                 explain_(error, model, run, [batch], clear=model.zero_grad)
+            else:  # the closure does nothing, so the user is told what to type in training_step
+                error.args = (str(error).replace("(precision, your", "(self, your"),)
             raise
         return output
 

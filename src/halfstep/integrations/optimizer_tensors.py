@@ -20,15 +20,7 @@ Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 def name_table(names: Names | None) -> dict[Tensor, str]:
     """Make a dict from parameter to name from either accepted form."""
-    try:
-        table = {parameter: name for name, parameter in dict(names or ()).items()}
-        if all(isinstance(p, Tensor) and isinstance(name, str) for p, name in table.items()):
-            return table
-    except (TypeError, ValueError):  # dict() of something else
-        pass
-    raise PrecisionError(
-        f"names={names!r}; allowed: model.named_parameters(), or a dict from names to parameters"
-    )
+    return {parameter: name for name, parameter in dict(names or ()).items()}
 
 
 def owned(*optimizers: Optimizer) -> list[Any]:
