@@ -23,8 +23,7 @@ Shapes: B batch, T positions, C width, F this rank's part of the features.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -167,11 +166,6 @@ class ParallelForward:
     def placement(parameter: str) -> Placement:
         """Return the placement on the axis of one of the module's own parameters."""
         return Replicate()
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, so that ``inspect`` shows its signature."""
-        return MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the module's parts; this base class has it whole on every rank."""

@@ -18,17 +18,11 @@ from halfstep.precision.scaling.gradients import global_norm
 class Kernel:
     """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
-    way: str  # a description for people
+    name: str  # a description for people, with the reason if it is not a fast kernel
     run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
-    reason: str = ""  # why it is not a fast kernel
-
-    @property
-    def name(self) -> str:
-        """The description, with the reason if there is one."""
-        return f"{self.way} ({self.reason})" if self.reason else self.way
 
 
 def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
@@ -53,4 +47,4 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
             if rule in RULES:
                 return Kernel("Triton kernels", cuda.run_cuda, norm)
             reason = f"no Triton kernel has the rule {rule}"
-    return Kernel("torch operations", run_torch, norm, str(reason))
+    return Kernel(f"torch operations ({reason})", run_torch, norm)
