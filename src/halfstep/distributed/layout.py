@@ -23,6 +23,11 @@ class Layout:
     tensor: int = 1
     """Number of ranks that share every matrix product (tensor parallel)."""
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a size that is not a positive integer."""
+        if not all(type(size) is int and size > 0 for size in self.axes.values()):
+            raise ConfigError(f"the layout has sizes {self.axes}; allowed: integers >= 1")
+
     @property
     def size(self) -> int:
         """Number of ranks: the product of all axes."""

@@ -20,7 +20,12 @@ Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 def name_table(names: Names | None) -> dict[Tensor, str]:
     """Make a dict from parameter to name from either accepted form."""
-    return {parameter: name for name, parameter in dict(names or ()).items()}
+    try:
+        return {parameter: name for name, parameter in dict(names or ()).items()}
+    except (TypeError, ValueError):  # dict() of something else
+        raise PrecisionError(
+            f"names={names!r}; allowed: model.named_parameters(), or a dict of them"
+        ) from None
 
 
 def owned(*optimizers: Optimizer) -> list[Any]:
