@@ -20,13 +20,10 @@ from torch.distributed.fsdp import (
 )
 
 from halfstep.distributed.strategy import ParallelPlan, Strategy
-from halfstep.precision.masters.local_part import part_like
 
 
 class FullySharded(Strategy):
     """Splits parameters and batch over the ``shard`` axis; ``data`` adds copies of that (HSDP)."""
-
-    _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Shard each of the plan's blocks, then the parameters outside of them as one unit."""

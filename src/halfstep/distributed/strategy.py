@@ -34,7 +34,7 @@ from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
-from halfstep.precision.masters.local_part import is_sharded, local_part, reshard_
+from halfstep.precision.masters.local_part import is_sharded, local_part, part_like, reshard_
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -133,14 +133,10 @@ class Strategy:
             cast_parameters_(model, placed.dtypes())
         self.shard_(model, plan)
         named = dict(model.named_parameters())
-        self._exact = {n: self._part(full, named[n]) for n, full in self._exact.items()}
+        self._exact = {n: part_like(full, named[n]) for n, full in self._exact.items()}
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Replace parameters by this rank's parts of them; nothing to do on one device."""
-
-    def _part(self, full: Tensor, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor, split as the parameter is."""
-        return full
 
     def attach_(self, precision: Precision) -> None:
         """Give the masters what the cast before the sharding lost, and watch the gradients."""

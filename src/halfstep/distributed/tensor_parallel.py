@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from halfstep.distributed.reducer import DataParallel, RoundedSum
 from halfstep.distributed.strategy import ParallelPlan
 from halfstep.errors import ConfigError
-from halfstep.precision.masters.local_part import part_like
 
 
 def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -122,8 +121,6 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn
 
 class TensorParallel(DataParallel):
     """Splits matrices over the ``tensor`` axis, and the batch over the ``data`` axis."""
-
-    _part = staticmethod(part_like)
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Split the model as its plan says.
