@@ -314,7 +314,7 @@ def stopped(
     if of_loss:
         if index is not None and len(micro) > 1:
             what += f" in micro-batch {index + 1} of {len(micro)}"
-        source = "the forward pass or the data made it, no loss scale can help"
+        source = "the forward pass or the data made it"
     else:
         what = f"the norm of the gradients is {values[-1]} with a finite loss"
         source = f"not finite in {some(broken) or 'no gradient of this rank'}"
