@@ -269,3 +269,43 @@ def test_a_users_post_step_hook_reads_and_writes_the_weights(policy):
     assert torch.equal(seen[0], twin[1].weight)
     assert torch.equal(model[1].weight, twin[1].weight)
     assert precision.named_parameters()["1.bias"].tolist() == [0.5]
+
+
+class Inner(torch.autograd.Function):
+    """A part whose gradients its backward makes itself: in a nested ``grad`` or ``backward``."""
+
+    @staticmethod
+    def forward(ctx, part, nested, x, *parameters):
+        ctx.part, ctx.nested = part, nested
+        ctx.save_for_backward(x, *parameters)
+        return part(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.part(x)
+        if ctx.nested == "grad":  # as adjoints of an ODE and implicit layers do
+            return (None, None, *torch.autograd.grad(y, (x, *parameters), gradient))
+        y.backward(gradient)  # as a reentrant checkpoint does
+        return (None, None, x.grad, *[None] * len(parameters))
+
+
+@pytest.mark.parametrize("nested", ["grad", "backward"])
+@pytest.mark.parametrize("policy", SCALED)
+def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested):
+    def gradients(policy):
+        model = net()
+        _, precision = under(policy, model)
+        part = model[0]
+        with precision.autocast():
+            y = Inner.apply(part, nested, X.clone().requires_grad_(), *part.parameters())
+            loss = model[1](y).square().mean()
+        precision.backward(loss)
+        assert not loss._backward_hooks
+        return [p.grad.float() for p in model.parameters()]
+
+    scaled = f"{policy},init_scale=256"  # so that fp16 holds each gradient
+    for got, expected in zip(gradients(scaled), gradients("fp32"), strict=True):
+        torch.testing.assert_close(got, expected, **NEAR)

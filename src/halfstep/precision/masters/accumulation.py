@@ -17,6 +17,7 @@ another optimizer trains. Their gradients are unscaled too, by hooks that last f
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,21 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
-# Thread id to 1 / S of the backward it runs. Global, as a loss may reach another Precision's model.
-_RUNNING: dict[int, float] = {}
+
+class _Backward:
+    """A backward that runs: 1 / S, and autograd's number of it once it has begun."""
+
+    def __init__(self, inverse: float) -> None:
+        self.inverse = inverse
+        self.task: int | None = None
+
+    def begin(self, gradient: Tensor) -> None:
+        """Take the number, as a hook on the loss, which autograd calls before all others."""
+        self.task = torch._C._current_graph_task_id()
+
+
+# Thread id to the backward it runs. Global, as a loss may reach another Precision's model.
+_RUNNING: dict[int, _Backward] = {}
 
 
 def is_running(device: torch.device) -> bool:
@@ -40,22 +54,52 @@ def is_running(device: torch.device) -> bool:
     return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
 
 
-class _Unscale:
-    """A parameter hook that multiplies a ready gradient by 1 / S of its backward."""
-
-    __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
+class _Receiver:
+    """What the hooks of one Precision share: its format, and the backward that it runs."""
 
     def __init__(self, widens: bool) -> None:
         self.widens = widens  # whether gradients are accumulated in fp32
-        self.inverse: float | None = None  # 1 / S, while the parameter's own Precision runs one
+        self.running: _Backward | None = None
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        inverse = self.inverse
-        if inverse is None:
-            inverse = _RUNNING.get(threading.get_ident())
-        if inverse is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
-            inverse = next(iter(_RUNNING.values()), None)
-        return None if inverse is None or inverse == 1.0 else gradient * inverse
+
+class _Unscale:
+    """A hook on a tensor that multiplies its ready gradient by 1 / S of the backward."""
+
+    __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
+
+    def __init__(self, receiver: _Receiver, tensor: Tensor) -> None:
+        self.receiver = receiver
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # a Function's backward returned none
+            return None
+        running = self.receiver.running
+        if running is None:
+            running = _RUNNING.get(threading.get_ident())
+        if running is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
+            running = next(iter(_RUNNING.values()), None)
+        if running is None or running.inverse == 1.0:
+            return None
+        if torch._C._current_graph_task_id() != running.task and self._is_returned():
+            return None
+        return gradient * running.inverse
+
+    def _is_returned(self) -> bool:
+        """Whether a nested backward returns the gradient, and does not add it to ``.grad``.
+
+        A Function may call ``torch.autograd.grad`` in its backward (adjoints of an ODE, implicit
+        layers, reversible networks). What it gets there comes here a second time, when it has
+        returned it. A nested ``backward()``, as of a checkpoint, adds it at once.
+        """
+        tensor = self._tensor()
+        if tensor is None:
+            return False
+        try:
+            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node)
+        except RuntimeError as error:
+            return "autograd.grad()" in str(error)
+        return False
 
 
 class GradientAccumulation:
@@ -70,7 +114,7 @@ class GradientAccumulation:
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
         self._scaled = policy.loss_scale.kind != "none"
-        self._unscale = _Unscale(self._widens)
+        self._receiver = _Receiver(self._widens)
         self._handles: list[RemovableHandle] = []
         self._low: list[nn.Parameter] = []  # 16-bit ones whose gradients are accumulated in fp32
         self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
@@ -99,7 +143,9 @@ class GradientAccumulation:
 
     def _hook(self, tensor: Tensor) -> RemovableHandle:
         """Unscale a gradient before the user's hooks see it, those from before as well."""
-        handle: RemovableHandle = tensor.register_hook(self._unscale)  # type: ignore[no-untyped-call]
+        handle: RemovableHandle = tensor.register_hook(  # type: ignore[no-untyped-call]
+            _Unscale(self._receiver, tensor)
+        )
         hooks: Any = tensor._backward_hooks
         for number in [*hooks][:-1]:  # torch's C++ goes by insertion, which move_to_end leaves
             hooks[number] = hooks.pop(number)
@@ -113,14 +159,16 @@ class GradientAccumulation:
         """
         wide, plain = self._prepare(scale), scale == 1.0
         passing = [] if plain or self._by_fsdp else self._receive_foreign(loss, wide)
+        running = _Backward(1.0 / scale)
+        if not plain:
+            passing.append(loss.register_hook(running.begin))  # type: ignore[no-untyped-call]
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
-        inverse = 1.0 / scale
-        outer, self._unscale.inverse = self._unscale.inverse, inverse
-        _RUNNING[thread] = inverse
+        outer, self._receiver.running = self._receiver.running, running
+        _RUNNING[thread] = running
         try:
             yield
         finally:
-            self._unscale.inverse = outer
+            self._receiver.running = outer
             if before is None:
                 del _RUNNING[thread]
             else:
@@ -134,7 +182,7 @@ class GradientAccumulation:
                     gradient = parameter.grad
                     if gradient is not None and gradient.dtype in LOW and self._widens:
                         parameter.grad = gradient.float()
-                _multiply_gradients_(self._sharded, inverse)
+                _multiply_gradients_(self._sharded, running.inverse)
 
     def _prepare(self, scale: float) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
@@ -161,7 +209,11 @@ class GradientAccumulation:
             theirs = [*_hooks_of(leaf).values()]
             if not theirs:
                 handles.append(self._hook(leaf))
-            elif theirs[0].widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
+            elif (
+                theirs[0].receiver.widens
+                and leaf.dtype == torch.float16
+                and leaf.grad_dtype is None
+            ):
                 wide.append(_widened(leaf))
         return handles
 
