@@ -27,9 +27,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import (
     choose_device,
     diagnose,
-    diagnose_named,
     environment,
-    is_live,
     memory_bytes,
 )
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
@@ -188,21 +186,12 @@ def _blocks() -> str:
 
 
 def _doctor(arguments: Doctor) -> None:
-    live = [is_live(name) for name in arguments.device]
-    every = [
-        diagnose(choose_device(name)) if here else diagnose_named(name)
-        for name, here in zip(arguments.device, live, strict=True)
-    ]
+    device = choose_device(arguments.device)
+    found = diagnose(device)
     if arguments.json:
-        if live == [True]:
-            every[0]["environment"] = environment(choose_device(arguments.device[0]))
-        print(json.dumps(every if len(every) > 1 else every[0], indent=1))
-    elif len(every) > 1:
-        taken = zip(arguments.device, every, strict=True)
-        rows = [(name, found["policy"], found["reason"]) for name, found in taken]
-        print(aligned([("device", "take", "why"), *rows]))
+        print(json.dumps(found | {"environment": environment(device)}, indent=1))
     else:
-        print(_text(every[0]))
+        print(_text(found))
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ class Precision:
     """Mixed-precision training in the user's own loop, under one policy.
 
     Args:
-        policy: A policy, its name (``auto``: by the device), field string or ``.toml`` file.
+        policy: A policy, its name (``auto``: by the device) or field string.
         model: On its final device. With 16-bit weights its floating parameters are cast in place,
             and ``model(...)`` casts floating inputs to the compute dtype and outputs to fp32.
         optimizer: One, or several that step together, over the model's parameters, none stepped

@@ -1,6 +1,6 @@
 """What this machine is: its devices, memory and packages, and which precision each is good for.
 
-``env.json`` of a run and ``halfstep doctor`` hold it. A device that is only named is looked up.
+``env.json`` of a run and ``halfstep doctor`` hold it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.devices import (
-    DeviceKind,
     choose,
     cpu_has_bf16,
     cpu_name,
     default_device,
-    kind_named,
     name_of,
-    reason_of,
 )
-from halfstep.precision.policy.policy import DTYPES, POLICIES, PrecisionPolicy
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -203,58 +200,20 @@ def diagnose(device: torch.device) -> dict[str, Any]:
         ConfigError: If halfstep's table has no such device.
     """
     chosen = choose(device)
-    if chosen.kind is None:
-        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu, or a product's name")
-    found = _looked_up(chosen.kind, str(device), name_of(device))
-    found |= {"policy": chosen.policy, "reason": chosen.reason}
-    for row in found["forms"]:
-        policy = POLICIES.get(_POLICY_OF.get(row["form"], ""))
-        row["here"] = support(policy, device).status if policy else ""
+    kind = chosen.kind
+    if kind is None:
+        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
+    here = {form: support(POLICIES[name], device).status for form, name in _POLICY_OF.items()}
+    forms = [{"form": f, "status": kind.status(f), "here": here.get(f, "")} for f in _FORMS]
     taken = support(POLICIES[chosen.policy], device)
-    if taken.status != "native":
-        found["notes"] = [f"{chosen.policy} is {taken.status} here: {taken.reason}"]
-    return found
-
-
-def diagnose_named(name: str) -> dict[str, Any]:
-    """Look a device up by its product's name, such as ``"T4"``.
-
-    Raises:
-        PrecisionError: If the table has no such device.
-    """
-    return _looked_up(kind_named(name), name, name)
-
-
-def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
-    forms = [
-        {"form": form, "status": kind.status(form), "here": _expected(kind, form)}
-        for form in _FORMS
-    ]
+    note = f"{chosen.policy} is {taken.status} here: {taken.reason}"
     return {
-        "device": device,
-        "name": name,
+        "device": str(device),
+        "name": name_of(device),
         "family": kind.family,
-        "policy": kind.policy,
-        "reason": reason_of(kind, name),
+        "policy": chosen.policy,
+        "reason": chosen.reason,
         "source": kind.source,
         "forms": forms,
-        "notes": [],
+        "notes": [] if taken.status == "native" else [note],
     }
-
-
-def is_live(name: str) -> bool:
-    """Whether ``--device`` names a device of this machine, and no product.
-
-    ``mps`` is a product's name too: where there is no Mac, the question is what one would do.
-    """
-    live = ("auto", "cpu", "cuda", *(["mps"] if torch.backends.mps.is_available() else []))
-    return name.partition(":")[0] in live
-
-
-def _expected(kind: DeviceKind, form: str) -> str:
-    """How halfstep would run a format on a device that is not here."""
-    if form not in ("tf32", *DTYPES):
-        return ""
-    status = kind.status(form)
-    simulated = status == "emulated" and kind.type == "cpu"
-    return "native" if status == "native" else "simulated" if simulated else "refused"

@@ -56,7 +56,7 @@ def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Suppor
     """Tell how a device runs a policy; needs no GPU memory and changes nothing.
 
     Args:
-        policy: A policy, its name, field string or ``.toml`` file.
+        policy: A policy, its name or field string.
         device: A device or its name.
 
     Raises:

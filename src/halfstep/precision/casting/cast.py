@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_device, require_model
+from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.op_casts import inside_casts
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
@@ -29,8 +29,6 @@ from halfstep.precision.policy.spelling import parse_policy
 WITH_AUTOCAST = frozenset(
     k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
 )
-
-R = TypeVar("R")
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -254,21 +252,18 @@ class OutsideCall(Region):
         return cast_floating(output, torch.float32)
 
 
-def autocast(
-    policy: str | PrecisionPolicy, device: str | torch.device, model: nn.Module | None = None
-) -> Autocast:
+def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:
     """The context for a forward under a policy, without an optimizer.
 
     In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
 
     Args:
-        policy: A policy, its name, field string or ``.toml`` file.
+        policy: A policy, its name or field string: one that casts operations alone, without rules,
+            recipes or 16-bit weights.
         device: Where the forward runs, such as ``"cpu"``.
-        model: Needed if the policy has 16-bit weights or rules for modules. It must already be in
-            the policy's formats; it is not changed.
 
     Raises:
-        PrecisionError: If the device cannot honour the policy, or the model does not fit it.
+        PrecisionError: If the device cannot honour the policy, or it says more of a model.
 
     Example:
         >>> with autocast("bf16-mixed", "cpu"):
@@ -277,51 +272,13 @@ def autocast(
     """
     where = as_device(device)
     value = parse_policy(policy, where)
-    if model is not None:
-        require_model(model, "autocast(model)")
-        check_wrappers(value, model)
-        _require_prepared(value, model)
-    elif (
-        value.rules
-        or value.param_dtype != torch.float32
-        or value.recipes()
-        or value.casts == "module"
-    ):
+    casts_alone = value.param_dtype == torch.float32 and value.casts == "op"
+    if value.rules or value.recipes() or not casts_alone:
         raise PrecisionError(
-            f"policy {value} says more of a model than how operations are cast, so that autocast "
-            "needs the model: autocast(policy, device, model) with one that halfstep.Precision has "
-            "prepared; in training use precision.autocast()"
+            f"policy {value} says more of a model than how operations are cast, which "
+            "halfstep.autocast does alone; use halfstep.Precision and its autocast()"
         )
-    return Autocast(value, model, where)
-
-
-def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse a model whose weights or modules are not in the policy's formats."""
-    placed = place(policy, model)
-    wanted = placed.dtypes() if policy.param_dtype != torch.float32 else {}
-    wrong = [n for n, p in model.named_parameters() if p.dtype != wanted.get(n, p.dtype)]
-    wrong += [p.name for p in placed.regions if _region_of(p.module, FormatRegion) is None]
-    wrong += [
-        p.name for p in placed.low if getattr(low_bit_of(p.module), "recipe", None) != p.recipe
-    ]
-    if wrong:
-        raise PrecisionError(
-            f"{wrong[0] or 'the model'} is not in the format of policy {policy}; prepare the model "
-            "by halfstep.Precision"
-        )
-
-
-def low_bit_of(module: nn.Module) -> low_bit.LowBitLinear | None:
-    """What makes a layer multiply below 16 bits, inside of a region if it has one."""
-    return _region_of(module, low_bit.LowBitLinear)
-
-
-def _region_of(module: nn.Module, kind: type[R]) -> R | None:
-    """The region of a kind among those that replace a module's forward, one inside another."""
-    forward = module.__dict__.get("forward")
-    while isinstance(forward, Region) and not isinstance(forward, kind):
-        forward = forward.replaced
-    return forward if isinstance(forward, kind) else None
+    return Autocast(value, None, where)
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -97,7 +97,6 @@ def config_from_table(
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, unknown=unknown)
     run = config.run
-    # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
     if run.simulate:
         precision = simulated(precision)

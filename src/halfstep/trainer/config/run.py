@@ -178,8 +178,8 @@ class BaseConfig:
     name: str = option("custom", "A name for the run folder.")
     precision: Policy = option(  # type: ignore[assignment]
         "auto",
-        "A precision policy by name (halfstep explain lists them), fields such as "
-        "bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor).",
+        "A precision policy by name (halfstep explain lists them), or fields such as "
+        "bf16-mixed,reduce=bf16; auto: what suits the device (halfstep doctor).",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
