@@ -101,7 +101,6 @@ def wrong_calls():
         "autocast on a planet": lambda: halfstep.autocast("fp32", "mars"),
         "average of an optimizer": lambda: halfstep.EMA(optimizer),
         "decay in words": lambda: halfstep.EMA(model, decay="slow"),
-        "replicas of a number": lambda: halfstep.check_replicas(5, halfstep.OneRank()),
         "ranks on a planet": lambda: halfstep.ManyRanks("mars"),
         "scaler on a planet": lambda: halfstep.GradScaler("mars"),
         "scaler of an optimizer": lambda: halfstep.GradScaler(optimizer),

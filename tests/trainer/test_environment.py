@@ -17,35 +17,17 @@ def pretend(monkeypatch, flags):
     monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: has)
 
 
-def forms(found, key="here"):
-    return {row["form"]: row[key] for row in found["forms"]}
-
-
-def test_a_cpu_with_bf16(monkeypatch):
-    pretend(monkeypatch, {"avx2", "avx512f", "avx512_bf16", "sse2"})
-    found = diagnose(CPU)
-    assert (found["policy"], found["family"]) == ("bf16-mixed", "CPU with bf16 instructions")
-    assert forms(found, "status") == {
-        "fp32": "native", "tf32": "absent", "bf16": "native", "fp16": "emulated", "fp8": "absent",
-        "fp4": "absent",
-    }  # fmt: skip
-    assert forms(found) == {
-        "fp32": "native", "tf32": "refused", "bf16": "native", "fp16": "simulated", "fp8": "",
-        "fp4": "",
-    }  # fmt: skip
-    assert found["notes"] == []
-
-
-def test_a_cpu_without_bf16_takes_fp32(monkeypatch):
-    pretend(monkeypatch, {"avx2"})
-    found = diagnose(CPU)
-    assert found["policy"] == "fp32"
-    assert forms(found)["bf16"] == "simulated"
-
-
-def test_what_the_command_prints(capsys):
-    assert main(["doctor", "--device", "cpu"]) == 0
-    assert "fp32    native    native" in capsys.readouterr().out
+def test_each_cpu_gets_its_policy_and_why(monkeypatch, capsys):
+    for flags, policy, why in (
+        ({"avx2", "avx512f", "avx512_bf16"}, "bf16-mixed", "multiplies bf16 in hardware"),
+        ({"avx2"}, "fp32", "has no instructions for bf16"),
+    ):
+        pretend(monkeypatch, flags)
+        assert diagnose(CPU)["policy"] == policy
+        assert main(["doctor", "--device", "cpu"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"take {policy}: ")
+        assert why in said
 
 
 def test_json(capsys):

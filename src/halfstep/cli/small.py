@@ -6,7 +6,6 @@ import json
 import math
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -191,16 +190,7 @@ def _doctor(arguments: Doctor) -> None:
     if arguments.json:
         print(json.dumps(found | {"environment": environment(device)}, indent=1))
     else:
-        print(_text(found))
-
-
-def _text(found: dict[str, Any]) -> str:
-    rows = [("format", "hardware", "halfstep")]
-    for row in found["forms"]:
-        rows.append((row["form"], row["status"], row["here"] or "-"))
-    lines = [f"take {found['policy']}: {found['reason']}", f"source: {found['source']}"]
-    lines += ["", aligned(rows)]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+        print("take {policy}: {reason}\nsource: {source}".format(**found))
 
 
 # --- estimate, report, replay ---------------------------------------------------------------------

@@ -12,7 +12,7 @@ from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 _RECIPE = "linear layers' fprop, dgrad and wgrad; halfstep formats shows blocks and scales"
 _MOMENTS = {
@@ -115,12 +115,7 @@ def _scale(scale: LossScaleConfig) -> str:
         return "the loss is not scaled"
     if scale.kind == "static":
         return f"{scale.init_scale:g} throughout"
-    return (
-        f"starts at {scale.init_scale:g}; x{scale.growth_factor:g} after {scale.growth_interval} "
-        f"good steps, x{scale.backoff_factor:g} and skip on overflow; between {scale.min_scale:g} "
-        f"and {scale.max_scale:g}, hysteresis {scale.hysteresis}, stops after "
-        f"{scale.max_consecutive_skips} skips in a row"
-    )
+    return ", ".join(f"{name} {getattr(scale, name):g}" for name in LOSS_SCALE_FIELDS)
 
 
 def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:

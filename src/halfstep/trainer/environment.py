@@ -184,36 +184,17 @@ def keep_freed_memory() -> None:
 # Which precision suits a device.
 
 
-_POLICY_OF = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
-_FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-
-
-def diagnose(device: torch.device) -> dict[str, Any]:
-    """Look at a device of this machine.
+def diagnose(device: torch.device) -> dict[str, str]:
+    """Look up a device of this machine.
 
     Returns:
-        JSON values: the policy to take, the reason and its source, notes, and for each format
-        whether the hardware has it and how halfstep runs it (native, simulated or refused; empty
-        without a policy for it).
+        The policy to take, the reason and its source, and the device's name and family.
 
     Raises:
-        ConfigError: If halfstep's table has no such device.
+        ConfigError: If torch has no such device.
     """
     chosen = choose(device)
-    kind = chosen.kind
-    if kind is None:
+    if chosen.kind is None:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
-    here = {form: support(POLICIES[name], device).status for form, name in _POLICY_OF.items()}
-    forms = [{"form": f, "status": kind.status(f), "here": here.get(f, "")} for f in _FORMS]
-    taken = support(POLICIES[chosen.policy], device)
-    note = f"{chosen.policy} is {taken.status} here: {taken.reason}"
-    return {
-        "device": str(device),
-        "name": name_of(device),
-        "family": kind.family,
-        "policy": chosen.policy,
-        "reason": chosen.reason,
-        "source": kind.source,
-        "forms": forms,
-        "notes": [] if taken.status == "native" else [note],
-    }
+    found = {"name": name_of(device), "family": chosen.kind.family, "policy": chosen.policy}
+    return found | {"reason": chosen.reason, "source": chosen.kind.source}

@@ -10,11 +10,9 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """The names that Linux gives to CPU instructions for bf16 products (``bf16`` on Arm)."""
 
@@ -28,18 +26,11 @@ class DeviceKind:
     family: str
     type: str  # cuda, rocm, mps or cpu
     native: str  # the formats that matrix products have instructions for
-    emulated: str = ""  # formats that run all the same, without the speed
     policy: str  # what auto takes
     reason: str  # why, as the rest of a sentence that begins with the device's name
     source: str
     since: tuple[int, int] = (0, 0)  # for CUDA, the first compute capability of the kind
     models: str = ""  # a regular expression that finds the names of such GPUs; "" finds every one
-
-    def status(self, form: str) -> Status:
-        """How such a device multiplies a format, by its short name, as ``"bf16"``."""
-        if form in self.native.split():
-            return "native"
-        return "emulated" if form in self.emulated.split() else "absent"
 
 
 _BF16, _FP16 = (
@@ -68,17 +59,17 @@ DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
         family="Turing without tensor cores", type="cuda", since=(7, 5), native="fp32",
         models=r"GTX ?16(\d\d)?\b|\bMX[45]50\b|\bT(400|500|600|1000|1200)\b",
-        emulated="fp16 bf16", policy="fp32",
+        policy="fp32",
         reason="has no tensor cores, and its fp16 convolutions have given NaN",
         source="pytorch/pytorch#58123 and #77955",
     ),
     DeviceKind(
-        family="Volta or Turing", type="cuda", since=(7, 0), native="fp32 fp16", emulated="bf16",
+        family="Volta or Turing", type="cuda", since=(7, 0), native="fp32 fp16",
         policy="fp16-mixed", reason=_FP16,
         source=f"{_CUDA}; NVIDIA Tesla V100 and Turing GPU Architecture",
     ),
     DeviceKind(
-        family="Pascal and older", type="cuda", native="fp32", emulated="fp16 bf16", policy="fp32",
+        family="Pascal and older", type="cuda", native="fp32", policy="fp32",
         reason="has no tensor cores: 16-bit products would save memory, and no time", source=_CUDA,
     ),
     DeviceKind(
@@ -98,12 +89,12 @@ DEVICES: tuple[DeviceKind, ...] = (
         source="none: nothing is claimed",
     ),
     DeviceKind(
-        family="CPU with bf16 instructions", type="cpu", native="fp32 bf16", emulated="fp16",
+        family="CPU with bf16 instructions", type="cpu", native="fp32 bf16",
         policy="bf16-mixed", reason="multiplies bf16 in hardware (AVX512-BF16, AMX or Arm BF16)",
         source="Intel Architecture Instruction Set Extensions; Arm Architecture Reference Manual",
     ),
     DeviceKind(
-        family="CPU without bf16 instructions", type="cpu", native="fp32", emulated="bf16 fp16",
+        family="CPU without bf16 instructions", type="cpu", native="fp32",
         policy="fp32",
         reason="has no instructions for bf16: its products would be simulated, with the memory and "
             "the rounding of bf16 and without its speed",
@@ -151,7 +142,7 @@ def kind_of(device: torch.device) -> DeviceKind | None:
 
 def first_capability(form: str) -> tuple[int, int]:
     """The first compute capability with tensor cores for a format; (0, 0) for fp32."""
-    return min(k.since for k in DEVICES if k.type == "cuda" and k.status(form) == "native")
+    return min(k.since for k in DEVICES if k.type == "cuda" and form in k.native.split())
 
 
 def name_of(device: torch.device) -> str:
