@@ -276,9 +276,12 @@ class ForwardWatch:
 
     __name__ = "ForwardWatch"  # torch.export asks every hook for one
 
-    def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy, device: torch.device, owner: Callable[[], object]
+    ) -> None:
         self._policy = policy
         self._device = device
+        self.owner = owner  # a weak reference to the Precision
         self._needed = policy.compute_dtype != torch.float32 or policy.tf32
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:

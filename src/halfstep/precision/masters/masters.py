@@ -71,7 +71,7 @@ class Weight:
     @property
     def visible(self) -> Tensor:
         """The tensor that the model computes with on this rank."""
-        return (local_part(self.parameter) if self.sharded else self.parameter).detach()
+        return Tensor.detach(local_part(self.parameter) if self.sharded else self.parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class MasterWeights:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
             optimizer.set_precision(policy.update, policy.moment_format)
+            optimizer.has_masters = policy.has_masters
         self.accumulation = GradientAccumulation(policy, model)
         self._policy = policy
         self._model = model
@@ -127,6 +128,7 @@ class MasterWeights:
         self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
+            self._cast_states_()
 
     # Which parameters are trained
 
@@ -260,6 +262,15 @@ class MasterWeights:
         """Make the optimizer states of sharded weights this rank's parts, as a step does."""
         with self.installed():
             pass
+
+    def _cast_states_(self) -> None:
+        """Cast what stock optimizers hold already, of Adagrad or of steps, as new state is."""
+        with self.installed():
+            for optimizer in self._optimizers:
+                for target, state in optimizer.state.items():
+                    for name, value in state.items() if optimizer in self._looking else ():
+                        if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
+                            state[name] = value.to(target.dtype)
 
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
@@ -457,6 +468,8 @@ class MasterWeights:
         """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
         self.accumulation.close()
+        for optimizer in self.own_optimizers:
+            optimizer.has_masters = False
 
 
 def _load_into_targets(
