@@ -95,7 +95,7 @@ def wrong_calls():
         "gradients of a number": lambda: backward(inputs=5),
         "a state of no kind": lambda: trained()[0].load_state_dict(5),
         "another state": lambda: trained()[0].load_state_dict(model.state_dict()),
-        "values of no kind": lambda: trained()[0].start_from_(5),
+        "values of other names": lambda: trained()[0].start_from_({}),
         "meter of a model": lambda: halfstep.LostUpdateMeter(model),
         "meter at times": lambda: halfstep.LostUpdateMeter(optimizer, every="now and then"),
         "trace of an optimizer": lambda: halfstep.trace_nonfinite(optimizer),

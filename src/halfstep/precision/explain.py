@@ -9,9 +9,8 @@ import torch
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
-from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
 
 _RECIPE = "linear layers' fprop, dgrad and wgrad; halfstep formats shows blocks and scales"
@@ -37,9 +36,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     found = support(value, where)
     reason = found.reason
     reason += f"; nearest: {found.nearest}" if found.nearest else ""
-    asked = isinstance(parse_later(policy), Auto)
-    auto = [("auto", "", choose(where).reason)] if asked else []
-    rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
+    rows = [("policy", "", str(value)), *explain_policy(value)]
     rows.append((where.type, found.status, reason))
     return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
 

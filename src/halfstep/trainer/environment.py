@@ -27,7 +27,7 @@ from halfstep.precision.policy.devices import (
     name_of,
 )
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
-from halfstep.precision.policy.spelling import Auto
+from halfstep.precision.policy.spelling import parse_policy
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -56,9 +56,9 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", number)
 
 
-def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> PrecisionPolicy:
+def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> PrecisionPolicy:
     """Return a configuration's policy on a device, which decides what ``auto`` means."""
-    return precision.on(device) if isinstance(precision, Auto) else precision
+    return parse_policy(precision, device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

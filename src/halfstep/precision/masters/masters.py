@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import require
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
@@ -450,16 +449,15 @@ class MasterWeights:
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
         """Set every weight to values from :meth:`items`, under this policy or another."""
-        allowed = "fp32 tensors by the names of Precision.named_parameters()"
-        for weight in self._current():
-            table = require(values, Mapping, "start_from_(values)", allowed)
-            value = require(table.get(weight.name), Tensor, f"start_from_({weight.name})", allowed)
-            if value.shape != weight.target.shape:
-                raise PrecisionError(
-                    f"start_from_({weight.name}) got shape {tuple(value.shape)}; allowed: "
-                    f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
-                    "part of it"
-                )
+        wrong = [
+            weight.name for weight in self._current()
+            if getattr(values.get(weight.name), "shape", None) != weight.target.shape
+        ]  # fmt: skip
+        if wrong:
+            raise PrecisionError(
+                f"no value of its shape is given for {wrong[0]}; allowed: fp32 tensors by the "
+                "names of Precision.named_parameters(), or this rank's parts of them"
+            )
         for weight in self._current():
             self._set_(weight, values[weight.name])
         self.push_([weight.target for weight in self.weights.values()])

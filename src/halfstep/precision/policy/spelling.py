@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,29 +27,7 @@ from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleCo
 
 _NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
-"""The name of the policy that the device decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Auto:
-    """A policy whose device is not known yet: ``auto``, perhaps with fields of its own.
-
-    Attributes:
-        text: What was written, such as ``"auto,moments=8bit"``.
-    """
-
-    text: str = AUTO
-
-    def on(self, device: torch.device) -> PrecisionPolicy:
-        """The policy on a device."""
-        return parse_policy(self.text, device)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class _NoDevice(PrecisionError):
-    """``auto`` without the device that decides."""
+"""The policy that the device decides; fields may follow it."""
 
 
 def parse_policy(
@@ -95,7 +73,7 @@ def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy
     name = spec.strip()
     if name.lower() == AUTO:
         if device is None:
-            raise _NoDevice(
+            raise PrecisionError(
                 "precision auto depends on the device: parse_policy('auto', device), with the "
                 "device that the model is on"
             )
@@ -122,14 +100,10 @@ def parse_saved(spec: object) -> PrecisionPolicy | None:
         return None
 
 
-def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
-    """Parse a policy, but leave ``auto`` and its fields for when the device is known."""
-    if isinstance(spec, Auto):
-        return spec
-    try:
-        return parse_policy(spec)
-    except _NoDevice:
-        return Auto(str(spec).strip())
+def parse_later(spec: str | PrecisionPolicy) -> PrecisionPolicy | str:
+    """Parse a policy, but leave ``auto`` and its fields as text until the device is known."""
+    waits = isinstance(spec, str) and spec.strip().lower().partition(",")[0].strip() == AUTO
+    return str(spec).strip() if waits else parse_policy(spec)
 
 
 def _unknown(name: str) -> PrecisionError:
