@@ -10,7 +10,6 @@ from halfstep.distributed import (
     GradientReducer,
     Layout,
     broadcast_,
-    check_agreement,
     choose_strategy,
     open_world,
     plan_of,
@@ -23,28 +22,6 @@ from reference.training import mlp
 def make(optimizer=torch.optim.SGD):
     model = mlp()
     return model, optimizer(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", halfstep.parse_policy("bf16-mixed")])
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_names_and_values_mean_the_same(policy, device):
-    assert halfstep.support(policy, device).status in ("native", "simulated")
-    assert "bf16" in halfstep.explain(policy, device)
-    with halfstep.autocast(policy, device):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    for layout in ("data=2", Layout(data=2)):
-        assert Layout.choose(layout, 2) == Layout(data=2)
-    for layout in ("data=1", Layout()):
-        strategy = choose_strategy(layout, policy, device)
-        assert (strategy.layout, strategy.device.type) == (Layout(), "cpu")
-        assert str(strategy.policy) == "bf16-mixed"
-    model, optimizer = make()
-    precision = halfstep.Precision(policy, model, optimizer)
-    assert str(precision.policy) == "bf16-mixed"
-    check_agreement(precision, model, Layout(), step=0)
-    assert open_world(device).size == 1
-    assert halfstep.GradScaler(device, init_scale=8.0).scale(torch.ones(())) == 8
-    assert str(lightning.HalfstepPrecision(policy).policy) == "bf16-mixed"
 
 
 def precision(*arguments):

@@ -229,27 +229,6 @@ def test_a_second_precision_takes_the_model_over_where_the_first_keeps_no_more_t
     assert loss_of(model, second).dtype == torch.float32
 
 
-def test_gradients_that_another_losss_backward_left_count_as_in_torch():
-    """A generator's loss reaches the judge, whose gradients nobody clears."""
-    found = []
-    for ours in (False, True):
-        maker, judge = net(4), net()
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (maker, judge)]
-        pair = [Precision("fp32", m, o) for m, o in zip((maker, judge), optimizers, strict=True)]
-        for one in () if ours else pair:
-            one.close()
-        for turn in (0, 1, 0, 1, 1):
-            loss = judge(maker(X) if turn == 0 else X).square().mean()
-            if ours:
-                pair[turn].step(loss)
-            else:
-                loss.backward()
-                optimizers[turn].step()
-                optimizers[turn].zero_grad()
-        found.append([p.tolist() for m in (maker, judge) for p in m.parameters()])
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("policy", ["fp16-master", "bf16-split", "bf16-pure"])
 def test_a_group_that_is_added_late_is_trained(policy):
     model = net()
