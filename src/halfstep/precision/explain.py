@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from halfstep.precision.border import as_device
@@ -11,12 +9,12 @@ from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.spelling import parse_policy
-from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleConfig
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS
 
 _RECIPE = "linear layers' fprop, dgrad and wgrad; halfstep formats shows blocks and scales"
-_MOMENTS = {
-    "bf16": "the optimizer's running averages, rounded stochastically",
-    "8bit": "block-wise: 128 elements share a window of exponents; rounded stochastically",
+_CASTS = {
+    "op": "operation by operation",
+    "module": "where FSDP2 gathers them: in sharded runs only",
 }
 
 
@@ -65,63 +63,35 @@ def bytes_per_parameter(
 
 def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
-    p, c = policy.param_dtype, policy.compute_dtype
-    form = "tf32" if policy.tf32 else dtype_name(c)
+    p, c, scale = policy.param_dtype, policy.compute_dtype, policy.loss_scale
+    weights, form = ROUNDING[policy.update].weight, "tf32" if policy.tf32 else dtype_name(c)
+    if policy.has_masters:
+        weights = "16 bit, rounded from the masters after every step"
+    elif p == torch.float32:
+        weights = "the optimizer's own copy"
+    if c != p:
+        weights += f"; cast to {form} {_CASTS[policy.casts]}"
     products = f"matrix products: operands {'rounded to' if policy.tf32 else 'in'} {form}"
     products += ", fp32 accumulation" if min(c.itemsize, p.itemsize) < 4 else ""
     added = "gradients of micro-batches add up in this format"
     added += "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
-    moments = "the optimizer's running averages"
-    if policy.needs_own_optimizer:
-        moments = _MOMENTS.get(policy.moment_format, moments)
     cost = bytes_per_parameter(policy)
+    parts = " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
+    numbers = ", ".join(f"{name} {getattr(scale, name):g}" for name in LOSS_SCALE_FIELDS)
     return [
-        ("params", dtype_name(p), _weights(policy)),
+        ("params", dtype_name(p), weights),
         ("compute", form, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
         ("master", dtype_name(policy.master_dtype), ROUNDING[policy.update].master),
-        ("moments", policy.moment_format, moments),
-        ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
-        ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
+        ("moments", policy.moment_format, "the optimizer's running averages"),
+        ("scale", scale.kind, "the loss is not scaled" if scale.kind == "none" else numbers),
+        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {parts}"),
         *([("recipe", f"{policy.recipe}", _RECIPE)] if policy.recipe else []),
         *([("simulate", "yes", "where the device has no such products")] * policy.simulate),
         *(("rule", f, f"modules {glob}") for glob, f in policy.rules),
     ]
-
-
-def _weights(policy: PrecisionPolicy) -> str:
-    weights = ROUNDING[policy.update].weight
-    if policy.has_masters:
-        weights = "16 bit, rounded from the masters after every step"
-    elif policy.update == "nearest" and not policy.is_pure:
-        weights = "the optimizer's own copy"
-    if policy.casts_per_op:
-        weights += f"; cast to {dtype_name(policy.compute_dtype)} operation by operation"
-    elif policy.casts == "module":
-        weights += (
-            f"; FSDP2 gathers them in {dtype_name(policy.compute_dtype)}, module by module: "
-            "sharded runs only"
-        )
-    return weights
-
-
-def _scale(scale: LossScaleConfig) -> str:
-    if scale.kind == "none":
-        return "the loss is not scaled"
-    if scale.kind == "static":
-        return f"{scale.init_scale:g} throughout"
-    return ", ".join(f"{name} {getattr(scale, name):g}" for name in LOSS_SCALE_FIELDS)
-
-
-def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    text = "per parameter with AdamW: "
-    text += " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
-    if policy.casts_per_op:
-        size = policy.compute_dtype.itemsize
-        text += f", and {size} for the cast copies while a forward and backward run"
-    return text
 
 
 def _islands(policy: PrecisionPolicy) -> str:

@@ -300,27 +300,15 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
 
 
 def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
-    """Make every module compute as the policy's rules say; existing regions are removed first."""
+    """Make every module compute as the policy's rules say; what it had is given back first."""
     clock = Clock() if clock is None else clock
-    remove_regions_(placed.model)
+    give_back_(placed.model)
     for placement in placed.low:
         placement.module.forward = low_bit.LowBitLinear(placement, clock)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
         placement.module.forward = FormatRegion(placed.policy, placement)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
-
-
-def remove_regions_(model: nn.Module) -> None:
-    """Restore every module's own forward."""
-    for module in model.modules():
-        while isinstance(region := module.__dict__.get("forward"), Region):
-            del module.forward
-            if region.replaced is not None:
-                module.forward = region.replaced
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is keep_fused_paths_off:
-                    del module._forward_pre_hooks[key]
 
 
 def is_cast(value: object) -> bool:
@@ -331,8 +319,11 @@ def is_cast(value: object) -> bool:
 
 def give_back_(model: nn.Module) -> None:
     """Remove everything that :func:`cast_at_border` has put on a model, regions included."""
-    remove_regions_(model)
     for module in model.modules():
+        while isinstance(region := module.__dict__.get("forward"), Region):
+            del module.forward
+            if region.replaced is not None:
+                module.forward = region.replaced
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if is_cast(hook):
