@@ -86,7 +86,7 @@ def test_a_bad_field_string_is_refused_with_its_reason():
             ("compute=bf16,init_scale=8", "init_scale given, but the loss is not scaled"),
             ("params=bf16,compute=tf32", "compute"),
             ("output=bf16", "output=bf16: the loss is always computed in fp32"),
-            ("bf16-mixed,recipe=mxfp9", "did you mean 'mxfp8'"),
+            ("bf16-mixed,recipe=mxfp9", "fprop=mxfp9; allowed: bf16, fp8"),
             ("mxfp8,rules=a:mxfp8/bf16", "three as fprop/dgrad/wgrad"),
             ("fp16-mixed,recipe=mxfp8", "as bf16-mixed or bf16-split"),
             ("mxfp8,simulate=perhaps", "allowed: yes, no"),

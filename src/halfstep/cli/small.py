@@ -63,7 +63,8 @@ def _explain(arguments: Explain) -> None:
     rows = [("policy", "bytes/param with AdamW", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
         size = f"{sum(bytes_per_parameter(policy).values()):g}"
-        rows.append((name, size, policy.loss_scale.kind, support(policy, device).how))
+        found = support(policy, device)
+        rows.append((name, size, policy.loss_scale.kind, f"{found.status}: {found.reason}"))
     taken = choose(device)
     print(f"{aligned(rows, {1})}\n\nauto is {taken.policy} here: {taken.reason}.")
 

@@ -23,8 +23,6 @@ from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.scaling.spikes import as_state
 
-_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
     """The first few names, joined, and how many more there are."""
@@ -129,7 +127,8 @@ _BROKEN_IN_16_BITS = re.compile(
 def _check_kinds(model: nn.Module) -> None:
     """Refuse wide and complex weights, and sensitive buffers that 16 bits have broken already."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
+        wide = parameter.dtype == torch.float64 or parameter.is_complex()
+        if parameter.requires_grad and wide:
             raise PrecisionError(
                 f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers of at "
                 "most 32 bits: convert fp64 with model.float() before the optimizer is made; store "
@@ -190,10 +189,13 @@ def no_loss(value: object) -> PrecisionError:
             f"backward() got a {type(value).__name__}; allowed: the loss as a scalar tensor, with "
             "its graph (not loss.item())"
         )
+    if value.requires_grad:
+        return PrecisionError(
+            f"backward() got a loss of shape {tuple(value.shape)}; allowed: a scalar: loss.mean()"
+        )
     return PrecisionError(
-        f"backward() got a loss of shape {tuple(value.shape)} that "
-        f"{'requires' if value.requires_grad else 'does not require'} a gradient; allowed: "
-        "a scalar computed from trainable parameters. Were they frozen or detached?"
+        "backward() got a loss without a gradient; allowed: one that is computed from trainable "
+        "parameters. Were they frozen or detached?"
     )
 
 

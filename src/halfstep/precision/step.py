@@ -31,7 +31,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
-from halfstep.precision.casting.cast import cast_at_border, give_back_, make_clock
+from halfstep.precision.casting.cast import Clock, cast_at_border, give_back_
 from halfstep.precision.casting.op_table import before_forward, drop_casts
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -113,7 +113,7 @@ class Precision:
             "on_spike": Recovery.parse(on_spike, "on_spike"),
         }
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
-        self.clock = make_clock()
+        self.clock = Clock()
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)

@@ -343,7 +343,7 @@ def _introduce(session: Session, say: Say) -> None:
     layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
         f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
-        f"({support.how})"
+        f"({support.status}: {support.reason})"
     )
     notes = []
     if session.auto:

@@ -52,11 +52,6 @@ class Support:
     nearest: str = ""
     """For ``"refused"``, the policy to ask for instead."""
 
-    @property
-    def how(self) -> str:
-        """Status and reason in a line."""
-        return f"{self.status}: {self.reason}"
-
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
     """Tell how a device runs a policy; needs no GPU memory and changes nothing.
@@ -351,11 +346,7 @@ held_switches: dict[Switch, _Held] = {}
 
 
 class Pins:
-    """Holds switches at a value; each instance is entered once.
-
-    Args:
-        switches: Pairs of backend and kind of operation.
-        value: ``"ieee"`` or ``"tf32"``.
+    """Holds switches at ``"ieee"`` or ``"tf32"``; each instance is entered once.
 
     Raises:
         PrecisionError: At entry, where another thread holds a switch at another value.

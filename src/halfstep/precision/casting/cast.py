@@ -34,12 +34,7 @@ WITH_AUTOCAST = frozenset(
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor inside ``value``; leave everything else as it is.
 
-    Args:
-        value: A tensor, or nested lists, tuples (also named), mappings and dataclasses of tensors.
-        dtype: The floating dtype to cast to.
-
-    Returns:
-        The same structure. Tensors that already have the dtype are the same objects.
+    That is a tensor, or nested lists, tuples (also named), mappings and dataclasses of tensors.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -168,11 +163,12 @@ class Region:
 class Clock:
     """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
 
-    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
+    Ranks, which see other parts of a batch, draw other bits.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.step = rank, 0
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.step = 0
         self._drawn: dict[int, int] = {}
         self._drawn_at = 0
 
@@ -184,11 +180,6 @@ class Clock:
         drawn = self._drawn.get(stream, 0)
         self._drawn[stream] = drawn + 1
         return drawn + (self.rank << 16), self.step, stream
-
-
-def make_clock() -> Clock:
-    """The clock of this process in a training run."""
-    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class FormatRegion(Region):
@@ -221,11 +212,10 @@ class FormatRegion(Region):
         return output if self.outputs is None else cast_floating(output, self.outputs)
 
     def _context(self, device_type: str) -> AbstractContextManager[object]:
-        if device_type not in WITH_AUTOCAST:
-            return nullcontext()
-        if self.autocast is not None:
+        known = device_type in WITH_AUTOCAST
+        if known and self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast)
-        if torch.is_autocast_enabled(device_type):
+        if known and torch.is_autocast_enabled(device_type):
             return torch.autocast(device_type, enabled=False)
         return nullcontext()
 

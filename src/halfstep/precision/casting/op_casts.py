@@ -246,11 +246,7 @@ class AutocastCasts(OpCasts):
 
 
 class StoredCasts(OpCasts):
-    """Promotes operands of two dtypes to one under a policy with 16-bit weights.
-
-    Args:
-        compute: The policy's compute dtype.
-    """
+    """Promotes operands of two dtypes to one under a policy with 16-bit weights."""
 
     table = STORED
 
