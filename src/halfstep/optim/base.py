@@ -158,10 +158,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
             )
         if self.state:
-            raise PrecisionError(
-                "the optimizer has stepped already; make Precision before its first step, or load "
-                "its state afterwards"
-            )
+            raise PrecisionError("the optimizer has stepped already; make Precision before that")
         for group in self.param_groups:
             for key, wanted in (("update", update), ("moments", moments)):
                 if group[key] not in (None, wanted):
