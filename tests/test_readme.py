@@ -16,7 +16,6 @@ import halfstep
 from every import every
 from halfstep.cli.grammar import read_words
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.precision.policy.devices import DEVICES, kind_named
 from halfstep.precision.policy.policy import ALIASES, POLICIES
 
 ROOT = Path(__file__).parents[1]
@@ -75,24 +74,6 @@ def test_the_bytes_of_every_policy_are_those_of_explain():
                 eight = sum(bytes_per_parameter(less).values())
                 assert numbers[-1] == pytest.approx(eight, abs=0.005)  # two digits are told
     assert seen == set(POLICIES)
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_the_table_of_devices_is_that_of_auto(name):
-    """Each name in the table is in the table behind ``auto``, which takes the same there."""
-    (table,) = re.findall(r"^\|.*`auto`.*\n\|---.*\n((?:\|.*\n)+)", READMES[name], re.MULTILINE)
-    seen = []
-    for line in table.splitlines():
-        devices, taken, *_ = [cell.strip() for cell in line.strip("|").split("|")]
-        known = re.findall(r"[A-Z]\d+|RTX \d+", devices) if "CPU" not in devices else ["cpu"]
-        for device in ["mps"] if "Mac" in devices else known:
-            if device == "cpu":
-                kinds = [kind for kind in DEVICES if kind.type == "cpu"]
-                assert taken.strip("`") in {kind.policy for kind in kinds}
-            else:
-                assert kind_named(device).policy == taken.strip("`"), device
-            seen.append(device)
-    assert {"V100", "T4", "RTX 4090", "A100", "H100", "B200", "mps", "cpu"} <= set(seen)
 
 
 def newest(name):

@@ -84,7 +84,7 @@ def test_a_mistake_is_one_line(refused, words, message):
         (["--output-dir", LONG], "File name too long"),
         (["--config", LONG], "unknown configuration"),
         (["--config", LONG + ".toml"], "cannot be read"),
-        (["--precision", LONG + ".toml"], "policy file"),
+        (["--precision", LONG + ".toml"], "unknown precision policy"),
         (["--precision", "bf16" * 1000], "unknown precision policy"),
         (["--data", LONG], LONG[:100]),
         (["--tokenizer", LONG], LONG[:100]),

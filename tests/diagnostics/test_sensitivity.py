@@ -59,21 +59,18 @@ def loss_fn(model, batch):
 @pytest.mark.parametrize(
     "seed", [2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 22))]
 )
-def test_three_planted_layers_are_named_and_no_other(seed, tmp_path):
+def test_three_planted_layers_are_named_and_no_other(seed):
     model, sensitive = planted(seed)
     found = halfstep.sensitivity(model, data(seed, 1), loss_fn)
     assert len(found.errors) == 24
-    file = tmp_path / "policy.toml"
-    found.write(file, most=0.05)
-    text = file.read_text()
-    assert text.count("fprop: gradient error") == 3
-    low = {p.name: str(p.recipe) for p in place(parse_policy(str(file)), model).low}
+    policy = found.policy(most=0.05)
+    low = {p.name: str(p.recipe) for p in place(parse_policy(policy), model).low}
     assert {name for name, recipe in low.items() if recipe != "nvfp4"} == sensitive
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    halfstep.Precision(str(file), model, optimizer).close()
+    halfstep.Precision(policy, model, optimizer).close()
 
 
-def test_layers_whose_features_fill_no_blocks_stay_as_they_are(tmp_path):
+def test_layers_whose_features_fill_no_blocks_stay_as_they_are():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, WIDTH))
     found = halfstep.sensitivity(model, data(0, 1), loss_fn, "mxfp8")
@@ -81,10 +78,10 @@ def test_layers_whose_features_fill_no_blocks_stay_as_they_are(tmp_path):
     assert {(e.layer, e.matmul) for e in found.errors} == {
         ("0", "fprop"), ("0", "wgrad"), ("2", "dgrad"), ("2", "wgrad"),
     }  # fmt: skip
-    found.write(tmp_path / "policy.toml", most=1.0)
-    assert "dgrad: its features fill no whole blocks of mxfp8" in found.toml(1.0)
+    expected = "mxfp8,simulate=yes,rules=0:mxfp8/bf16/mxfp8|2:bf16/mxfp8/mxfp8"
+    assert found.policy(most=1.0) == expected
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    halfstep.Precision(str(tmp_path / "policy.toml"), model, optimizer).close()
+    halfstep.Precision(expected, model, optimizer).close()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ PRINTS = ("explain", "formats", "estimate")
 
 FILES = (
     "book.txt", "train.txt", "reviews.csv", "posts.csv", "train.csv", "dev.csv", "train.jsonl",
-    "dev.jsonl", "texts.txt", "notes.jsonl", "instructions.jsonl", "alpaca.jsonl", "policy.toml",
+    "dev.jsonl", "texts.txt", "notes.jsonl", "instructions.jsonl", "alpaca.jsonl",
     "trainer.py", "train.py",
 )  # fmt: skip
 """The reader's own files, by the names that the pages use."""

@@ -118,7 +118,6 @@ def run(block: Block, tmp_path, monkeypatch):
     folder = tmp_path / str(block.line)
     folder.mkdir()
     monkeypatch.chdir(folder)
-    (folder / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
     before = [other for other in blocks_of(DOCS / block.page) if other.line < block.line]
     chain = [block]
     while chain[0].continues:
@@ -194,7 +193,6 @@ OTHERS = {
 
 def test_commands_are_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
     every((case.values for case in COMMANDS), lambda *case: is_a_command(*case, capsys))
 
 
@@ -216,8 +214,7 @@ PRINTED = [
     block
     for path in PAGES
     for block in blocks_of(path)
-    if block.language == "console"
-    and re.match(r"\$ halfstep (doctor --device|estimate --params)", block.code)
+    if block.language == "console" and re.match(r"\$ halfstep estimate --params", block.code)
 ]
 """Consoles with commands that print the same on every machine."""
 
@@ -265,7 +262,6 @@ def room(tmp_path_factory):
     for name in ("gpt2", "llama-1b", "gpt2-fp16"):
         save_base(folder / name, "GPT2")
     write_bert(folder / "bert-base-chinese")
-    (folder / "policy.toml").write_text('base = "fp16-mixed"\ninit_scale = 1024\n')
     for name in ("trainer.py", "train.py"):
         (folder / name).write_text((ROOT / "examples" / "minimal_loop.py").read_text())
     (folder / "examples").symlink_to(ROOT / "examples")

@@ -240,8 +240,6 @@ report pure --out pure.html
 report nothing
 replay nan/captures/step-00000001
 replay nan/captures/step-00000001 --precision fp32
-doctor --device V100 T4 A100 H100
-doctor --device RTX-9999
 """
 
 

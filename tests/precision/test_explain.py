@@ -2,39 +2,12 @@
 
 import pytest
 
-from halfstep import POLICIES, Precision, parse_policy
+from halfstep import POLICIES, Precision
 from halfstep.optim.optimizers import AdamW
 from halfstep.precision.explain import bytes_per_parameter
 from reference.training import CPU_POLICIES, OPTIMIZERS, batches, loss_of, mlp
 
-# The design, section 2, last column, split by hand: weights, masters, remainder, gradients (of one
-# micro-batch), two moments.
-BYTES = {
-    "fp32": (4, 0, 0, 4, 8),
-    "tf32": (4, 0, 0, 4, 8),
-    "bf16-mixed": (4, 0, 0, 4, 8),
-    "bf16-module": (4, 0, 0, 4, 8),
-    "fp16-mixed": (4, 0, 0, 4, 8),
-    "bf16-master": (2, 4, 0, 4, 8),
-    "fp16-master": (2, 4, 0, 4, 8),
-    "bf16-split": (2, 0, 2, 2, 8),
-    "bf16-split24": (2, 0, 1, 2, 8),
-    "bf16-kahan": (2, 0, 2, 2, 4),
-    "bf16-sr": (2, 0, 0, 2, 4),
-    "bf16-pure": (2, 0, 0, 2, 4),
-    "fp16-pure": (2, 0, 0, 2, 4),
-}
-COMPONENTS = ("weights", "masters", "remainder", "gradients", "moments")
 OWN = ("bf16-split", "bf16-split24", "bf16-kahan", "bf16-sr")
-
-
-def test_bytes_are_the_design_s():
-    for name, sizes in BYTES.items():
-        cost = bytes_per_parameter(POLICIES[name])
-        assert tuple(cost.items()) == tuple(zip(COMPONENTS, sizes, strict=True))
-    # two scales of one byte for 128 elements
-    cost = bytes_per_parameter(parse_policy("bf16-split,moments=8bit"))
-    assert tuple(cost.values()) == (2, 0, 2, 2, 2 + 2 / 128)
 
 
 def size(tensors) -> int:

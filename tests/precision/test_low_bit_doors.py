@@ -9,9 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from every import every
-from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
-from halfstep.precision.casting.cast import low_bit_of
 from halfstep.precision.low_bit.linear import operand
 from halfstep.precision.policy.devices import cpu_has_bf16
 from reference import blocks
@@ -105,18 +103,15 @@ def evaluated(model, context):
 
 @pytest.mark.parametrize("policy", ["mxfp8,simulate=yes", STORED])
 def test_a_copy_is_plain(policy):
-    """A policy with a recipe refuses it; in another context, and without one, it is any model."""
     model, precision = made(policy)
     precision.step(model_loss(model, precision))
     copied, plain = copy.deepcopy(model), nn.Sequential(Block(), Block())
     plain.load_state_dict(copied.state_dict())
-    assert all(low_bit_of(module) is None for module in copied.modules())
+    assert not any("forward" in vars(module) for module in copied.modules())
     assert torch.equal(evaluated(copied, torch.no_grad()), evaluated(plain, torch.no_grad()))
-    with pytest.raises(PrecisionError, match="is not in the format"):
-        halfstep.autocast(policy, "cpu", copied)
-    assert low_bit_of(model[0].up) is not None
+    assert "forward" in vars(model[0].up)
     precision.close()
-    assert low_bit_of(model[0].up) is None
+    assert "forward" not in vars(model[0].up)
 
 
 def model_loss(model, precision):
@@ -220,14 +215,8 @@ def test_a_single_vector_is_one_token_and_none_leaves_no_gradient(recipe):
         assert not any(g.any() for g in found)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float64, torch.uint8]
-)
-def test_an_input_that_is_no_activation_is_refused_by_the_layer(recipe, dtype):
-    """torch refuses them under bf16-mixed; as bf16 numbers, integers would lose their last bits."""
-    message = (
-        rf"layer 0 multiplies below 16 bits \({recipe}\).*\(4, 128\) is {dtype}; allowed: fp32"
-    )
-    with pytest.raises(PrecisionError, match=message):
-        wide(recipe, torch.ones(4, 128).to(dtype))
+def test_an_input_that_is_no_activation_is_refused_as_by_torchs_own_layer():
+    """As bf16 numbers, integers would lose their last bits."""
+    for dtype in (torch.int64, torch.complex64, torch.float64):
+        with pytest.raises(RuntimeError, match=r"same dtype|expected m1 and m2"):
+            wide("fp8", torch.ones(4, 128).to(dtype))

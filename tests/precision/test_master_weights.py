@@ -8,10 +8,6 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD
-from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.policy.rules import place
-from halfstep.precision.policy.spelling import parse_policy
-from reference import floats
 from reference.training import (
     MASTERS,
     STORED,
@@ -35,27 +31,6 @@ def test_masters_start_from_the_values_before_the_cast(name):
         assert p.dtype == STORED[name]
         assert torch.equal(p, before[n].to(STORED[name]))
         assert not torch.equal(p.float(), before[n])  # else the two lines above prove nothing
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_push_rounds_to_nearest_even_bit_for_bit(dtype):
-    table = floats.FP16 if dtype == torch.float16 else floats.BF16
-    # every midpoint and its fp32 neighbours, the hardest values there are
-    ties = floats.midpoints(table)[:-1].astype("float32")
-    x = torch.from_numpy(ties)
-    values = torch.cat([x, torch.nextafter(x, x * 0), torch.nextafter(x, x * 0 + math.inf), -x])
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(len(values)))
-    name = "bf16-master" if dtype == torch.bfloat16 else "fp16-master"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights(place(parse_policy(name), model), [optimizer])
-    (master,) = masters.named_parameters().values()
-    masters.load_({"weight": values})
-    expected = floats.nearest(values.double().numpy(), table, math.inf)
-    assert model.weight.dtype == dtype
-    got = model.weight.detach().double().numpy()
-    assert (got == expected).all()
-    assert torch.equal(master, values)
 
 
 @pytest.mark.parametrize("scale", [1, 2**8])

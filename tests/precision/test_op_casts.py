@@ -95,18 +95,6 @@ def test_functions_of_python_are_cast_inside(policy):
     assert torch.allclose(weights.sum(-1), torch.ones(2, 3), atol=1e-6)  # fp32, 3 terms
 
 
-def test_an_older_torch_runs_the_same_functions_inside(monkeypatch):
-    """torch 2.11 and 2.12 have no ``redispatch_function``."""
-    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
-    with autocast("bf16-mixed", "cpu"):
-        expected = *attention(x, x, x), F.softmin(x, -1)
-    monkeypatch.setattr(op_casts, "_run_body", op_casts._redispatched)
-    with autocast("bf16-mixed", "cpu"):
-        found = *attention(x, x, x), F.softmin(x, -1)
-    assert [t.dtype for t in found] == [B16, F32, F32]
-    assert all(map(torch.equal, found, expected))
-
-
 def test_functions_that_are_not_looked_into_have_nothing_of_the_table_inside():
     known = {*MIXED_ON_CPU, *STORED}
     assert not LEAVES & known

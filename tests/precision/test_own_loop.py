@@ -209,14 +209,41 @@ def test_a_with_block_closes_at_its_end():
         pass
 
 
-def test_a_model_under_another_precision_is_refused_until_that_is_closed():
+def test_a_second_precision_takes_the_model_over_where_the_first_keeps_no_more_than_weights():
+    for policy in ("fp32", "fp16-mixed", "bf16-pure"):
+        model = net()
+        optimizer, first = under(policy, model)
+        with pytest.raises(PrecisionError, match="not parameters of the model"):
+            under(policy, model, torch.optim.SGD(net().parameters()))
+        assert step(model, first).applied  # a refusal takes nothing over
+        _, second = under(policy, model, optimizer)  # the cell of a notebook is run again
+        assert step(model, second).applied
+        with pytest.raises(PrecisionError, match="as another one took its model"):
+            step(model, first)
     model = net()
-    _, first = under("fp16-mixed", model)
-    with pytest.raises(PrecisionError, match="trained by another Precision already"):
-        under("fp16-mixed", model)
+    _, first = under("bf16-master", model)
+    with pytest.raises(PrecisionError, match="another Precision of policy bf16-master"):
+        under("bf16-master", model)
     first.close()
-    _, second = under("fp16-mixed", model)
+    _, second = under("bf16-master", model)
     assert loss_of(model, second).dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy", ["fp16-master", "bf16-split", "bf16-pure"])
+def test_a_group_that_is_added_late_is_trained(policy):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer, precision = under(policy, model, AdamW(model[1].parameters(), lr=0.1))
+    step(model, precision)
+    before = model[0].weight.clone()
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    assert step(model, precision).applied
+    assert not torch.equal(model[0].weight, before)
+    precision.close()
+    if policy == "fp16-master":  # without masters its kernels take no fp16
+        with pytest.raises(PrecisionError, match="fp16-master"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from every import every
-from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy, parse_policy
+from halfstep import POLICIES, LossScaleConfig, PrecisionError, PrecisionPolicy
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 # The design, section 2, copied by hand: params, compute, output, grad, reduce, master, tf32, scale,
@@ -47,16 +47,6 @@ def test_policy_is_the_table_s_row():
         # bf16-split and its kin, and no other preset, need an optimizer that knows their way
         assert policy.needs_own_optimizer == (policy.update != "nearest")
         assert policy.rules == ()
-
-    every(TABLE, check)
-
-
-def test_a_policy_prints_its_name_and_its_name_parses_to_it():
-    def check(name):
-        assert str(POLICIES[name]) == POLICIES[name].name == name
-        assert parse_policy(name) == POLICIES[name]
-        assert parse_policy(POLICIES[name]) is POLICIES[name]
-        assert parse_policy(f"  {name}\n") == POLICIES[name]
 
     every(TABLE, check)
 

@@ -157,7 +157,13 @@ def averaged_model(kit: Kit) -> None:
 
 
 @idiom
-def gan(kit: Kit) -> None:
+def gan_without_zero_grad(kit: Kit) -> None:
+    """What the maker's loss left in the judge's gradients counts in its next step, as in torch."""
+    gan(kit, clears=False)
+
+
+@idiom
+def gan(kit: Kit, clears: bool = True) -> None:
     """zero_grad, D step, zero_grad, G step, as in every DCGAN."""
     torch.manual_seed(0)
     maker = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -167,7 +173,8 @@ def gan(kit: Kit) -> None:
     for number in range(STEPS):
         real, _ = data(number)
         noise = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
-        judge.zero_grad()
+        if clears:
+            judge.zero_grad()
         with doubt.autocast():
             fresh = maker(noise)
             real_score, fake_score = judge(real), judge(fresh.detach())
@@ -176,7 +183,8 @@ def gan(kit: Kit) -> None:
         doubt.backward(loss_real)
         doubt.backward(loss_fake)
         doubt.step()
-        maker.zero_grad()
+        if clears:
+            maker.zero_grad()
         with make.autocast():
             score = judge(maker(noise))
             loss = F.binary_cross_entropy_with_logits(score, torch.ones(16, 1))

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+import halfstep
 from every import every
 from strangers.bounds import bound, reference
 from strangers.idioms import IDIOMS
@@ -30,6 +31,13 @@ def require_as_expected(name: str, policy: str) -> None:
     kind, seen = verdict(IDIOMS[name], policy, reference(name), bound(policy))
     wanted = "refused" if policy in REFUSED.get(name, ()) else "equal"
     assert kind == wanted, f"{kind}: {seen}"
+
+
+def test_every_policy_of_a_cpu_is_run():
+    honoured = {
+        name for name in halfstep.POLICIES if halfstep.support(name, "cpu").status != "refused"
+    }
+    assert honoured - {"bf16-module"} == {p.split(",")[0] for p in POLICIES}  # that is for FSDP2
 
 
 def test_idioms():

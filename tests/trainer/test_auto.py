@@ -9,7 +9,6 @@ import torch
 
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
-from halfstep.precision.policy.spelling import Auto
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 from halfstep.trainer.run import default_run_folder, run_config
@@ -39,7 +38,7 @@ def train(corpus, path, *words):
 @pytest.mark.parametrize("name", shipped_configs())
 def test_every_shipped_configuration_leaves_the_policy_to_the_device(name):
     config = load_config(name)
-    assert config.precision == Auto()
+    assert config.precision == "auto"
     assert 'precision = "auto"' in config_to_toml(config)
 
 

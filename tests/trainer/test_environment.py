@@ -1,14 +1,12 @@
-"""``halfstep doctor`` about machines: the one it runs on, and those that are only named."""
+"""``halfstep doctor`` about the machine that it runs on."""
 
 import json
 
-import pytest
 import torch
 
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
-from halfstep.precision.policy.devices import DEVICES
-from halfstep.trainer.environment import diagnose, diagnose_named
+from halfstep.trainer.environment import diagnose
 
 CPU = torch.device("cpu")
 
@@ -19,52 +17,17 @@ def pretend(monkeypatch, flags):
     monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: has)
 
 
-def forms(found, key="here"):
-    return {row["form"]: row[key] for row in found["forms"]}
-
-
-def test_a_cpu_with_bf16(monkeypatch):
-    pretend(monkeypatch, {"avx2", "avx512f", "avx512_bf16", "sse2"})
-    found = diagnose(CPU)
-    assert (found["policy"], found["family"]) == ("bf16-mixed", "CPU with AVX512-BF16")
-    assert forms(found, "status") == {
-        "fp32": "native", "tf32": "absent", "bf16": "native", "fp16": "emulated", "fp8": "absent",
-        "fp4": "absent",
-    }  # fmt: skip
-    assert forms(found) == {
-        "fp32": "native", "tf32": "refused", "bf16": "native", "fp16": "simulated", "fp8": "",
-        "fp4": "",
-    }  # fmt: skip
-    assert found["notes"] == []
-
-
-def test_a_cpu_without_bf16_takes_fp32(monkeypatch):
-    pretend(monkeypatch, {"avx2"})
-    found = diagnose(CPU)
-    assert found["policy"] == "fp32"
-    assert forms(found)["bf16"] == "simulated"
-
-
-@pytest.mark.parametrize("kind", DEVICES, ids=lambda kind: kind.family)
-def test_a_named_device_is_answered_from_the_table(kind):
-    found = diagnose_named(kind.examples[0])
-    assert (found["family"], found["policy"]) == (kind.family, kind.policy)
-    assert forms(found)[kind.policy.partition("-")[0]] == "native"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--device", "T4"], "take fp16-mixed: T4 (Turing) has tensor cores for fp16"),
-        (["--device", "cpu"], "fp32    native    native"),
-        (["--device", "mps"], "take fp32: mps (Apple M)"),  # where there is no Mac
-        (["--device", "T4", "A100"], "T4      fp16-mixed  T4 (Turing)"),
-        ([], "take "),
-    ],
-)
-def test_what_the_command_prints(capsys, words, said):
-    assert main(["doctor", *words]) == 0
-    assert said in capsys.readouterr().out
+def test_each_cpu_gets_its_policy_and_why(monkeypatch, capsys):
+    for flags, policy, why in (
+        ({"avx2", "avx512f", "avx512_bf16"}, "bf16-mixed", "multiplies bf16 in hardware"),
+        ({"avx2"}, "fp32", "has no instructions for bf16"),
+    ):
+        pretend(monkeypatch, flags)
+        assert diagnose(CPU)["policy"] == policy
+        assert main(["doctor", "--device", "cpu"]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"take {policy}: ")
+        assert why in said
 
 
 def test_json(capsys):

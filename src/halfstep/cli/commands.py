@@ -120,14 +120,10 @@ class Formats:
 class Doctor:
     """Say which precision a machine is good for, and why.
 
-        A device of this machine is measured; one that is only named, such as T4, is looked up in
-    halfstep's table. Paste the output of --json into an issue.
+    Paste the output of --json into an issue.
     """
 
-    device: tuple[str, ...] = option(
-        ("auto",),
-        "auto, cpu, cuda, cuda:N, mps, or the names of products, such as T4 A100 'RTX 3090'.",
-    )
+    device: str = option("auto", "auto, cpu, cuda, cuda:N or mps.")
     json: bool = option(False, "Print one JSON object on stdout.")
 
 

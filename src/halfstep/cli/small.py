@@ -6,7 +6,6 @@ import json
 import math
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,9 +26,7 @@ from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import (
     choose_device,
     diagnose,
-    diagnose_named,
     environment,
-    is_live,
     memory_bytes,
 )
 from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
@@ -66,7 +63,8 @@ def _explain(arguments: Explain) -> None:
     rows = [("policy", "bytes/param with AdamW", "scale", f"on {device}")]
     for name, policy in {**POLICIES, **RECIPES}.items():
         size = f"{sum(bytes_per_parameter(policy).values()):g}"
-        rows.append((name, size, policy.loss_scale.kind, support(policy, device).how))
+        found = support(policy, device)
+        rows.append((name, size, policy.loss_scale.kind, f"{found.status}: {found.reason}"))
     taken = choose(device)
     print(f"{aligned(rows, {1})}\n\nauto is {taken.policy} here: {taken.reason}.")
 
@@ -188,30 +186,12 @@ def _blocks() -> str:
 
 
 def _doctor(arguments: Doctor) -> None:
-    live = [is_live(name) for name in arguments.device]
-    every = [
-        diagnose(choose_device(name)) if here else diagnose_named(name)
-        for name, here in zip(arguments.device, live, strict=True)
-    ]
+    device = choose_device(arguments.device)
+    found = diagnose(device)
     if arguments.json:
-        if live == [True]:
-            every[0]["environment"] = environment(choose_device(arguments.device[0]))
-        print(json.dumps(every if len(every) > 1 else every[0], indent=1))
-    elif len(every) > 1:
-        taken = zip(arguments.device, every, strict=True)
-        rows = [(name, found["policy"], found["reason"]) for name, found in taken]
-        print(aligned([("device", "take", "why"), *rows]))
+        print(json.dumps(found | {"environment": environment(device)}, indent=1))
     else:
-        print(_text(every[0]))
-
-
-def _text(found: dict[str, Any]) -> str:
-    rows = [("format", "hardware", "halfstep")]
-    for row in found["forms"]:
-        rows.append((row["form"], row["status"], row["here"] or "-"))
-    lines = [f"take {found['policy']}: {found['reason']}", f"source: {found['source']}"]
-    lines += ["", aligned(rows)]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+        print("take {policy}: {reason}\nsource: {source}".format(**found))
 
 
 # --- estimate, report, replay ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import Auto, parse_later
+from halfstep.precision.policy.spelling import parse_later
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
@@ -117,7 +117,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
 
 def _has_recipe(precision: str) -> bool:
     policy = parse_later(precision)
-    return not isinstance(policy, Auto) and bool(policy.recipes())
+    return not isinstance(policy, str) and bool(policy.recipes())
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:

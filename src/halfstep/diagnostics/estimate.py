@@ -50,7 +50,7 @@ def estimate(
 
     Args:
         model: Any module, also on the meta device (``with torch.device("meta"): Model()``).
-        policy: A policy, its name, field string or ``.toml`` file; ``auto``: what suits ``device``.
+        policy: A policy, its name or field string; ``auto``: what suits ``device``.
         batch: The model's arguments: a tensor, a tuple of them, or a mapping of keyword arguments.
             Only shapes and dtypes count, so meta tensors will do. None: the state alone.
         loss: Makes the scalar loss of the model's output. None: its ``loss``, or the sum of its

@@ -14,15 +14,13 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.files import write_whole
 from halfstep.precision.policy.recipe import KEPT, PRODUCTS, SCHEMES
 from halfstep.precision.policy.rules import place, unfilled
 from halfstep.precision.policy.spelling import parse_policy
@@ -61,36 +59,15 @@ class Sensitivity:
     layers: tuple[str, ...]
     errors: tuple[MatmulError, ...]
 
-    def toml(self, most: float) -> str:
+    def policy(self, most: float) -> str:
         """Spell a policy: bf16 for matmuls with an error above ``most``, else the format."""
-        found = {(row.layer, row.matmul): row.error for row in self.errors}
-        typical = {
-            matmul: median([row.error for row in self.errors if row.matmul == matmul] or [0.0])
-            for matmul in PRODUCTS
-        }
+        low = {(row.layer, row.matmul) for row in self.errors if row.error <= most}
         rules = []
         for layer in self.layers:
-            kept = {}
-            for matmul in PRODUCTS:
-                error = found.get((layer, matmul))
-                if error is None:
-                    kept[matmul] = f"its features fill no whole blocks of {self.format}"
-                elif not error <= most:
-                    kept[matmul] = f"gradient error {error:.2g}, median {typical[matmul]:.2g}"
-            if kept:
-                forms = "/".join(KEPT if m in kept else self.format for m in PRODUCTS)
-                why = "; ".join(f"{matmul}: {text}" for matmul, text in kept.items())
-                rules += [f"# {why}", f'"{layer}" = "{forms}"']
-        lines = [
-            f'base = "{self.format}"',
-            "simulate = true  # where the device does not multiply this format",
-            *(["", "[rules]", *rules] if rules else []),
-        ]
-        return "\n".join(lines) + "\n"
-
-    def write(self, path: str | Path, most: float) -> None:
-        """Write :meth:`toml` to a file, which ``--precision`` and ``Precision`` read."""
-        write_whole(Path(path), self.toml(most))
+            forms = [self.format if (layer, m) in low else KEPT for m in PRODUCTS]
+            if KEPT in forms:
+                rules.append(f"{layer}:{'/'.join(forms)}")
+        return f"{self.format},simulate=yes" + (f",rules={'|'.join(rules)}" if rules else "")
 
 
 def sensitivity(

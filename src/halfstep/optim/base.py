@@ -132,7 +132,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group, type(self).__name__)
+            check_group(group, type(self).__name__, self.has_masters)
         except (PrecisionError, RuntimeError):
             self.param_groups.pop()
             raise
@@ -158,7 +158,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
             )
         if self.state:
-            raise PrecisionError("the optimizer has stepped already; set its precision before")
+            raise PrecisionError("the optimizer has stepped already; make Precision before that")
         for group in self.param_groups:
             for key, wanted in (("update", update), ("moments", moments)):
                 if group[key] not in (None, wanted):

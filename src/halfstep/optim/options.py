@@ -56,7 +56,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
-def check_group(group: dict[str, Any], owner: str) -> None:
+def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
     rate = group.get("lr")
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
@@ -79,12 +79,12 @@ def check_group(group: dict[str, Any], owner: str) -> None:
                 "torch.optim, for 16-bit weights under policy bf16-master"
             )
     for parameter in group["params"]:
-        _check_parameter(parameter, owner)
+        _check_parameter(parameter, owner, GRADIENTS if has_masters else _WEIGHTS)
 
 
-def _check_parameter(parameter: Tensor, owner: str) -> None:
+def _check_parameter(parameter: Tensor, owner: str, dtypes: Sequence[torch.dtype]) -> None:
     shape, strides = tuple(parameter.shape), parameter.stride()
-    if parameter.dtype not in _WEIGHTS:
+    if parameter.dtype not in dtypes:
         raise PrecisionError(
             f"a parameter of shape {shape} is {parameter.dtype}; {owner} keeps fp32 and bf16 "
             "weights. For fp16, call model.float() and use halfstep.Precision with policy "

@@ -17,17 +17,7 @@ T = TypeVar("T")
 
 
 def require(value: object, kind: type[T] | tuple[type[T], ...], where: str, allowed: str) -> T:
-    """Refuse a value of the wrong class, such as a model passed as the optimizer.
-
-    Args:
-        value: The argument.
-        kind: The classes that are accepted.
-        where: The function and its argument, such as ``"EMA(model)"``.
-        allowed: What to pass instead, as text for the message.
-
-    Returns:
-        The value.
-    """
+    """Refuse a value of the wrong class; ``where`` is as ``"EMA(model)"``, ``allowed`` in words."""
     if isinstance(value, kind):
         return value
     given = repr(value) if isinstance(value, str | int | float | None) else "a " + _kind(value)

@@ -23,8 +23,6 @@ from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.scaling.spikes import as_state
 
-_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-
 
 def some(names: tuple[str, ...], limit: int = 3) -> str:
     """The first few names, joined, and how many more there are."""
@@ -34,14 +32,19 @@ def some(names: tuple[str, ...], limit: int = 3) -> str:
 
 def check_arguments(model: object, optimizers: object, ema: Any) -> None:
     """Refuse arguments that are not a model and optimizers, before any of them is used."""
-    allowed = "a torch.nn.Module, before the optimizer"
+    allowed = "a torch.nn.Module: Precision(policy, model, optimizer)"
     module = require(model, nn.Module, "Precision(model)", allowed)
     if ema is not None:
         ema.require([name for name, p in module.named_parameters() if p.requires_grad])
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    allowed = "a torch.optim.Optimizer over the model's parameters, or a list of them"
+    allowed = "a torch.optim.Optimizer over its parameters, or several: Precision(policy, model, o)"
     for one in several or [None]:
         require(one, Optimizer, "Precision(optimizer)", allowed)
+        if isinstance(one, torch.optim.LBFGS):
+            raise PrecisionError(
+                "LBFGS runs the model several times in one step, and Precision steps once after a "
+                "backward; allowed: every other optimizer of torch"
+            )
         inner = getattr(one, "optimizer", None)
         if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
             raise PrecisionError(
@@ -63,22 +66,24 @@ def one_device(model: nn.Module) -> torch.device:
 def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> None:
     """Refuse, before anything is changed, what would later fail or train wrongly."""
     policy, model = placed.policy, placed.model
-    if _is_trained(model):
+    if _owners(model):
         gc.collect()  # one that nothing holds but a cycle ends here
-    if _is_trained(model):
-        raise PrecisionError(
-            "the model is trained by another Precision already, whose masters and loss scale this "
-            "one would override. Call precision.close() on that one first; `with "
-            "halfstep.Precision(...) as precision:` does so by itself, after an error too. For "
-            "several optimizers give one Precision a list of them"
-        )
+    owners = _owners(model)
+    for owner in owners:
+        if owner.policy.keeps_more_than_weights:
+            raise PrecisionError(
+                f"the model is trained by another Precision of policy {owner.policy}, and its "
+                "weights alone are less than that one keeps. Call precision.close() on it first; "
+                "`with halfstep.Precision(...) as precision:` does so by itself, after an error "
+                "too. For several optimizers give one Precision a list of them"
+            )
     check_wrappers(policy, model)
     require_own_optimizer(policy, optimizers)
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, CastInputs) and not hook.policy.is_pure:
+        if isinstance(hook, CastInputs) and hook.policy.keeps_more_than_weights:
             raise PrecisionError(
-                f"the model's Precision of policy {hook.policy} is gone without close(), and its "
-                "fp32 masters with it. Make the model anew, and write `with "
+                f"the model's Precision of policy {hook.policy} is gone without close(), and with "
+                "it what 16-bit weights cannot hold. Make the model anew, and write `with "
                 "halfstep.Precision(...) as precision:` or precision.close() at its end"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -97,19 +102,18 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
     if policy.param_dtype == torch.float32:
         _check_fp32_weights(policy, names, kept)
     else:
-        if any(optimizer.state for optimizer in optimizers):
-            raise PrecisionError(
-                f"the optimizer has stepped already; make Precision({str(policy)!r}, ...) before "
-                "its first step, or load its state afterwards"
-            )
         check_cast(placed)
     if policy.is_pure:
         _check_eps(policy, names, optimizers, kept)
+    for owner in owners:
+        owner.close()  # as in a notebook, whose cell is run again
 
 
-def _is_trained(model: nn.Module) -> bool:
-    hooks = (hook for module in model.modules() for hook in module._forward_hooks.values())
-    return any(isinstance(hook, ForwardWatch) for hook in hooks)
+def _owners(model: nn.Module) -> list[Any]:
+    """The Precisions that train the model or a part of it."""
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    found = {id(hook): hook.owner() for hook in hooks if isinstance(hook, ForwardWatch)}
+    return [owner for owner in {*found.values()} if owner is not None]
 
 
 # Buffers that 16 bits break, by their names: a rotary angle computed from a rounded frequency is
@@ -123,7 +127,8 @@ _BROKEN_IN_16_BITS = re.compile(
 def _check_kinds(model: nn.Module) -> None:
     """Refuse wide and complex weights, and sensitive buffers that 16 bits have broken already."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float64, *_COMPLEX):
+        wide = parameter.dtype == torch.float64 or parameter.is_complex()
+        if parameter.requires_grad and wide:
             raise PrecisionError(
                 f"{name} is {dtype_name(parameter.dtype)}, and policies cover real numbers of at "
                 "most 32 bits: convert fp64 with model.float() before the optimizer is made; store "
@@ -184,10 +189,13 @@ def no_loss(value: object) -> PrecisionError:
             f"backward() got a {type(value).__name__}; allowed: the loss as a scalar tensor, with "
             "its graph (not loss.item())"
         )
+    if value.requires_grad:
+        return PrecisionError(
+            f"backward() got a loss of shape {tuple(value.shape)}; allowed: a scalar: loss.mean()"
+        )
     return PrecisionError(
-        f"backward() got a loss of shape {tuple(value.shape)} that "
-        f"{'requires' if value.requires_grad else 'does not require'} a gradient; allowed: "
-        "a scalar computed from trainable parameters. Were they frozen or detached?"
+        "backward() got a loss without a gradient; allowed: one that is computed from trainable "
+        "parameters. Were they frozen or detached?"
     )
 
 
@@ -209,7 +217,10 @@ TWICE = (
     "step(loss) back-propagates the loss, and backward(loss) has done so already: call step() "
     "without it"
 )
-CLOSED = "this Precision was closed and trains nothing any more; make another one"
+CLOSED = (
+    "this Precision was closed, by close() or as another one took its model; make another one, for "
+    "several optimizers with a list of them"
+)
 NO_GRADIENTS = (
     "step(): no parameter of the optimizer got a gradient: they are frozen, unused in the loss, or "
     "were replaced after the optimizer was made"

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
-from halfstep.formats import BLOCK_FORMATS
-from halfstep.precision.border import as_device, require_model
+from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
-from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.recipe import OPERANDS, SCHEMES, Scheme
-from halfstep.precision.policy.rules import Placement, place
-from halfstep.precision.policy.spelling import Auto, parse_later, parse_policy
-from halfstep.precision.scaling.loss_scale import LossScaleConfig
-from halfstep.shown import aligned
+from halfstep.precision.policy.spelling import parse_policy
+from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS
 
-_MOMENTS = {
-    "bf16": "the optimizer's running averages, rounded stochastically",
-    "8bit": "block-wise: 128 elements share a window of exponents; rounded stochastically",
+_RECIPE = "linear layers' fprop, dgrad and wgrad; halfstep formats shows blocks and scales"
+_CASTS = {
+    "op": "operation by operation",
+    "module": "where FSDP2 gathers them: in sharded runs only",
 }
 
 
@@ -29,7 +22,7 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     """The policy as a table of text: formats, loss scale, bytes, and how the device runs it.
 
     Args:
-        policy: A policy, its name, field string or ``.toml`` file.
+        policy: A policy, its name or field string.
         device: The device it would run on; nothing is allocated there.
 
     Example:
@@ -41,63 +34,9 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     found = support(value, where)
     reason = found.reason
     reason += f"; nearest: {found.nearest}" if found.nearest else ""
-    asked = isinstance(parse_later(policy), Auto)
-    auto = [("auto", "", choose(where).reason)] if asked else []
-    rows = [("policy", "", str(value)), *auto, *explain_policy(value)]
+    rows = [("policy", "", str(value)), *explain_policy(value)]
     rows.append((where.type, found.status, reason))
     return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
-
-
-def explain_model(policy: str | PrecisionPolicy, model: nn.Module) -> str:
-    """Which format a policy gives each module of a model, as a table of text; changes nothing.
-
-    There is a row for each module that holds parameters itself or that a rule names: its name and
-    class, the dtype of its parameters, the dtype it computes in, the rule that decided, and the
-    bytes that training with AdamW holds for its parameters (frozen ones: the weights alone). A
-    parameter shared by several modules is counted with the first.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        >>> print(explain_model("bf16-master,keep_fp32=type:LayerNorm", model))
-        module  class      params  compute  rule            bytes
-        0       Linear     bf16    bf16     -                 360
-        1       LayerNorm  fp32    fp32     type:LayerNorm    128
-        total                                                 488
-    """
-    require_model(model, "explain_model(model)")
-    first = next(model.parameters(), None)
-    value = parse_policy(policy, "cpu" if first is None else first.device)
-    rows: list[tuple[str, ...]] = [("module", "class", "params", "compute", "rule", "bytes")]
-    counted: set[int] = set()
-    total = 0.0
-    for placement in place(value, model).modules:
-        parameters = [p for p in placement.module._parameters.values() if p is not None]
-        own = [p for p in parameters if p.is_floating_point()]
-        if not own and not placement.direct:
-            continue
-        size = sum(_size(value, p, placement.fp32) for p in own if id(p) not in counted)
-        counted |= {id(p) for p in own}
-        total += size
-        rows.append(_row(value, placement, f"{size:.0f}", has_weights=bool(own)))
-    rows.append(("total", "", "", "", "", f"{total:.0f}"))
-    return aligned(rows, {5})
-
-
-def _size(policy: PrecisionPolicy, parameter: torch.Tensor, kept: bool) -> float:
-    """The bytes that training holds for a parameter; ``kept``: a rule keeps it in fp32."""
-    if parameter.requires_grad:
-        return parameter.numel() * sum(bytes_per_parameter(policy, kept=kept).values())
-    return parameter.numel() * (4 if kept else policy.param_dtype.itemsize)
-
-
-def _row(
-    policy: PrecisionPolicy, placement: Placement, size: str, *, has_weights: bool
-) -> tuple[str, ...]:
-    kept, kind = placement.fp32, type(placement.module).__name__
-    params = dtype_name(torch.float32 if kept else policy.param_dtype) if has_weights else "-"
-    own = "tf32" if policy.tf32 else dtype_name(policy.compute_dtype)
-    compute = str(placement.recipe or ("fp32" if kept and not policy.tf32 else own))
-    return placement.name or ".", kind, params, compute, placement.rule or "-", size
 
 
 def bytes_per_parameter(
@@ -124,94 +63,35 @@ def bytes_per_parameter(
 
 def explain_policy(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
     """What the policy means, as rows of (part, format, meaning), ready to print."""
-    p, c = policy.param_dtype, policy.compute_dtype
-    form = "tf32" if policy.tf32 else dtype_name(c)
+    p, c, scale = policy.param_dtype, policy.compute_dtype, policy.loss_scale
+    weights, form = ROUNDING[policy.update].weight, "tf32" if policy.tf32 else dtype_name(c)
+    if policy.has_masters:
+        weights = "16 bit, rounded from the masters after every step"
+    elif p == torch.float32:
+        weights = "the optimizer's own copy"
+    if c != p:
+        weights += f"; cast to {form} {_CASTS[policy.casts]}"
     products = f"matrix products: operands {'rounded to' if policy.tf32 else 'in'} {form}"
     products += ", fp32 accumulation" if min(c.itemsize, p.itemsize) < 4 else ""
     added = "gradients of micro-batches add up in this format"
     added += "" if policy.update == "nearest" else "; those of a single one stay in 16 bits"
-    moments = "the optimizer's running averages"
-    if policy.needs_own_optimizer:
-        moments = _MOMENTS.get(policy.moment_format, moments)
     cost = bytes_per_parameter(policy)
+    parts = " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
+    numbers = ", ".join(f"{name} {getattr(scale, name):g}" for name in LOSS_SCALE_FIELDS)
     return [
-        ("params", dtype_name(p), _weights(policy)),
+        ("params", dtype_name(p), weights),
         ("compute", form, products),
         ("output", dtype_name(policy.output_dtype), _islands(policy)),
         ("grad", dtype_name(policy.grad_dtype), added),
         ("reduce", dtype_name(policy.reduce_dtype), "between data-parallel ranks"),
         ("master", dtype_name(policy.master_dtype), ROUNDING[policy.update].master),
-        ("moments", policy.moment_format, moments),
-        ("scale", policy.loss_scale.kind, _scale(policy.loss_scale)),
-        ("bytes", f"{sum(cost.values()):.4g}", _bytes(policy, cost)),
-        *_explain_low(policy),
+        ("moments", policy.moment_format, "the optimizer's running averages"),
+        ("scale", scale.kind, "the loss is not scaled" if scale.kind == "none" else numbers),
+        ("bytes", f"{sum(cost.values()):.4g}", f"per parameter with AdamW: {parts}"),
+        *([("recipe", f"{policy.recipe}", _RECIPE)] if policy.recipe else []),
+        *([("simulate", "yes", "where the device has no such products")] * policy.simulate),
         *(("rule", f, f"modules {glob}") for glob, f in policy.rules),
     ]
-
-
-def _weights(policy: PrecisionPolicy) -> str:
-    weights = ROUNDING[policy.update].weight
-    if policy.has_masters:
-        weights = "16 bit, rounded from the masters after every step"
-    elif policy.update == "nearest" and not policy.is_pure:
-        weights = "the optimizer's own copy"
-    if policy.casts_per_op:
-        weights += f"; cast to {dtype_name(policy.compute_dtype)} operation by operation"
-    elif policy.casts == "module":
-        weights += (
-            f"; FSDP2 gathers them in {dtype_name(policy.compute_dtype)}, module by module: "
-            "sharded runs only"
-        )
-    return weights
-
-
-def _scale(scale: LossScaleConfig) -> str:
-    if scale.kind == "none":
-        return "the loss is not scaled"
-    if scale.kind == "static":
-        return f"{scale.init_scale:g} throughout"
-    return (
-        f"starts at {scale.init_scale:g}; x{scale.growth_factor:g} after {scale.growth_interval} "
-        f"good steps, x{scale.backoff_factor:g} and skip on overflow; between {scale.min_scale:g} "
-        f"and {scale.max_scale:g}, hysteresis {scale.hysteresis}, stops after "
-        f"{scale.max_consecutive_skips} skips in a row"
-    )
-
-
-def _bytes(policy: PrecisionPolicy, cost: Mapping[str, float]) -> str:
-    text = "per parameter with AdamW: "
-    text += " + ".join(f"{size:.4g} {key}" for key, size in cost.items() if size)
-    if policy.casts_per_op:
-        size = policy.compute_dtype.itemsize
-        text += f", and {size} for the cast copies while a forward and backward run"
-    return text
-
-
-def _explain_low(policy: PrecisionPolicy) -> list[tuple[str, str, str]]:
-    """What recipes below 16 bits mean: the three products and their blocks."""
-    rows = []
-    for product, operands in OPERANDS.items():
-        scheme = SCHEMES.get(getattr(policy.recipe, product))
-        if scheme is None:
-            continue
-        extra = ", gradients rounded stochastically" * (
-            "gradients" in operands and scheme.stochastic
-        )
-        extra += ", Hadamard over 16 tokens" * (product == "wgrad" and scheme.hadamard)
-        texts = [_operand(scheme, operand) for operand in operands]
-        rows.append((product, scheme.name, f"{' x '.join(texts)}{extra}"))
-    for scheme in policy.schemes():
-        since = "{}.{}".format(*scheme.since)
-        rows.append(("native", scheme.name, f"on CUDA, from compute capability {since} on"))
-    if policy.simulate:
-        rows.append(("simulate", "yes", "where the device has no such products"))
-    return rows
-
-
-def _operand(scheme: Scheme, operand: str) -> str:
-    form = BLOCK_FORMATS[getattr(scheme, operand)]
-    shared = "{}x{} blocks".format(*form.block) if form.block else "the tensor"
-    return f"{operand} {form.element.name}, {form.scale.name} scales of {shared}"
 
 
 def _islands(policy: PrecisionPolicy) -> str:

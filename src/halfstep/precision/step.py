@@ -31,7 +31,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
-from halfstep.precision.casting.cast import cast_at_border, give_back_, make_clock
+from halfstep.precision.casting.cast import Clock, cast_at_border, give_back_
 from halfstep.precision.casting.op_table import before_forward, drop_casts
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -67,12 +67,12 @@ class Precision:
     """Mixed-precision training in the user's own loop, under one policy.
 
     Args:
-        policy: A policy, its name (``auto``: by the device), field string or ``.toml`` file.
+        policy: A policy, its name (``auto``: by the device) or field string.
         model: On its final device. With 16-bit weights its floating parameters are cast in place,
             and ``model(...)`` casts floating inputs to the compute dtype and outputs to fp32.
-        optimizer: One, or several that step together, over the model's parameters, none stepped
-            yet. ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low ``moments`` need one of
-            :mod:`halfstep.optim`.
+        optimizer: One, or several that step together, over the model's parameters.
+            ``bf16-split``, ``bf16-kahan``, ``bf16-sr`` and low ``moments`` need one of
+            :mod:`halfstep.optim` that has not stepped yet.
         on_nonfinite: What to do where no loss scale can help: ``"stop"``, or ``"skip:K"``, which
             leaves out up to K such steps in a row.
         on_spike: The same for a finite loss or norm far above the steps before; or ``"off"``.
@@ -94,7 +94,7 @@ class Precision:
         self,
         policy: str | PrecisionPolicy,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        optimizer: Optimizer | Sequence[Optimizer] = (),
         *,
         on_nonfinite: str | Recovery = "stop",
         on_spike: str | Recovery = "off",
@@ -113,7 +113,7 @@ class Precision:
             "on_spike": Recovery.parse(on_spike, "on_spike"),
         }
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
-        self.clock = make_clock()
+        self.clock = Clock()
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
@@ -139,7 +139,10 @@ class Precision:
         self._steps = _Steps(self, door)
         self._context = Autocast(policy, model, self.device, self.masters.adopt)
         cast_at_border(placed, self.clock)
-        hooks = [*ForwardWatch(policy, self.device).attach(model), *self.masters.handles]
+        hooks = [
+            *ForwardWatch(policy, self.device, weakref.ref(self)).attach(model),
+            *self.masters.handles,
+        ]
         if self._context.casts_per_op and self.device.type != "cpu":  # where no mode sees writes
             look = Hook(partial(before_forward, self.masters.weights))
             hooks.append(model.register_forward_pre_hook(look))

@@ -1,6 +1,6 @@
 """What this machine is: its devices, memory and packages, and which precision each is good for.
 
-``env.json`` of a run and ``halfstep doctor`` hold it. A device that is only named is looked up.
+``env.json`` of a run and ``halfstep doctor`` hold it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.devices import (
-    DeviceKind,
     choose,
     cpu_has_bf16,
     cpu_name,
     default_device,
-    kind_named,
     name_of,
-    reason_of,
 )
-from halfstep.precision.policy.policy import DTYPES, POLICIES, PrecisionPolicy
-from halfstep.precision.policy.spelling import Auto
+from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -59,9 +56,9 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", number)
 
 
-def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> PrecisionPolicy:
+def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> PrecisionPolicy:
     """Return a configuration's policy on a device, which decides what ``auto`` means."""
-    return precision.on(device) if isinstance(precision, Auto) else precision
+    return parse_policy(precision, device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -187,74 +184,17 @@ def keep_freed_memory() -> None:
 # Which precision suits a device.
 
 
-_POLICY_OF = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
-_FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-
-
-def diagnose(device: torch.device) -> dict[str, Any]:
-    """Look at a device of this machine.
+def diagnose(device: torch.device) -> dict[str, str]:
+    """Look up a device of this machine.
 
     Returns:
-        JSON values: the policy to take, the reason and its source, notes, and for each format
-        whether the hardware has it and how halfstep runs it (native, simulated or refused; empty
-        without a policy for it).
+        The policy to take, the reason and its source, and the device's name and family.
 
     Raises:
-        ConfigError: If halfstep's table has no such device.
+        ConfigError: If torch has no such device.
     """
     chosen = choose(device)
     if chosen.kind is None:
-        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu, or a product's name")
-    found = _looked_up(chosen.kind, str(device), name_of(device))
-    found |= {"policy": chosen.policy, "reason": chosen.reason}
-    for row in found["forms"]:
-        policy = POLICIES.get(_POLICY_OF.get(row["form"], ""))
-        row["here"] = support(policy, device).status if policy else ""
-    taken = support(POLICIES[chosen.policy], device)
-    if taken.status != "native":
-        found["notes"] = [f"{chosen.policy} is {taken.status} here: {taken.reason}"]
-    return found
-
-
-def diagnose_named(name: str) -> dict[str, Any]:
-    """Look a device up by its product's name, such as ``"T4"``.
-
-    Raises:
-        PrecisionError: If the table has no such device.
-    """
-    return _looked_up(kind_named(name), name, name)
-
-
-def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
-    forms = [
-        {"form": form, "status": kind.status(form), "here": _expected(kind, form)}
-        for form in _FORMS
-    ]
-    return {
-        "device": device,
-        "name": name,
-        "family": kind.family,
-        "policy": kind.policy,
-        "reason": reason_of(kind, name),
-        "source": kind.source,
-        "forms": forms,
-        "notes": [],
-    }
-
-
-def is_live(name: str) -> bool:
-    """Whether ``--device`` names a device of this machine, and no product.
-
-    ``mps`` is a product's name too: where there is no Mac, the question is what one would do.
-    """
-    live = ("auto", "cpu", "cuda", *(["mps"] if torch.backends.mps.is_available() else []))
-    return name.partition(":")[0] in live
-
-
-def _expected(kind: DeviceKind, form: str) -> str:
-    """How halfstep would run a format on a device that is not here."""
-    if form not in ("tf32", *DTYPES):
-        return ""
-    status = kind.status(form)
-    simulated = status == "emulated" and kind.type == "cpu"
-    return "native" if status == "native" else "simulated" if simulated else "refused"
+        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
+    found = {"name": name_of(device), "family": chosen.kind.family, "policy": chosen.policy}
+    return found | {"reason": chosen.reason, "source": chosen.kind.source}

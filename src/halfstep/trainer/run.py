@@ -32,7 +32,6 @@ import torch
 
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
 from halfstep.files import write_whole
-from halfstep.precision.policy.spelling import Auto
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint import (
@@ -255,7 +254,7 @@ def require_resumable(
 
 def keeping_policy(wanted: Config, saved: BaseConfig) -> Config:
     """Return the configuration to resume with: ``auto`` means the policy that the run has."""
-    if not isinstance(wanted.precision, Auto):
+    if not isinstance(wanted.precision, str):
         return wanted
     return replace(wanted, precision=saved.precision)
 
@@ -344,7 +343,7 @@ def _introduce(session: Session, say: Say) -> None:
     layout = f", {size} ranks as {session.strategy.layout}" if size > 1 else ""
     say(
         f"{config.name} {config.precision}: {session.task.summary()}, on {session.device}{layout} "
-        f"({support.how})"
+        f"({support.status}: {support.reason})"
     )
     notes = []
     if session.auto:

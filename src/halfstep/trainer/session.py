@@ -25,7 +25,6 @@ from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import Auto
 from halfstep.precision.step import Precision
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
@@ -312,7 +311,7 @@ def open_session(
     run, device = config.run, _device(config, world)
     if run.threads:
         torch.set_num_threads(run.threads)
-    auto = choose(device).reason if isinstance(config.precision, Auto) else ""
+    auto = choose(device).reason if isinstance(config.precision, str) else ""
     policy = policy_on(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)

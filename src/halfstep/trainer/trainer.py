@@ -110,7 +110,7 @@ class Trainer:
             as its tokens. None: the batch's rows, which is dim 0 of its first tensor.
         collate: Makes a batch from a list of items.
         num_workers: Processes that prepare batches ahead; 0: none.
-        precision: A policy, its name, field string or ``.toml`` file; ``auto`` takes what
+        precision: A policy, its name or field string; ``auto`` takes what
             suits the device, and says why.
         optimizer: A name (adamw, sgd, lion, ...), or a function from the trainable parameters
             to an optimizer, or an optimizer.

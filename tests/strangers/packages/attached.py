@@ -87,14 +87,6 @@ def attach_to(trainer: Any, way: Way) -> None:
     attach(trainer, lost_updates_every=0, **way.attach)
 
 
-def lines(name: str) -> tuple[int, int]:
-    """Lines added and removed: the import, the call, and what the policy's own way needs."""
-    way = way_of(name, 0.0)
-    plain_attach = 2
-    more = bool(way.trainer) + (way.stored != torch.float32) + bool(way.autocast)
-    return plain_attach + more + len(way.arguments) + bool(way.trainer), 0
-
-
 REFUSED = {
     "bf16-master": NO_MASTERS,
     "fp16-master,init_scale=256": NO_MASTERS,

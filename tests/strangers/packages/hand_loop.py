@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import halfstep
-from strangers.packages.runs import STEPS, Program, Run, lines_changed
+from strangers.packages.runs import STEPS, Program, Run
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 
@@ -99,12 +99,6 @@ def by_hand(
     """The program, trained by the loop above."""
     loop = HandLoop(**parts)
 
-    def lines(policy: str) -> tuple[int, int]:
-        own = halfstep.parse_policy(policy).needs_own_optimizer
-        changed = [lines_changed(plain, mixed), lines_changed(torchs, halfsteps)]
-        added, removed = (sum(part) for part in zip(*changed[: 1 + own], strict=True))
-        return added + 1, removed  # and the import
-
     return Program(
-        name, package, lambda run: loop(run, rule), lines, rule=rule, bare=loop, amplifies=amplifies
+        name, package, lambda run: loop(run, rule), rule=rule, bare=loop, amplifies=amplifies
     )

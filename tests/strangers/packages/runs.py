@@ -6,8 +6,6 @@ needs. Both take a :class:`Run`, which says what this run is for.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -49,10 +47,9 @@ class Program:
     """Training code of a package.
 
     Attributes:
-        name: What the table calls it.
+        name: What a failure calls it.
         package: Whose code it is.
         train: One run; gives the loss of each step, in order.
-        lines: Lines added and removed for a policy, in the user's code.
         refused: What the refusal says, by policy; a policy that is not named trains.
         rule: A policy's rule that the model needs under 16-bit weights, or none.
         bare: One run without that rule.
@@ -63,7 +60,6 @@ class Program:
     name: str
     package: str
     train: Callable[[Run], list[float]]
-    lines: Callable[[str], tuple[int, int]]
     refused: Mapping[str, str] = field(default_factory=dict)
     rule: str = ""
     bare: Callable[[Run], list[float]] | None = None
@@ -73,16 +69,3 @@ class Program:
     def __str__(self) -> str:
         """Its name, for the name of a test."""
         return self.name
-
-
-def lines_changed(before: Callable[..., object], after: Callable[..., object]) -> tuple[int, int]:
-    """How many lines one function adds to the other, and how many it takes away."""
-    found = [line[0] for line in difflib.ndiff(_body(before), _body(after))]
-    return found.count("+"), found.count("-")
-
-
-def _body(function: Callable[..., object]) -> list[str]:
-    """Its lines without name and arguments, and without what only a test asserts."""
-    lines = inspect.getsource(function).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.rstrip().endswith(":"))
-    return [line for line in lines[start + 1 :] if line.strip() and "assert" not in line]

@@ -45,9 +45,9 @@ ADAPTERS = LoraConfig(
     r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
 )
 PROGRAMS = [
-    Program("SFTTrainer", "trl", train, attached.lines, attached.REFUSED, own_loss=True),
+    Program("SFTTrainer", "trl", train, attached.REFUSED, own_loss=True),
     Program(
-        "SFTTrainer with LoRA", "trl", lambda run: train(run, ADAPTERS), attached.lines,
+        "SFTTrainer with LoRA", "trl", lambda run: train(run, ADAPTERS),
         own_loss=True,  # nothing is refused: peft keeps adapters in fp32
     ),
 ]  # fmt: skip

@@ -14,6 +14,6 @@ MODULES = ("diffusion_models", "lora", "sft", "timm_models", "trainers", "transf
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_policy_trains_it_or_refuses_it(module, record_property):
+def test_every_policy_trains_it_or_refuses_it(module):
     programs = importlib.import_module(f"strangers.packages.{module}").PROGRAMS
-    every(programs, lambda program: check(program, record_property))
+    every(programs, check)

@@ -43,7 +43,7 @@ def train(kind, run: Run) -> list[float]:
 
 def made(name: str) -> Program:
     return Program(
-        f"{name} in Trainer", "transformers", lambda run: train(KINDS[name], run), attached.lines,
+        f"{name} in Trainer", "transformers", lambda run: train(KINDS[name], run),
         attached.REFUSED, own_loss=True,
     )  # fmt: skip
 

@@ -53,39 +53,6 @@ def apply(text: str, edits: Sequence[Edit]) -> str:
     return text
 
 
-MNIST = Script(
-    "mnist",
-    (
-        ("import torch\nimport", "import halfstep\nimport torch\nimport"),
-        ("train_loader, optimizer, epoch, losses):", "train_loader, precision, epoch, losses):"),
-        (
-            """\
-        optimizer.zero_grad()
-        output = model(data)
-        loss = F.nll_loss(output, target)
-        loss.backward()
-        optimizer.step()
-""",
-            """\
-        with precision.autocast():
-            output = model(data)
-            loss = F.nll_loss(output, target)
-        precision.step(loss)
-""",
-        ),
-        ("def test(model,", "def test(precision, model,"),
-        ("    with torch.no_grad():", "    with torch.no_grad(), precision.autocast():"),
-        (
-            "    scheduler = StepLR(",
-            "    precision = halfstep.Precision(policy, model, optimizer)\n    scheduler = StepLR(",
-        ),
-        ("train_loader, optimizer, epoch, losses)\n", "train_loader, precision, epoch, losses)\n"),
-        ("        test(model,", "        test(precision, model,"),
-    ),
-    (),  # Adadelta
-    (("    model = Net().to(device)\n", "    model = Net().to(device)\n    prepare(model)\n"),),
-)
-
 NANOGPT = Script(
     "nanogpt",
     (
@@ -148,6 +115,5 @@ NANOGPT = Script(
 )
 
 SCRIPTS = {
-    "mnist": MNIST,
     "nanogpt": NANOGPT,
 }

@@ -22,7 +22,13 @@ from torch.utils.hooks import RemovableHandle
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.casting.op_casts import AutocastCasts, OpCasts, StoredCasts, inside_casts
+from halfstep.precision.casting.op_casts import (
+    AutocastCasts,
+    OpCasts,
+    StoredCasts,
+    inside_casts,
+    mapped,
+)
 from halfstep.precision.masters.accumulation import is_running
 from halfstep.precision.policy.devices import cpu_has_bf16, first_capability
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
@@ -46,17 +52,12 @@ class Support:
     nearest: str = ""
     """For ``"refused"``, the policy to ask for instead."""
 
-    @property
-    def how(self) -> str:
-        """Status and reason in a line."""
-        return f"{self.status}: {self.reason}"
-
 
 def support(policy: str | PrecisionPolicy, device: str | torch.device) -> Support:
     """Tell how a device runs a policy; needs no GPU memory and changes nothing.
 
     Args:
-        policy: A policy, its name, field string or ``.toml`` file.
+        policy: A policy, its name or field string.
         device: A device or its name.
 
     Raises:
@@ -270,9 +271,12 @@ class ForwardWatch:
 
     __name__ = "ForwardWatch"  # torch.export asks every hook for one
 
-    def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
+    def __init__(
+        self, policy: PrecisionPolicy, device: torch.device, owner: Callable[[], object]
+    ) -> None:
         self._policy = policy
         self._device = device
+        self.owner = owner  # a weak reference to the Precision
         self._needed = policy.compute_dtype != torch.float32 or policy.tf32
 
     def attach(self, model: nn.Module) -> list[RemovableHandle]:
@@ -342,11 +346,7 @@ held_switches: dict[Switch, _Held] = {}
 
 
 class Pins:
-    """Holds switches at a value; each instance is entered once.
-
-    Args:
-        switches: Pairs of backend and kind of operation.
-        value: ``"ieee"`` or ``"tf32"``.
+    """Holds switches at ``"ieee"`` or ``"tf32"``; each instance is entered once.
 
     Raises:
         PrecisionError: At entry, where another thread holds a switch at another value.
@@ -441,25 +441,12 @@ def _holds(value: object, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype and value.device.type == "cpu"
 
 
-def _is_other_floating(value: object, dtype: torch.dtype) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
-
-
 @cache
 def _is_composite(func: Any) -> bool:
     """Whether an operator is composed of other operators, whose kernels are to be replaced."""
     if func.namespace == "prim":  # a query such as a tensor's device, which runs no kernel
         return False
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-def _map(values: Any, when: torch.dtype, to: torch.dtype) -> Any:
-    """Convert every tensor of dtype ``when``, in nested argument lists too, to dtype ``to``."""
-    if isinstance(values, Tensor):
-        return values.to(to) if values.dtype == when else values
-    if isinstance(values, tuple | list):
-        return type(values)(_map(value, when, to) for value in values)
-    return values
 
 
 class SimulatedProducts(TorchDispatchMode):
@@ -501,16 +488,16 @@ class SimulatedProducts(TorchDispatchMode):
         rerouted = func in _REROUTED
         if not (rerouted or _is_composite(func)) or not any(_holds(arg, low) for arg in args):
             return func(*args, **kwargs)
-        if func in _PRODUCTS and any(_is_other_floating(arg, low) for arg in args):
+        floating = (a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point())
+        if func in _PRODUCTS and any(dtype != low for dtype in floating):
             return func(*args, **kwargs)  # torch refuses operands of two dtypes, here too
         if not rerouted:
             # Without gradients a composite such as linear arrives whole, so decompose it.
             with self:
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
-        wide = _map(args, low, torch.float32)
-        named = {key: _map(value, low, torch.float32) for key, value in kwargs.items()}
-        result = func(*wide, **named)
+        args, kwargs = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
+        result = func(*args, **kwargs)
         if func is _ATTENTION:
             return (result[0].to(low), *result[1:])
-        return _map(result, torch.float32, low)
+        return mapped(result, lambda t: t.to(low) if t.dtype == torch.float32 else t)

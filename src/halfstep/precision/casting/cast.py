@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import as_device, require_model
+from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast
 from halfstep.precision.casting.op_casts import inside_casts
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
@@ -30,18 +30,11 @@ WITH_AUTOCAST = frozenset(
     k for k in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(k)
 )
 
-R = TypeVar("R")
-
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor inside ``value``; leave everything else as it is.
 
-    Args:
-        value: A tensor, or nested lists, tuples (also named), mappings and dataclasses of tensors.
-        dtype: The floating dtype to cast to.
-
-    Returns:
-        The same structure. Tensors that already have the dtype are the same objects.
+    That is a tensor, or nested lists, tuples (also named), mappings and dataclasses of tensors.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -170,11 +163,12 @@ class Region:
 class Clock:
     """Says by which random bits a step rounds; its owner counts steps, taken or skipped.
 
-    ``rank`` is the part of each batch that this process sees, so that ranks draw other bits.
+    Ranks, which see other parts of a batch, draw other bits.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self.rank, self.step = rank, 0
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.step = 0
         self._drawn: dict[int, int] = {}
         self._drawn_at = 0
 
@@ -186,11 +180,6 @@ class Clock:
         drawn = self._drawn.get(stream, 0)
         self._drawn[stream] = drawn + 1
         return drawn + (self.rank << 16), self.step, stream
-
-
-def make_clock() -> Clock:
-    """The clock of this process in a training run."""
-    return Clock(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 class FormatRegion(Region):
@@ -223,11 +212,10 @@ class FormatRegion(Region):
         return output if self.outputs is None else cast_floating(output, self.outputs)
 
     def _context(self, device_type: str) -> AbstractContextManager[object]:
-        if device_type not in WITH_AUTOCAST:
-            return nullcontext()
-        if self.autocast is not None:
+        known = device_type in WITH_AUTOCAST
+        if known and self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast)
-        if torch.is_autocast_enabled(device_type):
+        if known and torch.is_autocast_enabled(device_type):
             return torch.autocast(device_type, enabled=False)
         return nullcontext()
 
@@ -254,21 +242,18 @@ class OutsideCall(Region):
         return cast_floating(output, torch.float32)
 
 
-def autocast(
-    policy: str | PrecisionPolicy, device: str | torch.device, model: nn.Module | None = None
-) -> Autocast:
+def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:
     """The context for a forward under a policy, without an optimizer.
 
     In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
 
     Args:
-        policy: A policy, its name, field string or ``.toml`` file.
+        policy: A policy, its name or field string: one that casts operations alone, without rules,
+            recipes or 16-bit weights.
         device: Where the forward runs, such as ``"cpu"``.
-        model: Needed if the policy has 16-bit weights or rules for modules. It must already be in
-            the policy's formats; it is not changed.
 
     Raises:
-        PrecisionError: If the device cannot honour the policy, or the model does not fit it.
+        PrecisionError: If the device cannot honour the policy, or it says more of a model.
 
     Example:
         >>> with autocast("bf16-mixed", "cpu"):
@@ -277,51 +262,13 @@ def autocast(
     """
     where = as_device(device)
     value = parse_policy(policy, where)
-    if model is not None:
-        require_model(model, "autocast(model)")
-        check_wrappers(value, model)
-        _require_prepared(value, model)
-    elif (
-        value.rules
-        or value.param_dtype != torch.float32
-        or value.recipes()
-        or value.casts == "module"
-    ):
+    casts_alone = value.param_dtype == torch.float32 and value.casts == "op"
+    if value.rules or value.recipes() or not casts_alone:
         raise PrecisionError(
-            f"policy {value} says more of a model than how operations are cast, so that autocast "
-            "needs the model: autocast(policy, device, model) with one that halfstep.Precision has "
-            "prepared; in training use precision.autocast()"
+            f"policy {value} says more of a model than how operations are cast, which "
+            "halfstep.autocast does alone; use halfstep.Precision and its autocast()"
         )
-    return Autocast(value, model, where)
-
-
-def _require_prepared(policy: PrecisionPolicy, model: nn.Module) -> None:
-    """Refuse a model whose weights or modules are not in the policy's formats."""
-    placed = place(policy, model)
-    wanted = placed.dtypes() if policy.param_dtype != torch.float32 else {}
-    wrong = [n for n, p in model.named_parameters() if p.dtype != wanted.get(n, p.dtype)]
-    wrong += [p.name for p in placed.regions if _region_of(p.module, FormatRegion) is None]
-    wrong += [
-        p.name for p in placed.low if getattr(low_bit_of(p.module), "recipe", None) != p.recipe
-    ]
-    if wrong:
-        raise PrecisionError(
-            f"{wrong[0] or 'the model'} is not in the format of policy {policy}; prepare the model "
-            "by halfstep.Precision"
-        )
-
-
-def low_bit_of(module: nn.Module) -> low_bit.LowBitLinear | None:
-    """What makes a layer multiply below 16 bits, inside of a region if it has one."""
-    return _region_of(module, low_bit.LowBitLinear)
-
-
-def _region_of(module: nn.Module, kind: type[R]) -> R | None:
-    """The region of a kind among those that replace a module's forward, one inside another."""
-    forward = module.__dict__.get("forward")
-    while isinstance(forward, Region) and not isinstance(forward, kind):
-        forward = forward.replaced
-    return forward if isinstance(forward, kind) else None
+    return Autocast(value, None, where)
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -343,27 +290,15 @@ def keep_fused_paths_off(module: nn.Module, args: Any) -> None:
 
 
 def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
-    """Make every module compute as the policy's rules say; existing regions are removed first."""
+    """Make every module compute as the policy's rules say; what it had is given back first."""
     clock = Clock() if clock is None else clock
-    remove_regions_(placed.model)
+    give_back_(placed.model)
     for placement in placed.low:
         placement.module.forward = low_bit.LowBitLinear(placement, clock)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
         placement.module.forward = FormatRegion(placed.policy, placement)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
-
-
-def remove_regions_(model: nn.Module) -> None:
-    """Restore every module's own forward."""
-    for module in model.modules():
-        while isinstance(region := module.__dict__.get("forward"), Region):
-            del module.forward
-            if region.replaced is not None:
-                module.forward = region.replaced
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is keep_fused_paths_off:
-                    del module._forward_pre_hooks[key]
 
 
 def is_cast(value: object) -> bool:
@@ -374,8 +309,11 @@ def is_cast(value: object) -> bool:
 
 def give_back_(model: nn.Module) -> None:
     """Remove everything that :func:`cast_at_border` has put on a model, regions included."""
-    remove_regions_(model)
     for module in model.modules():
+        while isinstance(region := module.__dict__.get("forward"), Region):
+            del module.forward
+            if region.replaced is not None:
+                module.forward = region.replaced
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if is_cast(hook):

@@ -109,7 +109,7 @@ class OpCasts(TorchFunctionMode):
             return func(*args, **kwargs)
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
-        return self._inside(func, types, args, kwargs)
+        return self._inside(func, args, kwargs)
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
@@ -211,16 +211,14 @@ class OpCasts(TorchFunctionMode):
             to = compute if out is None else out.dtype
         return _cast((args, kwargs), to, self.as_autocast)  # type: ignore[no-any-return]
 
-    def _inside(
-        self, func: Function, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _inside(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function written in Python so that its calls pass through this mode too."""
         if func in self._running or not _asks(func):
             return func(*args, **kwargs)
         self._running.append(func)
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            return _run_body(func, types, args, kwargs)
+            return _unasked(func)(*args, **kwargs)
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._running.pop()
@@ -248,11 +246,7 @@ class AutocastCasts(OpCasts):
 
 
 class StoredCasts(OpCasts):
-    """Promotes operands of two dtypes to one under a policy with 16-bit weights.
-
-    Args:
-        compute: The policy's compute dtype.
-    """
+    """Promotes operands of two dtypes to one under a policy with 16-bit weights."""
 
     table = STORED
 
@@ -315,14 +309,14 @@ def _is_left_alone(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float64 or tensor.device.type != "cpu"
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A function's arguments with ``change`` applied to every tensor in them."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple or type(value) is list:
-        return type(value)([_mapped(item, change) for item in value])
+        return type(value)([mapped(item, change) for item in value])
     if type(value) is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: mapped(item, change) for key, item in value.items()}
     return value
 
 
@@ -337,7 +331,7 @@ def _cast(
             return tensor
         return tensor.to(to) if tensor.layout in _DENSE else _sparse_cast(tensor, to)
 
-    return _mapped(value, change)
+    return mapped(value, change)
 
 
 def _sparse_cast(tensor: Tensor, to: torch.dtype) -> Tensor:
@@ -424,22 +418,11 @@ def _asks(func: Function) -> bool:
 
 @cache
 def _unasked(func: Any) -> Function:
-    """A copy of a function in which that question is answered no."""
-    known = func.__globals__ | dict.fromkeys(_CHECKS, lambda *_: False)
+    """A copy of a function in which that question is answered no, so that its own code runs."""
+    known = func.__globals__ | dict.fromkeys(_CHECKS, "".format)  # "", of whatever is asked
     made = FunctionType(func.__code__, known, func.__name__, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
     return made
-
-
-def _redispatched(
-    func: Function, _: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """What ``torch.overrides.redispatch_function`` does, which torch 2.11 and 2.12 lack."""
-    return _unasked(func)(*args, **kwargs)
-
-
-_run_body = getattr(torch.overrides, "redispatch_function", _redispatched)
-"""Runs a torch function's own code with the mode on, which sees the calls inside."""
 
 
 # --- functions that a compiled kernel runs on a CPU -----------------------------------------------

@@ -56,10 +56,14 @@ class LowBitLinear(Region):
         if not (self.is_low(weight) and self.recipe):
             return self.inside(args, kwargs)
         (x,) = (*args, *kwargs.values())
-        if is_sharded(weight) or x.dtype not in _INPUTS:
-            raise self._refusal(x, weight)
+        if is_sharded(weight):
+            raise PrecisionError(
+                f"layer {self.name or 'of the model'} multiplies below 16 bits ({self.recipe}), "
+                f"and its weight is distributed over ranks ({tuple(weight.shape)}); keep it by "
+                f"keep_bf16={self.name or '*'}, or use data parallelism"
+            )
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
-        if not x.dim() or x.shape[-1] != weight_OK.shape[1]:
+        if x.dtype not in _INPUTS or not x.dim() or x.shape[-1] != weight_OK.shape[1]:
             return self.inside(args, kwargs)  # torch says what is wrong with it
         x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
         bias = None if bias is None else bias.to(_LOW)
@@ -75,19 +79,6 @@ class LowBitLinear(Region):
         if active is not None and not active.policy.recipes():
             return False
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
-
-    def _refusal(self, x: Tensor, weight: Tensor) -> PrecisionError:
-        """The error for inputs that bf16 would change beyond rounding, or weights in parts."""
-        layer = f"layer {self.name or 'of the model'} multiplies below 16 bits ({self.recipe})"
-        if is_sharded(weight):
-            return PrecisionError(
-                f"{layer}, and its weight is distributed over ranks ({tuple(weight.shape)}); keep "
-                f"it by keep_bf16={self.name or '*'}, or use data parallelism"
-            )
-        return PrecisionError(
-            f"{layer}, and its input of shape {tuple(x.shape)} is {x.dtype}; allowed: fp32, bf16 "
-            "and fp16. Convert it with x.float(), if that is meant"
-        )
 
 
 class _Products(torch.autograd.Function):

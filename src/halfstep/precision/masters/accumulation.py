@@ -137,8 +137,6 @@ class GradientAccumulation:
                 self._received.append(parameter)
             parameter.grad = gradient
         if self._scaled and not sharded:
-            for number in _hooks_of(parameter):  # left by another Precision
-                parameter._backward_hooks.pop(number)  # type: ignore[union-attr]
             self._handles.append(self._hook(parameter))
 
     def _hook(self, tensor: Tensor) -> RemovableHandle:

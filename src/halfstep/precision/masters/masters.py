@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.border import require
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
@@ -71,7 +70,7 @@ class Weight:
     @property
     def visible(self) -> Tensor:
         """The tensor that the model computes with on this rank."""
-        return (local_part(self.parameter) if self.sharded else self.parameter).detach()
+        return Tensor.detach(local_part(self.parameter) if self.sharded else self.parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +101,7 @@ class MasterWeights:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
             optimizer.set_precision(policy.update, policy.moment_format)
+            optimizer.has_masters = policy.has_masters
         self.accumulation = GradientAccumulation(policy, model)
         self._policy = policy
         self._model = model
@@ -127,6 +127,7 @@ class MasterWeights:
         self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
+            self._cast_states_()
 
     # Which parameters are trained
 
@@ -260,6 +261,15 @@ class MasterWeights:
         """Make the optimizer states of sharded weights this rank's parts, as a step does."""
         with self.installed():
             pass
+
+    def _cast_states_(self) -> None:
+        """Cast what stock optimizers hold already, of Adagrad or of steps, as new state is."""
+        with self.installed():
+            for optimizer in self._optimizers:
+                for target, state in optimizer.state.items():
+                    for name, value in state.items() if optimizer in self._looking else ():
+                        if isinstance(value, Tensor) and value.dim() and value.is_floating_point():
+                            state[name] = value.to(target.dtype)
 
     def gradients(
         self, targets: Sequence[nn.Parameter] | None = None
@@ -439,16 +449,15 @@ class MasterWeights:
     @torch.no_grad()
     def load_(self, values: Mapping[str, Tensor]) -> None:
         """Set every weight to values from :meth:`items`, under this policy or another."""
-        allowed = "fp32 tensors by the names of Precision.named_parameters()"
-        for weight in self._current():
-            table = require(values, Mapping, "start_from_(values)", allowed)
-            value = require(table.get(weight.name), Tensor, f"start_from_({weight.name})", allowed)
-            if value.shape != weight.target.shape:
-                raise PrecisionError(
-                    f"start_from_({weight.name}) got shape {tuple(value.shape)}; allowed: "
-                    f"{tuple(weight.target.shape)}, the shape of the parameter, or of this rank's "
-                    "part of it"
-                )
+        wrong = [
+            weight.name for weight in self._current()
+            if getattr(values.get(weight.name), "shape", None) != weight.target.shape
+        ]  # fmt: skip
+        if wrong:
+            raise PrecisionError(
+                f"no value of its shape is given for {wrong[0]}; allowed: fp32 tensors by the "
+                "names of Precision.named_parameters(), or this rank's parts of them"
+            )
         for weight in self._current():
             self._set_(weight, values[weight.name])
         self.push_([weight.target for weight in self.weights.values()])
@@ -457,6 +466,8 @@ class MasterWeights:
         """Release the parameters as plain ones; gradients are dropped."""
         self.clear()
         self.accumulation.close()
+        for optimizer in self.own_optimizers:
+            optimizer.has_masters = False
 
 
 def _load_into_targets(

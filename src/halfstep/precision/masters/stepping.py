@@ -89,6 +89,9 @@ class DeviceDecision:
 class OwnOptimizer(Optimizer):
     """An optimizer of ``halfstep.optim``, whose base class says what it can do besides torch's."""
 
+    has_masters = False
+    """Whether a Precision has it update fp32 masters, of weights of whatever format."""
+
     def can_decide(self) -> bool:
         """Whether the device can decide about its steps."""
         return False

@@ -1,8 +1,8 @@
 """The precision policy: which number format each part of training uses, as one frozen value.
 
-A policy is written as a name (``bf16-mixed``), as a string of fields
-(``params=bf16,compute=bf16,master=fp32``) or as a TOML file (a base policy and its changes). All
-three give the same value, and ``str(policy)`` gives its canonical spelling.
+A policy is written as a name (``bf16-mixed``) or as a string of fields
+(``params=bf16,compute=bf16,master=fp32``). Both give the same value, and ``str(policy)`` gives its
+canonical spelling.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PrecisionPolicy:
                 more = ", or a recipe such as mxfp8" if compute == "bf16" else ""
                 raise PrecisionError(f"rule {pattern!r} -> {form}; allowed: {allowed}{more}")
             glob = pattern.removeprefix("type:")
-            if not glob or glob.endswith(".toml") or re.search(r"[|,=:\"'\s]", glob):
+            if not glob or re.search(r"[|,=:\"'\s]", glob):
                 raise PrecisionError(
                     f"rule {pattern!r}; allowed: a glob over module names such as '*.norm*', or "
                     "'type:' and a glob over class names, without any of | , = : and blanks"

@@ -13,7 +13,6 @@ separated by slashes (``bf16/nvfp4/nvfp4``: forward in bf16, backward in NVFP4).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -84,10 +83,8 @@ class Recipe:
         for product in PRODUCTS:
             scheme = getattr(self, product)
             if scheme != KEPT and scheme not in SCHEMES:
-                close = difflib.get_close_matches(scheme, [KEPT, *SCHEMES], n=1)
-                hint = f", did you mean {close[0]!r}?" if close else ";"
                 allowed = ", ".join([KEPT, *SCHEMES])
-                raise PrecisionError(f"{product}={scheme}{hint} Allowed: {allowed}")
+                raise PrecisionError(f"{product}={scheme}; allowed: {allowed}")
 
     def __bool__(self) -> bool:
         return self != Recipe()

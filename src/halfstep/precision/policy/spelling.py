@@ -1,12 +1,10 @@
-"""Parses a precision policy from a name, a string of fields or a file."""
+"""Parses a precision policy from a name or a string of fields."""
 
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,35 +27,13 @@ from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS, LossScaleCo
 
 _NAMED = {**POLICIES, **RECIPES}
 AUTO = "auto"
-"""The name of the policy that the device decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Auto:
-    """A policy whose device is not known yet: ``auto``, perhaps with fields or a file of its own.
-
-    Attributes:
-        text: What was written, such as ``"auto,moments=8bit"``.
-    """
-
-    text: str = AUTO
-
-    def on(self, device: torch.device) -> PrecisionPolicy:
-        """The policy on a device."""
-        return parse_policy(self.text, device)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class _NoDevice(PrecisionError):
-    """``auto`` without the device that decides."""
+"""The policy that the device decides; fields may follow it."""
 
 
 def parse_policy(
     spec: str | PrecisionPolicy, device: str | torch.device | None = None
 ) -> PrecisionPolicy:
-    """Parse a policy from its name, alias, field string or ``.toml`` file.
+    """Parse a policy from its name, alias or field string.
 
     ``auto`` is the policy that suits ``device``: ``bf16-mixed`` where it multiplies bf16 natively,
     ``fp16-mixed`` where it has fp16 alone, else ``fp32`` (``halfstep doctor`` gives the reason).
@@ -70,12 +46,10 @@ def parse_policy(
     Below 16 bits: ``recipe`` (a scheme, or three as ``fprop/dgrad/wgrad``), ``simulate``
     (yes, no) and ``keep_bf16``, as ``keep_fp32``.
     Missing keys follow from the given ones: compute is as params; master is fp32, or what the
-    rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16. A file
-    holds the same keys and ``base``, the name to start from; globs may be a list there, and rules
-    a table ``[rules]`` of ``"glob" = "format"``.
+    rounding mode says; grad and reduce are as master; scale is dynamic if compute is fp16.
 
     Args:
-        spec: A policy, its name, field string or ``.toml`` file.
+        spec: A policy, its name or field string.
         device: What ``auto`` is for; other policies do not depend on it.
 
     Example:
@@ -99,7 +73,7 @@ def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy
     name = spec.strip()
     if name.lower() == AUTO:
         if device is None:
-            raise _NoDevice(
+            raise PrecisionError(
                 "precision auto depends on the device: parse_policy('auto', device), with the "
                 "device that the model is on"
             )
@@ -107,8 +81,6 @@ def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy
     known = _NAMED.get(ALIASES.get(name.lower(), name.lower()))
     if known is not None:
         return known
-    if name.endswith(".toml"):
-        return _read_file(Path(name), device)
     if "=" not in name:
         raise _unknown(name)
     first, _, rest = name.partition(",")
@@ -121,25 +93,17 @@ def _parse_text(spec: str, device: str | torch.device | None) -> PrecisionPolicy
 
 
 def parse_saved(spec: object) -> PrecisionPolicy | None:
-    """The policy that a file names, in the spelling of whatever version; None if it names none.
-
-    A file names no file of its own, so nothing is read.
-    """
+    """The policy that a file names, in the spelling of whatever version; None if it names none."""
     try:
-        named = isinstance(spec, str) and not spec.strip().endswith(".toml")
-        return _parse_text(str(spec), None) if named else None
+        return _parse_text(spec, None) if isinstance(spec, str) else None
     except PrecisionError:
         return None
 
 
-def parse_later(spec: str | PrecisionPolicy | Auto) -> PrecisionPolicy | Auto:
-    """Parse a policy, but leave ``auto`` and its fields for when the device is known."""
-    if isinstance(spec, Auto):
-        return spec
-    try:
-        return parse_policy(spec)
-    except _NoDevice:
-        return Auto(str(spec).strip())
+def parse_later(spec: str | PrecisionPolicy) -> PrecisionPolicy | str:
+    """Parse a policy, but leave ``auto`` and its fields as text until the device is known."""
+    waits = isinstance(spec, str) and spec.strip().lower().partition(",")[0].strip() == AUTO
+    return str(spec).strip() if waits else parse_policy(spec)
 
 
 def _unknown(name: str) -> PrecisionError:
@@ -150,29 +114,8 @@ def _unknown(name: str) -> PrecisionError:
     hint = f", did you mean {close[0]!r}?" if close else "."
     return PrecisionError(
         f"unknown precision policy {name[:40]!r}{hint} Allowed: {', '.join((*_NAMED, AUTO))}, with "
-        "fields such as 'bf16-split,moments=8bit', or a .toml file"
+        "fields such as 'bf16-split,moments=8bit'"
     )
-
-
-def _read_file(path: Path, device: str | torch.device | None) -> PrecisionPolicy:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PrecisionError(f"policy file {path}: cannot be read: {error}") from error
-    base = table.pop("base", None)
-    if base is not None and (not isinstance(base, str) or base.strip().endswith(".toml")):
-        raise PrecisionError(f"policy file {path}: base is {base!r}; allowed: the name of a policy")
-    try:
-        start = None if base is None else _parse_text(base, device)
-        return _from_fields({key: _as_text(value) for key, value in table.items()}, start)
-    except PrecisionError as error:
-        raise type(error)(f"policy file {path}: {error}") from error
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, dict):
-        return "|".join(f"{glob}:{form}" for glob, form in value.items())
-    return "|".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _from_fields(values: dict[str, str], base: PrecisionPolicy | None) -> PrecisionPolicy:

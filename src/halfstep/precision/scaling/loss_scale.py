@@ -158,11 +158,6 @@ class LossScale:
                 f"the saved loss scale has keys {sorted(state)}, expected {sorted(own)}; it was "
                 "saved by a run with another precision policy"
             )
-        if self._config.kind == "static" and state != own:
-            raise PrecisionError(
-                f"static loss scale is {self.value:g}, the saved state has {state['value']!r}; "
-                "resume with the same init_scale"
-            )
         if self._config.kind == "dynamic":
             self._take(self._checked(state))
 

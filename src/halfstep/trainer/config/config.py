@@ -18,7 +18,7 @@ import tomli_w
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
-from halfstep.precision.policy.spelling import Auto, parse_later
+from halfstep.precision.policy.spelling import parse_later
 from halfstep.precision.recovery import Recovery
 from halfstep.trainer.config.read import build, did_you_mean, insert, shown
 from halfstep.trainer.config.run import BaseConfig
@@ -97,7 +97,6 @@ def config_from_table(
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, unknown=unknown)
     run = config.run
-    # parsed now, so that a run does not depend on a policy file after it has started
     precision = parse_later(config.precision)
     if run.simulate:
         precision = simulated(precision)
@@ -113,13 +112,13 @@ def config_from_table(
     )
 
 
-def simulated(precision: PrecisionPolicy | Auto) -> PrecisionPolicy:
+def simulated(precision: PrecisionPolicy | str) -> PrecisionPolicy:
     """Return the policy with its formats below 16 bits simulated, as ``--simulate`` asks.
 
     Raises:
         ConfigError: If it has none.
     """
-    if isinstance(precision, Auto) or not precision.recipes():
+    if isinstance(precision, str) or not precision.recipes():
         raise ConfigError(
             f"--simulate (run.simulate=true) with precision {precision}, which has no format below "
             f"16 bits, and only those are simulated; allowed: {', '.join(RECIPES)} and policies "
@@ -137,7 +136,7 @@ def _plain(part: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for field in fields(part):
         value = getattr(part, field.name)
-        if isinstance(value, PrecisionPolicy | Auto | Layout | Recovery):
+        if isinstance(value, PrecisionPolicy | Layout | Recovery):
             value = str(value)
         table[field.name] = _plain(value) if is_dataclass(value) else value
     return table

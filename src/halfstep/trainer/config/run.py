@@ -68,10 +68,9 @@ class ScheduleConfig:
 if TYPE_CHECKING:
     from halfstep.distributed.layout import Layout
     from halfstep.precision.policy.policy import PrecisionPolicy
-    from halfstep.precision.policy.spelling import Auto
     from halfstep.precision.recovery import Recovery
 
-    Policy: TypeAlias = PrecisionPolicy | Auto
+    Policy: TypeAlias = PrecisionPolicy | str
     Parallel: TypeAlias = Layout | str
 else:  # as a user writes them: load_config replaces the text by the object, which imports torch
     Policy = Parallel = Recovery = str
@@ -176,10 +175,10 @@ class BaseConfig:
     """Short option name to dotted key, besides the last part of each key."""
 
     name: str = option("custom", "A name for the run folder.")
-    precision: Policy = option(  # type: ignore[assignment]
+    precision: Policy = option(
         "auto",
-        "A precision policy by name (halfstep explain lists them), fields such as "
-        "bf16-mixed,reduce=bf16, or a .toml file; auto: what suits the device (halfstep doctor).",
+        "A precision policy by name (halfstep explain lists them), or fields such as "
+        "bf16-mixed,reduce=bf16; auto: what suits the device (halfstep doctor).",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
