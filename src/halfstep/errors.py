@@ -1,8 +1,8 @@
 """Every error that halfstep raises on purpose.
 
 Each message says in one line what is wrong, what was found, what is allowed and what to do; that of
-a NaN has four: the loss, its first cause, what to do, what to type. The command line leaves with
-the class's ``exit_code``; a library user catches :class:`HalfstepError` or one of its children.
+a NaN has up to four. The command line leaves with the class's ``exit_code``; a library user catches
+:class:`HalfstepError` or one of its children.
 """
 
 from __future__ import annotations
@@ -45,27 +45,50 @@ class CheckpointError(HalfstepError, RuntimeError):
 class NonFiniteError(HalfstepError, ArithmeticError):
     """A run stopped because a value overflowed or became NaN and continuing could not help.
 
+    Its text has up to four lines: the loss, the first cause, what to do, what to type.
+
     Attributes:
         cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
             inf gradients, and scaling cannot help), ``"loss_scale_floor"``, ``"skip_limit"`` or
             ``"weights"`` (a checkpoint was about to be written from them).
         parameters: Names of the parameters whose gradients were not finite, as far as known.
         first_cause: The :class:`halfstep.Cause`, where the step was run again to find it, else
-            None. It does not travel to another process; the message holds its line.
+            None. It does not travel to another process; the text holds its line.
+        to_do: What to do where no first cause says so.
+        typed: What to type next.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, cause: str, parameters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str,
+        parameters: tuple[str, ...] = (),
+        to_do: str = "",
+        typed: str = "",
+    ) -> None:
         super().__init__(message)
-        self.cause = cause
-        self.parameters = parameters
+        self.cause, self.parameters = cause, parameters
+        self.to_do, self.typed = to_do, typed
         self.first_cause: Any = None
+
+    def __str__(self) -> str:
+        found = self.first_cause
+        first, to_do = (found.summary, found.remedy) if found else ("", self.to_do)
+        lines = {"first cause": first, "to do": to_do, "try": self.typed}
+        return "\n".join([*self.args, *(f"{key}: {line}" for key, line in lines.items() if line)])
+
+    def explain_(self, first_cause: Any, failed: str) -> None:
+        """Add what a search has found, or why it failed; the error is there for who looks on."""
+        self.first_cause = first_cause
+        self.args = (f"{self.args[0]}{failed and f'; {failed}'}",)
+        self.typed = "print(error.first_cause)" if first_cause else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
-        kept = partial(type(self), cause=self.cause, parameters=self.parameters)
-        return kept, self.args
+        return partial(type(self), cause=self.cause, parameters=self.parameters), (str(self),)
 
 
 class SpikeError(HalfstepError, ArithmeticError):

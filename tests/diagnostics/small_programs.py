@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 INF, NAN = math.inf, math.nan
 EXP = ("aten.exp", "overflow", "x.clamp(max=88.7)")
-DATA = ("data not finite", "nan_to_num")
+DATA = ("data not finite", "leave these rows out")
 WEIGHT = ("aten._to_copy", "overflow in a cast", "shrink the weight")
 POLE = "log or division of zero"
 NONE = ("", "", "")

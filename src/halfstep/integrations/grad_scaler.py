@@ -427,7 +427,7 @@ class GradScaler(torch.amp.GradScaler):
         if at_floor:
             raise NonFiniteError(
                 f"{where} at the smallest loss scale {scale:g} (min_scale): no smaller scale can "
-                f"help, so this is a bug or values beyond the format; {same}",
+                f"help; {same}",
                 cause="loss_scale_floor",
                 parameters=found.names,
             )

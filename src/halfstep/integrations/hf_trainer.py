@@ -298,14 +298,14 @@ def stopped(
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    first, told, anew = None, "", list[tuple[str, ...]]()
+    first, failed, anew = None, "", list[tuple[str, ...]]()
     agreed = ranks_of_this_process(micro[0][0].device)
     loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
     what = agreed.of_loss(loss.reshape(())) if of_loss else ""
     # one rank's weights alone may be broken; a forward that gathers weights would hang alone
     apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
     if not agreed.worst([int(bool(weights))])[0] and not apart:
-        first, told = searched(
+        first, failed = searched(
             trainer.model,
             lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
             [dict(inputs) for _, inputs in micro],
@@ -324,11 +324,11 @@ def stopped(
         source = f"the weights {some(weights)} are not finite"
     error = NonFiniteError(
         f"step {step}: {what}: {source}; the step was not taken, the weights are those after step "
-        f"{step - 1}{told}",
+        f"{step - 1}",
         cause="forward" if of_loss else "gradients",
         parameters=weights if weights or of_loss else broken,
     )
-    error.first_cause = first
+    error.explain_(first, failed)
     return error
 
 

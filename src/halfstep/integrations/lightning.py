@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import explain_
+from halfstep.diagnostics.nonfinite.first_cause import searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.casting.autocast import Autocast
@@ -146,9 +146,12 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            if automatic:  # else the closure does nothing
+            ranks = self._ready().ranks
+            if automatic and isinstance(ranks, OneRank):  # else the closure does nothing
                 run, batch = _with_batch(closure)
-                explain_(error, model, run, [batch], clear=model.zero_grad)
+                slower = self._ready().outcome.progress.slower
+                found = searched(model, run, [batch], clear=model.zero_grad, slower=slower)
+                error.explain_(*found)
             raise
         return output
 

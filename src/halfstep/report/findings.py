@@ -243,6 +243,7 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
             N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
             N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
             values,
+            _typed(run, False, learning_rate=_slower(run)),
         )
 
 

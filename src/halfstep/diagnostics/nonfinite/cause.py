@@ -25,8 +25,8 @@ REMEDIES = {
         "earlier forward wrote it"
     ),
     "data not finite": (
-        "clean the data: x = torch.nan_to_num(x), or leave out rows where not "
-        "torch.isfinite(x).all()"
+        "leave these rows out of the data, those where not torch.isfinite(x).all(), or mend what "
+        "made them"
     ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
     "unwritten memory": (
@@ -35,14 +35,10 @@ REMEDIES = {
     "overflow in attention scores": (
         "scale before the matmul, q = q * head_dim ** -0.5, or normalise q and k"
     ),
-    "overflow in a matmul": (
-        "scale an operand down before the matmul, or compute it in fp32: with "
-        "torch.autocast(x.device.type, enabled=False): y = layer(x.float())"
-    ),
+    "overflow in a matmul": "scale an operand down before the matmul",
     "overflow in a sum": (
         "add in fp32: x.float() + y.float(), x.float().sum(); or scale down what is added"
     ),
-    "overflow in the loss": "compute the loss in fp32: loss_fn(logits.float(), targets)",
     "overflow in a cast": (
         "clamp before the cast, x.clamp(-m, m).to(dtype) with m = torch.finfo(dtype).max, or keep "
         "the tensor in fp32"
@@ -87,6 +83,9 @@ REMEDIES = {
     ),
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
+
+OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation", "inf - inf")
+"""How the classes begin that weights make which a learning rate has thrown out."""
 
 OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
@@ -138,8 +137,6 @@ def cause_class(
         return "overflow in the backward"
     if known.base in ("_to_copy", "copy", "to"):
         return "overflow in a cast"
-    if "loss" in known.base:
-        return "overflow in the loss"
     if known.attention or known.base in MATMULS:
         return f"overflow in {'attention scores' if known.attention else 'a matmul'}"
     tensors = sum(operand.dtype is not None for operand in operands)
@@ -160,10 +157,13 @@ _OF_KIND = {
 }
 
 
-def remedy_of(name: str, form: str, base: str = "", largest: Operand | None = None) -> str:
+def remedy_of(
+    name: str, form: str, base: str = "", largest: Operand | None = None, *, fits: bool = False
+) -> str:
     """What to do about a class of causes in a format such as ``"fp16"``: the line to change.
 
-    ``base`` is the operation's name, such as ``"exp"``, and ``largest`` its largest input.
+    ``base`` is the operation's name, such as ``"exp"``, and ``largest`` its largest input;
+    ``fits``: in fp32 the batch has been run, and is finite.
     """
     text, narrow = REMEDIES[name], form == "fp16"
     if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
@@ -180,7 +180,7 @@ def remedy_of(name: str, form: str, base: str = "", largest: Operand | None = No
         text = f"scale the loss down, or clamp what this operation reads: {size}"
     elif not narrow and name not in ("overflow in a cast", "overflow in attention scores"):
         text = f"clamp or scale down what it reads: {size}"
-    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if narrow else text
+    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if fits else text
 
 
 # The report of one operation.
@@ -235,6 +235,8 @@ class Cause:
             rest of the batch is finite. Empty where that is not so, or was not tried.
         micro_batch: Number of the micro-batch in which it happened, from 1; 0: not known.
         micro_batches: Number of micro-batches of the step; 0: not known.
+        fits_fp32: Whether the batch was run in fp32, too, and is finite there.
+        slower: What to do where the loss had left its past before this step; else empty.
     """
 
     kind: Kind
@@ -253,15 +255,27 @@ class Cause:
     samples: tuple[int, ...] = ()
     micro_batch: int = 0
     micro_batches: int = 0
+    fits_fp32: bool = False
+    slower: str = ""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss had left its past, no sample is to blame, and weights make such."""
+        return bool(self.slower) and not self.samples and self.cause_class.startswith(OF_DIVERGED)
 
     @property
     def remedy(self) -> str:
         """What to do about it: the line to change, or the setting."""
+        if self.diverged:
+            return self.slower
         largest = max(self.inputs, key=lambda operand: operand.largest, default=None)
         base = self.op.split(".")[1].rstrip("_") if "." in self.op else self.op
         forward = self.node.partition("Backward")[0].lower()  # "SqrtBackward0" is that of sqrt
         base = forward if forward in OF_OPERATION else base
-        return remedy_of(self.cause_class, dtype_name(self.dtype), base, largest)
+        form, fits = dtype_name(self.dtype), self.fits_fp32
+        text = remedy_of(self.cause_class, form, base, largest, fits=fits)
+        named = self.cause_class == "data not finite" and self.samples
+        return f"{text}: {self._where()[0]}" if named else text
 
     @property
     def place(self) -> str:
@@ -289,16 +303,6 @@ class Cause:
                 line += f", {operand.name}"
         line += f", at {self.source}" if self.source else ""
         return "; ".join([line, *self._where()])
-
-    @property
-    def leaves_fp16(self) -> bool:
-        """Whether it is an overflow that bf16, whose range is that of fp32, may not have."""
-        return self.kind == "overflow" and self.dtype == torch.float16
-
-    @property
-    def told(self) -> str:
-        """What happened, and what to do about it: two lines of a message."""
-        return f"first cause: {self.summary}\nto do: {self.remedy}"
 
     def _operation(self, what: str) -> str:
         form = dtype_name(self.dtype)

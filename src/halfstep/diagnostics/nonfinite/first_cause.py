@@ -23,7 +23,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -58,14 +58,12 @@ from halfstep.diagnostics.nonfinite.operations import (
     operation,
     overflows_a_mask,
 )
-from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.agreement import ranks_of_this_process
+from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.recovery import without_hint
 from halfstep.precision.scaling import gradients
 from halfstep.precision.step import Precision
 
@@ -402,51 +400,51 @@ def first_cause(
             f"first_cause(loss) is {loss!r:.60}; allowed: a function that computes the loss, as in "
             "first_cause(precision, loss_of, batch)"
         )
+    model = precision.model if isinstance(precision, Precision) else precision
+    clear: Callable[[], object] = model.zero_grad
+    own, wide, slower = set(model.parameters()), None, None
+
+    def run(_: int, part: Any, precision: Precision | nn.Module = precision) -> float:
+        context: Any = nullcontext()
+        backward: Callable[[Tensor], object] = Tensor.backward
+        if isinstance(precision, Precision):
+            context, backward = precision.autocast(), precision.backward
+        with context:
+            value = loss() if batch is None else loss(part)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise no_loss(value)
+        with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
+            backward(value)
+        return float(value)
+
     if isinstance(precision, Precision):
-        model = precision.model
-        context: Callable[[], Any] = precision.autocast
-        backward, clear = precision.backward, precision.discard
-    else:
-        model, context = precision, nullcontext
-        backward, clear = Tensor.backward, model.zero_grad
+        clear, slower = precision.discard, precision.progress.slower
+        wide = partial(run, precision=model) if precision.policy.casts_per_op else None
     clear()
-
-    def run(_: int, part: Any) -> None:
-        _run(model, context, loss if batch is None else partial(loss, part), backward)
-
-    cause = search(model, run, [batch], clear=clear)
+    cause = search(model, run, [batch], clear=clear, wide=wide, slower=slower)
     return cause and replace(cause, micro_batch=0, micro_batches=0)
 
 
-def _run(
-    model: nn.Module,
-    context: Callable[[], Any],
-    loss: Callable[[], Tensor],
-    backward: Callable[[Tensor], object],
-) -> None:
-    """Run forward and backward; gradients of tensors that are not the model's stay."""
-    own = set(model.parameters())
-    with context():
-        value = loss()
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        raise no_loss(value)
-    with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
-        backward(value)
+Run = Callable[[int, Any], object]
+"""Runs forward and backward; given a micro-batch's number, from 0, and it or a part of it."""
 
 
 def search(
     model: nn.Module,
-    run: Callable[[int, Any], object],
+    run: Run,
     batches: Sequence[Any],
     *,
     clear: Callable[[], object],
     finish: Callable[[], object] = lambda: None,
+    wide: Run | None = None,
+    slower: Callable[..., str] | None = None,
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
-    It starts from the present buffers and random state, and leaves them as they are. ``run`` is
-    given the number of a micro-batch, from 0, and the batch or a part of it; ``clear`` drops the
-    gradients, and ``finish`` is called after the last micro-batch, under the trace.
+    It starts from the present buffers and random state, and leaves them as they are. ``clear``
+    drops the gradients, and ``finish`` is called after the last micro-batch, under the trace.
+    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
+    left its past; it may be given that loss.
     """
     at, trace = 0, trace_nonfinite(model)
     with undisturbed(model), trace:
@@ -461,27 +459,37 @@ def search(
     if cause is None:
         return None
 
-    def broken(part: Any) -> bool:
+    def finite(part: Any, run: Run = run) -> tuple[Any, ...]:
+        """What it returns, in a tuple, if all is finite; else nothing."""
         again = trace_nonfinite(model)
-        with undisturbed(model), again:
-            run(at, part)
-        clear()
-        return again.first_cause is not None
+        try:
+            with undisturbed(model), again:
+                result = run(at, part)
+        finally:
+            clear()
+        return () if again.first_cause else (result,)
 
-    samples = () if cause.cause_class in _OF_NO_ROW else _samples(broken, batches[at])
-    return replace(cause, samples=samples, micro_batch=at + 1, micro_batches=len(batches))
+    named = cause.cause_class not in _OF_NO_ROW
+    samples, fits = _samples(finite, batches[at]) if named else None, ()
+    if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
+        with suppress(Exception):  # it cannot run in fp32: that proves nothing
+            fits = finite(batches[at], wide)
+    # a loss in fp32 may be that of a single sample, unless these were tried
+    told = "" if slower is None else slower(*(() if samples is None else fits))
+    cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
+    return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
 
 
 _OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
 _FEW = 8  # more rows than these are no accident of some samples
 
 
-def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
-    """The rows that are not finite alone, without which the rest of the batch is; else ()."""
+def _samples(finite: Callable[[Any], Any], batch: Any) -> tuple[int, ...] | None:
+    """The rows that are not finite alone, without which the rest is, or (); None: not tried."""
     leaves, spec = tree_flatten(batch)
     sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1:
-        return ()
+        return None
     rows = list(range(sizes.pop()))
 
     def part(numbers: list[int]) -> Any:
@@ -492,7 +500,7 @@ def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
 
     def of(numbers: list[int]) -> Iterator[int]:
         # one row runs twice, since a batch norm refuses one
-        if not broken(part(numbers if len(numbers) > 1 else numbers * 2)):
+        if finite(part(numbers if len(numbers) > 1 else numbers * 2)):
             return
         if len(numbers) == 1:
             yield from numbers
@@ -503,54 +511,42 @@ def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
     try:
         found = list(islice(of(rows), _FEW + 1))
         rest = [row for row in rows if row not in found]
-        proved = 0 < len(found) <= _FEW and rest and not broken(part(rest))
+        proved = 0 < len(found) <= _FEW and rest and finite(part(rest))
     except Exception:  # a part of the batch cannot run: that proves nothing
-        return ()
+        return None
     return tuple(found) if proved else ()
 
 
-def searched(
-    model: nn.Module,
-    run: Callable[[int, Any], object],
-    batches: Sequence[Any],
-    *,
-    clear: Callable[[], object],
-    finish: Callable[[], object] = lambda: None,
-) -> tuple[Cause | None, str]:
-    """:func:`search`, and the lines in which a message tells what was found, or why nothing."""
+def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:
+    """:func:`search`, and why it failed: a diagnosis must not hide what it is a diagnosis of."""
     try:
-        cause = search(model, run, batches, clear=clear, finish=finish)
-    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
-        clear()
-        return None, f"\nlooking for the first cause failed: {type(failed).__name__}: {failed}"
-    told = "" if cause is None else f"\n{cause.told}\ntry: print(error.first_cause)"
-    return cause, told
-
-
-def explain_(
-    error: NonFiniteError,
-    model: nn.Module,
-    run: Callable[[int, Any], object],
-    batches: Sequence[Any],
-    *,
-    clear: Callable[[], object],
-) -> None:
-    """Add its first cause to an error, where this process is the only one."""
-    if isinstance(ranks_of_this_process(torch.device("cpu")), gradients.OneRank):
-        error.first_cause, told = searched(model, run, batches, clear=clear)
-        error.args = (without_hint(error) + told,)
+        return search(*args, **kwargs), ""
+    except Exception as failed:
+        kwargs["clear"]()
+        text = f"{type(failed).__name__}: {failed}"
+        return None, f"looking for the first cause failed ({text:.200})"
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside the block a model may run; afterwards buffers, gradients and random state are back."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    buffers, of_python, of_numpy = _Buffers(model), random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     with torch.random.fork_rng([i or 0 for i in devices]), _gradients_kept(model.parameters()):
         try:
             yield
         finally:
-            buffers.restore_()
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer)  # which a forward may have replaced
+                # torch's batch norm writes averages without a new version, so values are compared
+                if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                    with torch.no_grad():
+                        buffer.copy_(value)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             drop_casts()
@@ -567,29 +563,3 @@ def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-
-
-class _Buffers:
-    """A copy of a model's buffers: their values, and the very tensors, which a forward may replace.
-
-    torch's batch norm writes averages without a new ``_version``, so values are compared.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._named = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore_(self) -> None:
-        """Restore them bit for bit. What has not changed is not written."""
-        for module, name, buffer in self._named:
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-        for buffer, value in self._values:
-            if buffer.layout != torch.strided or not torch.equal(buffer, value):
-                buffer.copy_(value)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -290,11 +291,32 @@ class Progress:
         self.skipped_in_a_row = 0
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
+        self.losses: deque[tuple[int, float]] = deque(maxlen=500)
+        """The last applied steps, from 1, and their losses."""
 
     @property
     def steps(self) -> int:
         """Steps taken, skipped ones included."""
         return self.applied_total + self.skipped_total
+
+    def slower(self, more: float = math.inf) -> str:
+        """What to do about a loss that has left its past, as words; empty if it has not.
+
+        ``more`` is a finite loss of the next step, if there is one, in a wider format.
+        The last two are then three times above all that led to the lowest, or one is five times.
+        """
+        losses = [*self.losses, (self.steps + 1, more)][: None if math.isfinite(more) else -1]
+        low = min(range(len(losses)), key=lambda i: (losses[i][1], -i), default=0)
+        past, after = losses[max(0, low - 20) : low + 1], losses[low + 1 :]
+        size = max((abs(loss) for _, loss in past), default=0.0)
+        if not after or not size:
+            return ""
+        far = max(past, key=lambda one: one[1])[1] + (2 if len(after) > 1 else 4) * size
+        if any(loss <= far for _, loss in after[-2:]):
+            return ""
+        (since, first), (step, last) = past[-1], after[-1]
+        rose = f"the loss rose from {first:.4g} at step {since} to {last:.4g} at step {step}"
+        return f"lower the learning rate: {rose}"
 
     def applied(self, judged: Judged) -> StepResult:
         """Count an applied step, after which the loss scale holds or grows."""
@@ -303,6 +325,7 @@ class Progress:
             self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
+        self.losses.append((self.applied_total + self.skipped_total, judged.loss))
         self.calibrating = False
         return self._result(judged, scale, calibrating, applied=True)
 
