@@ -305,14 +305,14 @@ def stopped(
     # one rank's weights alone may be broken; a forward that gathers weights would hang alone
     apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
     if not agreed.worst([int(bool(weights))])[0] and not apart:
-        first, failed = searched(
-            trainer.model,
-            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
-            [dict(inputs) for _, inputs in micro],
-            clear=trainer.model.zero_grad,
-            finish=lambda: anew.append(_broken_gradients(named)),
-        )
-        broken = next(iter(anew), ()) or broken  # clipping spreads a NaN over all gradients
+
+        def run(_: int, inputs: Any) -> None:
+            trainer.compute_loss(trainer.model, dict(inputs)).backward()
+            anew.append(_broken_gradients(named))
+
+        batches = [dict(inputs) for _, inputs in micro]
+        first, failed = searched(trainer.model, run, batches, clear=trainer.model.zero_grad)
+        broken = next(filter(None, anew), broken)  # clipping spreads a NaN over all gradients
     if of_loss:
         if index is not None and len(micro) > 1:
             what += f" in micro-batch {index + 1} of {len(micro)}"

@@ -147,8 +147,7 @@ class Outcome:
             )  # fmt: skip
         else:
             return None
-        what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
-        where = f"{what} in the gradients of {some(found.names)} under a finite loss of "
+        where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
         return NonFiniteError(
             f"{where}{judged.loss:g}{why}{_UNCHANGED}",
             cause=cause,

@@ -161,7 +161,8 @@ def _rate(session: Session) -> Callable[[float], float]:
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin, rate = session.task, time.perf_counter(), _rate(session)
-    books.begin()
+    if books.capturing is not None:
+        books.capturing.begin()
     try:
         result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
@@ -201,11 +202,6 @@ class _Books:
     def __exit__(self, *_: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
-
-    def begin(self) -> None:
-        """Remember what a capture of the step that begins needs."""
-        if self.capturing is not None:
-            self.capturing.begin()
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which only rank 0 has open."""
@@ -380,7 +376,7 @@ class CauseSearch:
                 seed_dropout(seeds[number])
             total, count = session.loss_sum(to_device(batch, precision.device))
             torch.autograd.backward(total / n)
-            return float(total / count)
+            return (total / count).item()
 
         precision.discard()
         found: tuple[Cause | None, str] = part("diagnostics.nonfinite.first_cause:searched")(

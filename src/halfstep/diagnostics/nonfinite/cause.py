@@ -16,22 +16,16 @@ from halfstep.diagnostics.nonfinite.operations import MATMULS, SUMS, Kind, Opera
 from halfstep.precision.policy.policy import dtype_name
 
 REMEDIES = {
-    "weight not finite": (
-        "go back to a checkpoint whose weights are finite; what wrote it (an update at too high a "
-        "learning rate, an initialisation, a cast) ran before this step"
-    ),
+    "weight not finite": "go back to a checkpoint whose weights are finite",
     "buffer not finite": (
-        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint; an "
-        "earlier forward wrote it"
+        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint"
     ),
     "data not finite": (
         "leave these rows out of the data, those where not torch.isfinite(x).all(), or mend what "
         "made them"
     ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
-    "unwritten memory": (
-        "write the tensor before it is read: torch.zeros(...) in place of torch.empty(...)"
-    ),
+    "unwritten memory": "write it before it is read: torch.zeros(...), not torch.empty(...)",
     "overflow in attention scores": (
         "scale before the matmul, q = q * head_dim ** -0.5, or normalise q and k"
     ),
@@ -44,21 +38,17 @@ REMEDIES = {
         "the tensor in fp32"
     ),
     "overflow of a mask": (
-        "add the mask once, and make it boolean or use torch.finfo(dtype).min / 4: two times "
-        "torch.finfo(dtype).min is -inf, and a row of -inf alone has no softmax"
+        "add the mask once, and make it boolean or use torch.finfo(dtype).min / 4, of which two "
+        "are not -inf"
     ),
     "overflow in the backward": (
-        "a lower loss scale cures it where a scale made it; otherwise scale the loss down or "
-        "clamp what this operation divides by, and check its inputs' range"
+        "a lower loss scale cures it where a scale made it; otherwise scale the loss down, or "
+        "clamp what this operation reads"
     ),
     "overflow": "clamp the operand, or compute this operation in fp32: x.float()",
-    "own autograd.Function": (
-        "check its backward by torch.autograd.gradcheck in fp64, and decorate forward and "
-        "backward with torch.amp.custom_fwd(cast_inputs=torch.float32) and torch.amp.custom_bwd"
-    ),
+    "own autograd.Function": ("check its backward by torch.autograd.gradcheck in fp64"),
     "fully masked row": (
-        "let every row see one key at least, or clear such rows: scores.masked_fill(mask.all(-1, "
-        "keepdim=True), 0)"
+        "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),
     "log or division of zero": (
         "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward (x + "
@@ -69,17 +59,14 @@ REMEDIES = {
         "or 0 / 0"
     ),
     "inf - inf": (
-        "the infinity was allowed when it was made: use a large finite number there, such as "
-        "torch.finfo(dtype).min / 4, or x.masked_fill(...) after this operation"
+        "use a large finite number in place of the infinity, such as torch.finfo(dtype).min / 4"
     ),
     "every target is ignored": (
-        "every target of this loss, if there is one, is ignore_index or has weight 0: leave such "
-        "batches out, or divide a sum by its count: F.cross_entropy(..., reduction='sum') / "
-        "count.clamp_min(1)"
+        "leave out batches whose every target is ignore_index or has weight 0, or divide a sum: "
+        "F.cross_entropy(..., reduction='sum') / count.clamp_min(1)"
     ),
     "eps too small": (
-        "raise the optimizer's eps, torch.finfo(dtype).tiny at least: the second moment and eps "
-        "are 0 in this format, and the update divides by them"
+        "raise the optimizer's eps, torch.finfo(dtype).tiny at least: the update divides by 0"
     ),
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
@@ -345,10 +332,5 @@ class Cause:
 
 
 def short(value: float) -> str:
-    """A number with three digits, as ``4.10e4``; integers below 1000, and 65504, in full."""
-    if value == int(value) and abs(value) < 1e5 and (value < 1e3 or value == 65504):
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e3:
-        return f"{value:.3g}"
-    digits, _, exponent = f"{value:.2e}".partition("e")
-    return f"{digits}e{int(exponent)}"
+    """A number with five digits, as ``4.1e+08`` or ``65,504``."""
+    return f"{value:,.5g}"

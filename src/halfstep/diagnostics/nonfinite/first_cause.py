@@ -1,7 +1,7 @@
 """Finds the first operation that made a NaN or an infinity, and the module in which it ran.
 
 A NaN shows in the loss, far from its cause. Inside :func:`trace_nonfinite` every operation of
-forward and backward is checked, functional ones too: one sum on the device, one host sync. One
+forward and backward is checked, functional ones too, which waits for the device. One
 that makes NaN or infinities of finite numbers, or reads them from outside (data, weights, literals,
 memory that nothing has written), is only a suspect, since a mask, ``torch.where``, ``nan_to_num``
 or a softmax may take them out again. Such elements carry the number of their suspect along::
@@ -27,13 +27,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.diagnostics.module_calls import Caller, ModuleCalls, caller, makes_first_gradient
 from halfstep.diagnostics.nonfinite.cause import Cause, Operand, Role, cause_class
@@ -53,18 +53,18 @@ from halfstep.diagnostics.nonfinite.operations import (
     floating,
     inputs,
     kind_of,
-    look_finite,
     not_finite,
     operation,
     overflows_a_mask,
+    stored,
 )
-from halfstep.errors import PrecisionError
-from halfstep.precision.border import require, require_model
+from halfstep.precision.border import require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
 from halfstep.precision.scaling import gradients
+from halfstep.precision.scaling.gradients import is_finite
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -72,8 +72,8 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 _CHECKS = gradients.__file__
 
 
-def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
-    """Watch every operation of forward and backward for the first NaN or infinity.
+class trace_nonfinite(TorchDispatchMode):
+    """Watches every operation of forward and backward for the first NaN or infinity.
 
     It is slow, since it waits for the device after every operation, but does not change a bit of
     losses, gradients and random numbers. Enter it around forward and backward, outside or inside
@@ -82,12 +82,8 @@ def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
     Args:
         model: The model whose modules the report names. It has hooks until the context is left.
 
-    Returns:
-        A context manager that returns itself on entry; read its ``first_cause``.
-
     Raises:
         PrecisionError: If ``model`` is not a module.
-        RuntimeError: When it is entered inside another one.
 
     Example:
         >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -101,11 +97,6 @@ def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
           at ...
           to do: clamp the operand, or compute this operation in fp32: x.float(); ...
     """
-    return NonFiniteTrace(model)
-
-
-class NonFiniteTrace(TorchDispatchMode):
-    """The context manager that :func:`trace_nonfinite` returns."""
 
     supports_higher_order_operators = True
 
@@ -150,9 +141,7 @@ class NonFiniteTrace(TorchDispatchMode):
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
         self._end([leaf.grad for leaf in leaves if leaf.grad is not None])
 
-    def __enter__(self) -> NonFiniteTrace:
-        if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
-            raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
+    def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         named = [*self._model.named_buffers(), *self._model.named_parameters()]
         for name, tensor in named:
@@ -215,18 +204,15 @@ class NonFiniteTrace(TorchDispatchMode):
         elif known.allocates:
             self._flow.write(UNWRITTEN, *outputs)
         else:
-            finite = look_finite(outputs)
             if self._suspects and not known.looks(result):
                 self._flow.read(call.read())
-            if not finite:
-                with torch.no_grad():
+            with torch.no_grad():
+                if not all(is_finite(stored(output)) for output in outputs):
                     self._judge(call, outputs)
 
     def _judge(self, call: Call, outputs: list[Tensor]) -> None:
         """Label what an operation made that is not finite; it may be a new suspect."""
         bad = bad_elements(outputs)
-        if not bool(bad.any()):
-            return  # only their sum overflowed
         given = inputs(call.known, call.args, call.kwargs, call.before)
         nan = torch.cat([dense(t).isnan().reshape(-1).to(bad.device) for t in outputs])
         numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
@@ -384,7 +370,7 @@ def first_cause(
         The cause; None if the loss and all gradients are finite.
 
     Raises:
-        PrecisionError: If ``precision`` is neither, or ``loss`` returns no scalar with its graph.
+        PrecisionError: If ``loss`` returns no scalar with its graph.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -393,13 +379,6 @@ def first_cause(
         >>> cause.cause_class, cause.op
         ('invalid operation', 'aten.div.Tensor')
     """
-    allowed = "a halfstep.Precision, or a torch.nn.Module"
-    require(precision, (Precision, nn.Module), "first_cause(precision)", allowed)
-    if not callable(loss):
-        raise PrecisionError(
-            f"first_cause(loss) is {loss!r:.60}; allowed: a function that computes the loss, as in "
-            "first_cause(precision, loss_of, batch)"
-        )
     model = precision.model if isinstance(precision, Precision) else precision
     clear: Callable[[], object] = model.zero_grad
     own, wide, slower = set(model.parameters()), None, None
@@ -415,14 +394,13 @@ def first_cause(
             raise no_loss(value)
         with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
             backward(value)
-        return float(value)
+        return value.item()
 
     if isinstance(precision, Precision):
         clear, slower = precision.discard, precision.progress.slower
         wide = partial(run, precision=model) if precision.policy.casts_per_op else None
     clear()
-    cause = search(model, run, [batch], clear=clear, wide=wide, slower=slower)
-    return cause and replace(cause, micro_batch=0, micro_batches=0)
+    return search(model, run, [batch], clear=clear, wide=wide, slower=slower)
 
 
 Run = Callable[[int, Any], object]
@@ -435,16 +413,14 @@ def search(
     batches: Sequence[Any],
     *,
     clear: Callable[[], object],
-    finish: Callable[[], object] = lambda: None,
     wide: Run | None = None,
     slower: Callable[..., str] | None = None,
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
     It starts from the present buffers and random state, and leaves them as they are. ``clear``
-    drops the gradients, and ``finish`` is called after the last micro-batch, under the trace.
-    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
-    left its past; it may be given that loss.
+    drops the gradients, ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do
+    about a loss that has left its past; it may be given that loss.
     """
     at, trace = 0, trace_nonfinite(model)
     with undisturbed(model), trace:
@@ -453,7 +429,6 @@ def search(
                 break
             at = number
             run(number, batch)
-        finish()
     clear()
     cause = trace.first_cause
     if cause is None:
@@ -486,17 +461,13 @@ _FEW = 8  # more rows than these are no accident of some samples
 
 def _samples(finite: Callable[[Any], Any], batch: Any) -> tuple[int, ...] | None:
     """The rows that are not finite alone, without which the rest is, or (); None: not tried."""
-    leaves, spec = tree_flatten(batch)
-    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1:
+    tables = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if len({len(table) for table in tables}) != 1:
         return None
-    rows = list(range(sizes.pop()))
+    rows = list(range(len(tables[0])))
 
     def part(numbers: list[int]) -> Any:
-        def some(leaf: Any) -> Any:
-            return leaf[numbers] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-        return tree_unflatten(map(some, leaves), spec)
+        return tree_map_only(Tensor, lambda leaf: leaf[numbers] if leaf.dim() else leaf, batch)
 
     def of(numbers: list[int]) -> Iterator[int]:
         # one row runs twice, since a batch norm refuses one

@@ -57,7 +57,7 @@ class NonFinite:
     @property
     def what(self) -> str:
         """What was found, in the words of messages."""
-        return "NaN" if self.reason == "nan_gradients" else "overflow (inf)"
+        return " and ".join(["NaN"] * bool(self.nan) + ["inf"] * bool(self.inf))
 
 
 def _values(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -143,13 +143,7 @@ class Ranks:
     """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """The loss of the whole step, and the 2-norm of all its gradients, on the host.
-
-        Args:
-            loss: This rank's loss, an fp32 scalar.
-            gradients: This rank's parts of the step's gradients.
-            norm: A function that returns the 2-norm of gradients as a scalar tensor.
-        """
+        """The loss of the whole step, and the 2-norm of all its gradients, on the host."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every)
         if total.is_cpu and loss.is_cpu:
