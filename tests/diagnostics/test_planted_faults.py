@@ -10,7 +10,7 @@ import torch
 
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
 from diagnostics.small_programs import FAULTS as SMALL, HEALTHY
-from halfstep import Precision, PrecisionError, first_cause
+from halfstep import Precision, first_cause
 
 
 def under(policy, model):
@@ -29,11 +29,11 @@ def test_a_planted_fault_is_named_with_its_remedy(fault):
     precision = under(fault.policy, model)
     cause = first_cause(precision, lambda batch: loss_of(fault.model, model, batch), batch)
     assert cause is not None
-    told = f"{cause}"
-    assert cause.cause_class == fault.cause_class, told
-    assert cause.op.startswith(fault.op), told
+    told, (op, cause_class, remedy) = f"{cause}", fault.told
+    assert cause.cause_class == cause_class, told
+    assert cause.op.startswith(op), told
     assert cause.direction == fault.direction, told
-    assert fault.remedy in cause.remedy, told
+    assert remedy in cause.remedy, told
     assert cause.samples == fault.samples, told
     assert fault.module is None or cause.module == fault.module, told
 
@@ -76,11 +76,3 @@ def test_a_healthy_step_has_no_cause(name, spec):
         batch["attention_mask"][2, 1:] = 0
     precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert first_cause(precision, lambda: loss_of(name, model, batch)) is None
-
-
-def test_what_cannot_be_searched_is_refused():
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(PrecisionError, match=r"first_cause\(loss\) is .*allowed: a function"):
-        first_cause(model, model(torch.ones(1, 2)).sum())
-    with pytest.raises(PrecisionError, match=r"first_cause\(precision\)"):
-        first_cause("model", lambda: None)

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tests.trainer.runs import assert_same_tensors, metrics, run, small_config, start
+from tests.trainer.runs import metrics, small_config, start
 
 from halfstep.errors import SpikeError
 from halfstep.trainer.loop import train
-from halfstep.trainer.session import open_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:the step is left out")
 
@@ -51,22 +50,3 @@ def test_stop_names_the_last_checkpoint(corpus, tmp_path):
     with pytest.raises(SpikeError, match=r"step 26: the .* spikes: .*the last checkpoint is .*24"):
         follow(config(corpus, "stop", run__save_every=12), tmp_path / "r", {26})
     assert metrics(tmp_path / "r")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
-
-
-def test_a_resumed_run_decides_the_same(corpus, tmp_path, monkeypatch):
-    steps = {24, 25, 28}
-    wanted = config(corpus, "skip:2", run__save_every=13)
-    whole = follow(wanted, tmp_path / "whole", steps)
-    follow(wanted, tmp_path / "r", steps, until=27)  # past the checkpoint of step 26
-
-    def opened(*args, **kwargs):
-        session = open_session(*args, **kwargs)
-        spoil(session, steps)
-        return session
-
-    monkeypatch.setattr("tests.trainer.runs.open_session", opened)
-    session, _ = run(wanted, tmp_path / "r")
-    assert metrics(tmp_path / "r") == metrics(tmp_path / "whole")
-    one, two = (dict(s.precision.masters.items()) for s in (session, whole))
-    assert_same_tensors(one, two)
-    assert session.precision.state_dict()["spikes"] == whole.precision.state_dict()["spikes"]

@@ -59,6 +59,22 @@ class Recovery:
         return f"{self.action}:{self.count}" if self.count else self.action
 
 
+def hopeless(
+    scale: float, at_floor: bool, in_a_row: int, limit: int | None
+) -> tuple[str, str] | None:
+    """Why no smaller loss scale is tried: the error's cause, and words; None where one is."""
+    if at_floor:
+        return "loss_scale_floor", (
+            f" at the smallest loss scale {scale:g} (min_scale): no smaller scale can help"
+        )  # fmt: skip
+    if limit is not None and in_a_row >= limit:
+        return "skip_limit", (
+            f": {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at loss "
+            f"scale {scale:g}"
+        )  # fmt: skip
+    return None
+
+
 class Outcome:
     """What follows once a step is judged: counts, the loss scale, the average and recovery.
 
@@ -115,7 +131,8 @@ class Outcome:
         progress, error = self.progress, self._failure(judged)
         if self.on_broken is not None:
             self.on_broken(judged, error)  # all is as before the step
-        progress.skip()
+        progress.skipped_total += 1
+        progress.skipped_in_a_row += 1
         if self.spikes is not None and judged.spike is not None:
             self.spikes.leave_out(judged.loss, judged.norm)
         if error is not None:
@@ -134,23 +151,16 @@ class Outcome:
         if judged.found is None:
             return self._broken_loss(judged)
         found, scale, config = judged.found, self.progress.loss_scale, self._policy.loss_scale
-        in_a_row = self.progress.skipped_in_a_row + 1
+        limit, row = config.max_consecutive_skips, self.progress.skipped_in_a_row + 1
+        ends = hopeless(scale.value, scale.at_floor, row, limit)
         if config.kind == "none":
-            cause, why = "gradients", f", and policy {self._policy} has no loss scale to lower"
-        elif scale.at_floor:
-            cause = "loss_scale_floor"
-            why = f" at the smallest loss scale {scale.value:g}: no smaller scale can help"
-        elif in_a_row >= config.max_consecutive_skips:
-            cause, why = "skip_limit", (
-                f": {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at loss "
-                f"scale {scale.value:g}"
-            )  # fmt: skip
-        else:
+            ends = "gradients", f", and policy {self._policy} has no loss scale to lower"
+        if ends is None:
             return None
         where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
         return NonFiniteError(
-            f"{where}{judged.loss:g}{why}{_UNCHANGED}",
-            cause=cause,
+            f"{where}{judged.loss:g}{ends[1]}{_UNCHANGED}",
+            cause=ends[0],
             parameters=found.names,
             to_do=self.progress.slower(),
             typed=FIND_IT,

@@ -76,25 +76,18 @@ OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation
 
 OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
-        "keep the operand within -1 and 1, and off them where it needs a gradient or is a pole: "
-        "x.clamp(eps - 1, 1 - eps)"
+        "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
     )),
     # eps, not 0: at 0 the gradient of a root is infinite
     "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
     **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
-        "leave out what is empty: there is no mean of nothing, nor a variance of one element "
-        "(correction=0 where that is 0)"
+        "leave out what is empty, and give a variance of one element correction=0"
     )),
     **dict.fromkeys(("log", "log2", "log10", "log1p"), (
         "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
     )),
-    "_ctc_loss": (
-        "an input is too short for its target, whose probability is 0: leave such samples out, or "
-        "zero_infinity=True"
-    ),
-    "_linalg_slogdet": (
-        "the matrix is singular, and the logarithm of 0 infinite: add eps * torch.eye(n) to it"
-    ),
+    "_ctc_loss": "leave out inputs too short for their targets, or set zero_infinity=True",
+    "_linalg_slogdet": "the matrix is singular: add eps * torch.eye(n) to it",
     **dict.fromkeys(("bmm", "baddbmm"), (
         "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
     )),
@@ -285,9 +278,6 @@ class Cause:
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
             line += f", inputs up to {short(largest)}{self._share_of(largest)}"
-        for operand in self.inputs:
-            if operand.role == "parameter" and operand.nan:
-                line += f", {operand.name}"
         line += f", at {self.source}" if self.source else ""
         return "; ".join([line, *self._where()])
 

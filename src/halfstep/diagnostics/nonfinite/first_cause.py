@@ -58,7 +58,6 @@ from halfstep.diagnostics.nonfinite.operations import (
     overflows_a_mask,
     stored,
 )
-from halfstep.precision.border import require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
@@ -82,9 +81,6 @@ class trace_nonfinite(TorchDispatchMode):
     Args:
         model: The model whose modules the report names. It has hooks until the context is left.
 
-    Raises:
-        PrecisionError: If ``model`` is not a module.
-
     Example:
         >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
         >>> with trace_nonfinite(model) as trace:
@@ -102,7 +98,7 @@ class trace_nonfinite(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model = require_model(model, "trace_nonfinite(model)")
+        self._model = model
         self._modules = ModuleCalls(model)
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
@@ -220,7 +216,11 @@ class trace_nonfinite(TorchDispatchMode):
         kept = call.known.base in FILLS or bool(nan.any())
         sources: list[tuple[int | None, Tensor]] = [(NEWS, bad)]
         if not any(c.nan or (c.plus_inf and not kept) for c in numbers):
-            labels = {id(i.original): self._label(i, call.known) for i in given if i.broken}
+            labels = {
+                id(i.original): self._label(i, i.original, call.known)
+                for i in given
+                if isinstance(i.original, Tensor) and (i.counts.nan or i.counts.inf)
+            }
             sources = call.sources(bad, labels, given)
         found = torch.zeros_like(bad, dtype=torch.int32)
         suspect = partial(self._suspect, call, given, outputs, nan)
@@ -268,10 +268,9 @@ class trace_nonfinite(TorchDispatchMode):
         self._forwards[self._made] = len(self._suspects)
         return len(self._suspects)
 
-    def _label(self, given: Input, known: Operation) -> int | Tensor:
+    def _label(self, given: Input, tensor: Tensor, known: Operation) -> int | Tensor:
         """Where the elements of an input that are not finite come from."""
-        counts, tensor = given.counts, given.original
-        assert isinstance(tensor, Tensor)
+        counts = given.counts
         unnamed = "", isinstance(tensor, nn.Parameter)
         name, is_parameter = self._names.get(storage_key(tensor), unnamed)
         is_buffer = bool(name) and not is_parameter
@@ -342,7 +341,6 @@ class trace_nonfinite(TorchDispatchMode):
                 role = "parameter"
             label = self._flow.of(given.original)
             if counts.nan and isinstance(label, int) and label == UNWRITTEN:
-                name = f"{name} (of torch.empty, written by nothing that torch sees)"
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 
@@ -403,24 +401,21 @@ def first_cause(
     return search(model, run, [batch], clear=clear, wide=wide, slower=slower)
 
 
-Run = Callable[[int, Any], object]
-"""Runs forward and backward; given a micro-batch's number, from 0, and it or a part of it."""
-
-
 def search(
     model: nn.Module,
-    run: Run,
+    run: Callable[[int, Any], Any],
     batches: Sequence[Any],
     *,
     clear: Callable[[], object],
-    wide: Run | None = None,
+    wide: Callable[[int, Any], Any] | None = None,
     slower: Callable[..., str] | None = None,
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
-    It starts from the present buffers and random state, and leaves them as they are. ``clear``
-    drops the gradients, ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do
-    about a loss that has left its past; it may be given that loss.
+    It starts from the present buffers and random state, and leaves them as they are. ``run`` is
+    given a micro-batch's number, from 0, and it or a part of it, ``clear`` drops the gradients,
+    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
+    left its past; it may be given that loss.
     """
     at, trace = 0, trace_nonfinite(model)
     with undisturbed(model), trace:
@@ -434,7 +429,7 @@ def search(
     if cause is None:
         return None
 
-    def finite(part: Any, run: Run = run) -> tuple[Any, ...]:
+    def finite(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Any, ...]:
         """What it returns, in a tuple, if all is finite; else nothing."""
         again = trace_nonfinite(model)
         try:

@@ -183,7 +183,6 @@ class Counts(NamedTuple):
     minus_inf: int
     zero: int
     largest: float
-    elements: int
 
     @property
     def inf(self) -> int:
@@ -193,11 +192,7 @@ class Counts(NamedTuple):
 
 def count(value: Tensor | float) -> Counts:
     """Count the elements of a tensor or number; synchronises with the host."""
-    if not isinstance(value, Tensor):
-        finite = abs(value) if math.isfinite(value) else 0.0
-        plus, minus = int(value == math.inf), int(value == -math.inf)
-        return Counts(int(math.isnan(value)), plus, minus, int(value == 0), finite, 1)
-    v = stored(value)
+    v = stored(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
     v = v.float() if v.element_size() == 1 else v
     numbers = [
         v.isnan().sum(),
@@ -208,7 +203,7 @@ def count(value: Tensor | float) -> Counts:
     ]
     *whole, largest = torch.stack([in_fp64(n) for n in numbers]).tolist()
     nan, plus, minus, zero = map(int, whole)
-    return Counts(nan, plus, minus, zero, largest, v.numel())
+    return Counts(nan, plus, minus, zero, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +214,6 @@ class Input:
     original: Tensor | float  # the argument itself
     value: Tensor | float  # its values before the operation: a copy if it was written to
     counts: Counts  # of ``value``
-
-    @property
-    def broken(self) -> bool:
-        """Whether it is a tensor with NaN or infinities."""
-        return isinstance(self.original, Tensor) and bool(self.counts.nan or self.counts.inf)
 
 
 def inputs(

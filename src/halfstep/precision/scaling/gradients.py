@@ -118,14 +118,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
     """Find the parameters whose gradients hold NaN or inf. Synchronises with the host."""
-    nan: list[str] = []
-    inf: list[str] = []
-    for name, gradient in named_gradients:
-        (value,) = _values([gradient])
-        if not is_finite(value):
-            nan += [name] if value.isnan().any() else []
-            inf += [name] if value.isinf().any() else []
-    return NonFinite(tuple(nan), tuple(inf))
+    values = ((name, _values([gradient])[0]) for name, gradient in named_gradients)
+    broken = [(name, value) for name, value in values if not is_finite(value)]
+    nan = tuple(name for name, value in broken if value.isnan().any())
+    return NonFinite(nan, tuple(name for name, value in broken if value.isinf().any()))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -322,11 +318,6 @@ class Progress:
         self.losses.append((self.applied_total + self.skipped_total, judged.loss))
         self.calibrating = False
         return self._result(judged, scale, calibrating, applied=True)
-
-    def skip(self) -> None:
-        """Count a skipped step, before anybody recovers from it."""
-        self.skipped_total += 1
-        self.skipped_in_a_row += 1
 
     def skipped(self, judged: Judged) -> StepResult:
         """The result of a skipped step that is counted; gradients that broke it lower the scale."""

@@ -53,14 +53,10 @@ _Left = tuple[float, float, int]
 class Spike:
     """A step that is too far from the ones before it."""
 
-    reason: Spiking
-    """Which of the two values is further out."""
-    expected_loss: float
-    """Where the steps before lead."""
+    reason: Spiking  # which of the two values is further out
+    expected_loss: float  # where the steps before lead
     expected_norm: float
-    """The same for the global gradient norm."""
-    excess: float
-    """Distance of loss and norm together from there, as a multiple of what is allowed; above 1."""
+    excess: float  # distance of both from there, as a multiple of what is allowed; above 1
 
 
 class SpikeDetector:
