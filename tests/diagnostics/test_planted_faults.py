@@ -10,7 +10,7 @@ import torch
 
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
 from diagnostics.small_programs import FAULTS as SMALL, HEALTHY
-from halfstep import Precision, first_cause
+from halfstep import NonFiniteError, Precision, first_cause
 
 
 def under(policy, model):
@@ -53,6 +53,8 @@ def test_what_is_said_of_a_small_program(program):
         assert cause.cause_class == cause_class, told
         assert remedy in cause.remedy, told
         assert ("fp32" not in cause.remedy) or cause.dtype == torch.float16, told
+        # a user's own .half() is as much too narrow under another policy
+        assert ("bf16-mixed" in cause.remedy) is (program.policy == "fp16-mixed"), told
         assert cause.samples == program.samples, told
         assert program.module in (None, cause.module), told
         assert "small_programs.py:" in cause.source or cause.module or cause_class.startswith("eps")
@@ -76,3 +78,32 @@ def test_a_healthy_step_has_no_cause(name, spec):
         batch["attention_mask"][2, 1:] = 0
     precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert first_cause(precision, lambda: loss_of(name, model, batch)) is None
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16-pure", "fp16-mixed,init_scale=1"])
+def test_an_exploded_loss_is_answered_by_the_learning_rate(policy):
+    """Also where it explodes in one step, and fp32 alone has a number for the next loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=1e3))
+    x = torch.randn(32, 8)
+
+    def loss(x):
+        return model(x).float().sub(x[:, :1]).square().mean()
+
+    def steps():
+        for _ in range(20):
+            with precision.autocast():
+                value = loss(x)
+            precision.step(value)
+
+    with pytest.raises(NonFiniteError) as error:
+        steps()
+    cause = first_cause(precision, loss, x)
+    assert cause.remedy.startswith("lower the learning rate: the loss rose from "), cause
+    if policy != "fp16-mixed,init_scale=1":
+        assert str(error.value).splitlines()[1] == f"to do: {cause.remedy}"
+    x[3] = torch.nan  # whatever the loss has been, a row is to blame for this
+    with torch.no_grad():
+        [p.fill_(0.01) for p in model.parameters()]
+    assert "learning rate" not in first_cause(precision, loss, x).remedy

@@ -88,7 +88,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
         assert not math.isfinite(result.grad_norm)
         assert math.isfinite(result.loss)
     else:
-        message = "no loss scale to lower.*weights are unchanged"
+        message = f"gradients of {parameter} under a finite .* no loss scale to lower; the weights"
         with pytest.raises(NonFiniteError, match=message) as caught:
             loop.step(data, (micro, [(parameter, value)]))
         assert caught.value.cause == "gradients"
