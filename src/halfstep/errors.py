@@ -42,18 +42,10 @@ class CheckpointError(HalfstepError, RuntimeError):
     """A checkpoint or model folder that is damaged, foreign, incompatible or cannot be written."""
 
 
-class NonFiniteError(HalfstepError, ArithmeticError):
-    """A run stopped because a value overflowed or became NaN and continuing could not help.
-
-    Its text has up to four lines: the loss, the first cause, what to do, what to type.
+class _Stopped(HalfstepError, ArithmeticError):
+    """The base of what stops a run; its text has up to four lines.
 
     Attributes:
-        cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
-            inf gradients, and scaling cannot help), ``"loss_scale_floor"``, ``"skip_limit"`` or
-            ``"weights"`` (a checkpoint was about to be written from them).
-        parameters: Names of the parameters whose gradients were not finite, as far as known.
-        first_cause: The :class:`halfstep.Cause`, where the step was run again to find it, else
-            None. It does not travel to another process; the text holds its line.
         to_do: What to do where no first cause says so.
         typed: What to type next.
     """
@@ -70,8 +62,7 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         typed: str = "",
     ) -> None:
         super().__init__(message)
-        self.cause, self.parameters = cause, parameters
-        self.to_do, self.typed = to_do, typed
+        self.cause, self.parameters, self.to_do, self.typed = cause, parameters, to_do, typed
         self.first_cause: Any = None
 
     def __str__(self) -> str:
@@ -80,33 +71,36 @@ class NonFiniteError(HalfstepError, ArithmeticError):
         lines = {"first cause": first, "to do": to_do, "try": self.typed}
         return "\n".join([*self.args, *(f"{key}: {line}" for key, line in lines.items() if line)])
 
-    def explain_(self, first_cause: Any, failed: str) -> None:
-        """Add what a search has found, or why it failed; the error is there for who looks on."""
-        self.first_cause = first_cause
-        self.args = (f"{self.args[0]}{failed and f'; {failed}'}",)
-        self.typed = "print(error.first_cause)" if first_cause else ""
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
         return partial(type(self), cause=self.cause, parameters=self.parameters), (str(self),)
 
+    def explain_(self, first_cause: Any, failed: str) -> None:
+        """Add what a search has found, or why it failed."""
+        self.first_cause = first_cause
+        self.args = (f"{self.args[0]}{failed and f'; {failed}'}",)
+        self.typed = "print(error.first_cause)" if first_cause else ""
 
-class SpikeError(HalfstepError, ArithmeticError):
+
+class NonFiniteError(_Stopped):
+    """A run stopped because a value overflowed or became NaN and continuing could not help.
+
+    Attributes:
+        cause: ``"forward"`` (the loss itself was NaN or inf), ``"gradients"`` (finite loss, NaN or
+            inf gradients, and scaling cannot help), ``"loss_scale_floor"``, ``"skip_limit"`` or
+            ``"weights"`` (a checkpoint was about to be written from them).
+        parameters: Names of the parameters whose gradients were not finite, as far as known.
+        first_cause: The :class:`halfstep.Cause`, where the step was run again to find it, else
+            None. It does not travel to another process; the text holds its line.
+    """
+
+
+class SpikeError(_Stopped):
     """A run stopped because a finite loss or gradient norm was far above those of the steps before.
 
     Attributes:
         cause: ``"loss_spike"`` or ``"gradient_spike"``, by which of the two was further out.
     """
-
-    exit_code = 3
-
-    def __init__(self, message: str, *, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the keyword argument, as :class:`NonFiniteError` does."""
-        return partial(type(self), cause=self.cause), self.args
 
 
 class PeerError(HalfstepError, RuntimeError):

@@ -310,8 +310,7 @@ def stopped(
             trainer.compute_loss(trainer.model, dict(inputs)).backward()
             anew.append(_broken_gradients(named))
 
-        batches = [dict(inputs) for _, inputs in micro]
-        first, failed = searched(trainer.model, run, batches, clear=trainer.model.zero_grad)
+        first, failed = searched(trainer.model, run, [dict(inputs) for _, inputs in micro])
         broken = next(filter(None, anew), broken)  # clipping spreads a NaN over all gradients
     if of_loss:
         if index is not None and len(micro) > 1:

@@ -146,12 +146,11 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            ranks = self._ready().ranks
-            if automatic and isinstance(ranks, OneRank):  # else the closure does nothing
+            engine = self._ready()
+            if automatic and isinstance(engine.ranks, OneRank):  # else the closure does nothing
                 run, batch = _with_batch(closure)
-                slower = self._ready().outcome.progress.slower
-                found = searched(model, run, [batch], clear=model.zero_grad, slower=slower)
-                error.explain_(*found)
+                slower = engine.outcome.progress.slower
+                error.explain_(*searched(model, run, [batch], slower=slower))
             raise
         return output
 

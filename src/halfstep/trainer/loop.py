@@ -243,11 +243,10 @@ class _Books:
         error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}",)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         typed = f"halfstep replay {capture}" if capture.is_dir() else ""
+        error.typed = typed
         if isinstance(error, NonFiniteError):
             error.explain_(cause, causes.failed)
             error.typed = self._typed(cause, typed, resume=bool(kept))
-        elif typed:
-            error.args = (f"{error.args[0]}\ntry: {typed}",)
 
     def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""
@@ -378,7 +377,6 @@ class CauseSearch:
             torch.autograd.backward(total / n)
             return (total / count).item()
 
-        precision.discard()
         found: tuple[Cause | None, str] = part("diagnostics.nonfinite.first_cause:searched")(
             session.task.model, run, batches, clear=precision.discard, slower=slower,
             wide=wide if precision.policy.casts_per_op else None,

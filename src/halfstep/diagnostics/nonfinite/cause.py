@@ -322,5 +322,5 @@ class Cause:
 
 
 def short(value: float) -> str:
-    """A number with five digits, as ``4.1e+08`` or ``65,504``."""
-    return f"{value:,.5g}"
+    """A number with three digits; fp16's largest in full."""
+    return "65504" if value == 65504 else f"{value:.3g}"

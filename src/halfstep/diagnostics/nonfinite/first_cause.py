@@ -377,28 +377,35 @@ def first_cause(
         >>> cause.cause_class, cause.op
         ('invalid operation', 'aten.div.Tensor')
     """
-    model = precision.model if isinstance(precision, Precision) else precision
-    clear: Callable[[], object] = model.zero_grad
-    own, wide, slower = set(model.parameters()), None, None
-
-    def run(_: int, part: Any, precision: Precision | nn.Module = precision) -> float:
-        context: Any = nullcontext()
-        backward: Callable[[Tensor], object] = Tensor.backward
-        if isinstance(precision, Precision):
-            context, backward = precision.autocast(), precision.backward
-        with context:
-            value = loss() if batch is None else loss(part)
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise no_loss(value)
-        with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
-            backward(value)
-        return value.item()
-
-    if isinstance(precision, Precision):
-        clear, slower = precision.discard, precision.progress.slower
-        wide = partial(run, precision=model) if precision.policy.casts_per_op else None
-    clear()
+    compute = loss if batch is not None else lambda _: loss()
+    if not isinstance(precision, Precision):
+        return search(precision, partial(_run, compute, precision, precision), [batch])
+    model, slower = precision.model, precision.progress.slower
+    wide = partial(_run, compute, model, model) if precision.policy.casts_per_op else None
+    run, clear = partial(_run, compute, model, precision), precision.discard
     return search(model, run, [batch], clear=clear, wide=wide, slower=slower)
+
+
+def _run(
+    loss: Callable[[Any], Tensor],
+    model: nn.Module,
+    precision: Precision | nn.Module,
+    _: int,
+    batch: Any,
+) -> float:
+    """Run forward and backward, by a Precision or as the model is; returns the loss."""
+    context: Any = nullcontext()
+    backward: Callable[[Tensor], object] = Tensor.backward
+    if isinstance(precision, Precision):
+        context, backward = precision.autocast(), precision.backward
+    with context:
+        value = loss(batch)
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise no_loss(value)
+    own = set(model.parameters())
+    with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
+        backward(value)
+    return value.item()
 
 
 def search(
@@ -406,7 +413,7 @@ def search(
     run: Callable[[int, Any], Any],
     batches: Sequence[Any],
     *,
-    clear: Callable[[], object],
+    clear: Callable[[], object] | None = None,
     wide: Callable[[int, Any], Any] | None = None,
     slower: Callable[..., str] | None = None,
 ) -> Cause | None:
@@ -417,14 +424,17 @@ def search(
     ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
     left its past; it may be given that loss.
     """
-    at, trace = 0, trace_nonfinite(model)
-    with undisturbed(model), trace:
-        for number, batch in enumerate(batches):
-            if trace.first_cause is not None:
-                break
-            at = number
-            run(number, batch)
+    at, trace, clear = 0, trace_nonfinite(model), clear or model.zero_grad
     clear()
+    try:
+        with undisturbed(model), trace:
+            for number, batch in enumerate(batches):
+                if trace.first_cause is not None:
+                    break
+                at = number
+                run(number, batch)
+    finally:
+        clear()
     cause = trace.first_cause
     if cause is None:
         return None
@@ -488,9 +498,7 @@ def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:
     try:
         return search(*args, **kwargs), ""
     except Exception as failed:
-        kwargs["clear"]()
-        text = f"{type(failed).__name__}: {failed}"
-        return None, f"looking for the first cause failed ({text:.200})"
+        return None, f"looking for the first cause failed ({type(failed).__name__}: {failed!s:.99})"
 
 
 @contextmanager
