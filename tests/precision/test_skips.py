@@ -19,7 +19,6 @@ from reference.training import (
     OPTIMIZERS,
     batches,
     differences,
-    loss_of,
     mlp,
     mse,
     scaled,
@@ -178,54 +177,22 @@ def test_a_finite_loss_beyond_fp32_only_when_scaled_is_an_overflow_and_no_forwar
     assert math.isfinite(result.loss)
 
 
-class NanBackward(torch.autograd.Function):
-    """A custom operator whose forward is right and whose backward has a bug."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> Tensor:
-        return g * NAN
-
-
-class Buggy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(4, 8)
-        self.outer = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(NanBackward.apply(self.inner(x)))
-
-
-def buggy_step(model, precision):
-    x, y = STEPS[0][0]
-    return precision.step(loss_of(model, precision, (x, y)))
-
-
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_nan_gradients_under_a_finite_loss_back_off_and_stop_at_the_floor(name):
-    model = Buggy()
-    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
-    precision = Precision(scaled(name, init_scale=8, min_scale=2), model, optimizer)
-    before = snapshot(model, optimizer, precision)
+    loop, bad = Loop(scaled(name, init_scale=8, min_scale=2)), (1, [("0.weight", NAN)])
+    before = loop.state()
     for i, (scale, after) in enumerate([(8.0, 4.0), (4.0, 2.0)]):
-        result = buggy_step(model, precision)
+        result = loop.step(STEPS[0], bad)
         assert (result.applied, result.reason) == (False, "nan_gradients")
         assert (result.loss_scale, result.next_loss_scale) == (scale, after)
-        assert result.nonfinite_parameters == ("inner.weight", "inner.bias")
+        assert result.nonfinite_parameters == ("0.weight",)
         assert result.skipped_in_a_row == i + 1
     with pytest.raises(NonFiniteError, match=r"NaN .* smallest loss scale 2 .*unchanged") as caught:
-        buggy_step(model, precision)
-    assert caught.value.cause == "loss_scale_floor"
-    assert caught.value.parameters == ("inner.weight", "inner.bias")
-    assert "inner.weight" in str(caught.value)
-    assert precision.loss_scale.value == 2.0
-    assert precision.progress.skipped_total == precision.progress.skipped_in_a_row == 3
-    assert differences(before, snapshot(model, optimizer, precision)) == []
+        loop.step(STEPS[0], bad)
+    assert (caught.value.cause, caught.value.parameters) == ("loss_scale_floor", ("0.weight",))
+    assert "0.weight" in str(caught.value)
+    assert loop.precision.loss_scale.value == 2.0
+    assert differences(before, loop.state()) == []
 
 
 def test_a_static_scale_skips_and_stops_at_the_limit():

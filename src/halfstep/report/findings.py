@@ -179,12 +179,16 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     if all(isinstance(value, str) for value in known.values()):
         place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
         values = {"step": step, "place": place, **known}
+        anew = {"precision": "bf16-mixed"} if cause.get("fits_fp32") else {}
+        if str(known["remedy"]).startswith("lower the learning rate"):
+            anew = {"learning_rate": _slower(run)}
         return RunFinding(
             "fault",
             "stopped_by_cause",
             N_("Step {step} was not finite, and the run ended there: {cause_class}, in {place}"),
             N_("To do: {remedy}."),
             values,
+            _typed(run, False, **anew) if anew else "",
         )
     return RunFinding(
         "fault",
