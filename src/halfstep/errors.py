@@ -43,27 +43,15 @@ class CheckpointError(HalfstepError, RuntimeError):
 
 
 class _Stopped(HalfstepError, ArithmeticError):
-    """The base of what stops a run; its text has up to four lines.
-
-    Attributes:
-        to_do: What to do where no first cause says so.
-        typed: What to type next.
-    """
+    """What stops a run; its text has up to four lines, of which the last says what to type."""
 
     exit_code = 3
+    first_cause: Any = None
+    to_do = typed = ""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        cause: str,
-        parameters: tuple[str, ...] = (),
-        to_do: str = "",
-        typed: str = "",
-    ) -> None:
+    def __init__(self, message: str, *, cause: str, parameters: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.cause, self.parameters, self.to_do, self.typed = cause, parameters, to_do, typed
-        self.first_cause: Any = None
+        self.cause, self.parameters = cause, parameters
 
     def __str__(self) -> str:
         found = self.first_cause
@@ -74,12 +62,6 @@ class _Stopped(HalfstepError, ArithmeticError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
         return partial(type(self), cause=self.cause, parameters=self.parameters), (str(self),)
-
-    def explain_(self, first_cause: Any, failed: str) -> None:
-        """Add what a search has found, or why it failed."""
-        self.first_cause = first_cause
-        self.args = (f"{self.args[0]}{failed and f'; {failed}'}",)
-        self.typed = "print(error.first_cause)" if first_cause else ""
 
 
 class NonFiniteError(_Stopped):

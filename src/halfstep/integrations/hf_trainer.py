@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from halfstep.diagnostics.health import LayerHealth
 from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import searched
+from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -298,19 +298,21 @@ def stopped(
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    first, failed, anew = None, "", list[tuple[str, ...]]()
+    first: tuple[Any, str] = (None, "")
+    anew: list[tuple[str, ...]] = []
     agreed = ranks_of_this_process(micro[0][0].device)
     loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
     what = agreed.of_loss(loss.reshape(())) if of_loss else ""
     # one rank's weights alone may be broken; a forward that gathers weights would hang alone
-    apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
-    if not agreed.worst([int(bool(weights))])[0] and not apart:
+    if not agreed.worst([int(bool(weights))])[0] and (
+        isinstance(agreed, OneRank) or not any(map(is_sharded, named.values()))
+    ):
 
         def run(_: int, inputs: Any) -> None:
             trainer.compute_loss(trainer.model, dict(inputs)).backward()
             anew.append(_broken_gradients(named))
 
-        first, failed = searched(trainer.model, run, [dict(inputs) for _, inputs in micro])
+        first = searched(trainer.model, run, [dict(inputs) for _, inputs in micro])
         broken = next(filter(None, anew), broken)  # clipping spreads a NaN over all gradients
     if of_loss:
         if index is not None and len(micro) > 1:
@@ -327,8 +329,7 @@ def stopped(
         cause="forward" if of_loss else "gradients",
         parameters=weights if weights or of_loss else broken,
     )
-    error.explain_(first, failed)
-    return error
+    return explain_(error, first)
 
 
 def _broken_gradients(named: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -33,7 +33,6 @@ from halfstep.integrations.optimizer_tensors import (
     with_gradients,
 )
 from halfstep.precision.checks import some
-from halfstep.precision.recovery import FIND_IT
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
 _UNPICKLED = ("_optimizers", "_find_names", "meter")
@@ -285,8 +284,7 @@ class FiniteGuard(LoopScaler):
             what = f"{found.what} in the gradients of {whose} under a finite loss"
         raise NonFiniteError(
             f"{what}; the step was not taken, the weights are unchanged. There is no loss scale "
-            "to lower",
+            "to lower\ntry: print(halfstep.first_cause(model, your_loss, batch))",
             cause="forward" if of_loss else "gradients",
             parameters=() if of_loss else found.names,
-            typed=FIND_IT.replace("precision", "model"),
         )

@@ -158,13 +158,10 @@ class Outcome:
         if ends is None:
             return None
         where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
-        return NonFiniteError(
-            f"{where}{judged.loss:g}{ends[1]}{_UNCHANGED}",
-            cause=ends[0],
-            parameters=found.names,
-            to_do=self.progress.slower(),
-            typed=FIND_IT,
-        )
+        text = f"{where}{judged.loss:g}{ends[1]}{_UNCHANGED}"
+        error = NonFiniteError(text, cause=ends[0], parameters=found.names)
+        error.to_do, error.typed = self.progress.slower(), FIND_IT
+        return error
 
     def _spiking(self, judged: Judged, spike: Spike) -> SpikeError:
         what = "loss" if spike.reason == "loss_spike" else "gradient norm"
@@ -182,18 +179,19 @@ class Outcome:
         weights = dict(self._model.named_parameters())
         found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
         broken = self._ranks.union(found, list(weights)).names
-        what, to_do = "the forward pass or the data made it", [self.progress.slower()]
+        what, end = "the forward pass or the data made it", _UNCHANGED
         if broken:
-            what = f"the weights {some(broken)} are not finite"
-            to_do.insert(0, "go back to a checkpoint whose weights are finite")
-        return NonFiniteError(
+            what, end = f"the weights {some(broken)} are not finite", ""
+        error = NonFiniteError(
             f"{judged.whose or f'the loss is {judged.loss}'} before any gradient: {what}, no loss "
-            f"scale can help (policy {self._policy}){'' if broken else _UNCHANGED}",
+            f"scale can help (policy {self._policy}){end}",
             cause="forward",
             parameters=broken,
-            to_do="; ".join(filter(None, to_do)),
-            typed="" if broken else FIND_IT,
         )
+        back = "go back to a checkpoint whose weights are finite" if broken else ""
+        error.to_do = "; ".join(filter(None, [back, self.progress.slower()]))
+        error.typed = "" if broken else FIND_IT
+        return error
 
     def _leave_out(self, error: Error) -> None:
         """Raise ``error`` unless the user's choice leaves such a step out.

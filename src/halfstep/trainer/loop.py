@@ -240,19 +240,19 @@ class _Books:
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         # rank 0 writes metrics and completes checkpoints
-        error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}",)
+        error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         typed = f"halfstep replay {capture}" if capture.is_dir() else ""
         error.typed = typed
         if isinstance(error, NonFiniteError):
-            error.explain_(cause, causes.failed)
+            error.first_cause = cause
             error.typed = self._typed(cause, typed, resume=bool(kept))
 
     def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""
-        session = self._session
-        rate = session.precision.optimizers[0].param_groups[0]["initial_lr"] / 10
-        if cause.diverged if cause else session.precision.outcome.progress.slower():
+        precision = self._session.precision
+        if cause.diverged if cause else precision.outcome.progress.slower():
+            rate = precision.optimizers[0].param_groups[0]["initial_lr"] / 10
             key, value, resume = "learning_rate", f"{rate:.3g}", False
         elif cause and cause.fits_fp32:
             key, value = "precision", "bf16-mixed"
@@ -260,11 +260,12 @@ class _Books:
             key, value = "on_nonfinite", "skip:3"
         else:
             return replay or (f"halfstep report {self._folder.parent}" if cause else "")
-        if session.config.TASK == "module":
+        if self._session.config.TASK == "module":
             given = value if key == "learning_rate" else repr(value)
             return f"Trainer({key}={given}, ...).train({'resume=True' * resume})"
-        option = f"--{key.replace('_', '-')} {value}"
-        return f"the same command with {'--resume ' * resume}{option}"
+        return (
+            f"the same command with {'--resume ' * resume}--{key.replace('_', '-')} {value}"
+        )  # fmt: skip
 
 
 class _Losses:
@@ -324,7 +325,7 @@ class CauseSearch:
     @property
     def verdicts(self) -> tuple[str, ...]:
         """What to report of the present step."""
-        return tuple(filter(None, (str(self.cause or ""), self.failed)))
+        return tuple(filter(None, (str(self.cause or ""), self.failed.removeprefix("; "))))
 
     def __enter__(self) -> CauseSearch:
         file = self._path / CAUSES
@@ -352,11 +353,11 @@ class CauseSearch:
         if isinstance(error, SpikeError):
             return
         self.judged, self.scale = judged, progress.loss_scale.value
-        third = progress.skipped_in_a_row + 1 == _SKIPS
-        if self._session.world.size == 1 and (error is not None or third):
+        if self._session.world.size == 1 and (error or progress.skipped_in_a_row + 1 == _SKIPS):
             cause, self.failed = self._search(progress.slower)
-            expected = progress.calibrating and error is None
-            if cause and not (expected and cause.cause_class == "overflow in the backward"):
+            if cause and (
+                error or not progress.calibrating or cause.cause_class != "overflow in the backward"
+            ):
                 self.cause = cause
                 self._write(cause)
 

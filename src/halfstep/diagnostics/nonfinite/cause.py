@@ -297,7 +297,7 @@ class Cause:
         table["dtype"] = dtype_name(self.dtype)
         for operand in table["inputs"]:
             operand["dtype"] = dtype_name(operand["dtype"]) if operand["dtype"] else None
-        return {**table, "remedy": self.remedy}
+        return {**table, "slower": self.slower * self.diverged, "remedy": self.remedy}
 
     def __str__(self) -> str:
         lines = [

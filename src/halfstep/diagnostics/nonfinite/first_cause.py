@@ -58,6 +58,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     overflows_a_mask,
     stored,
 )
+from halfstep.errors import NonFiniteError
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
@@ -498,7 +499,16 @@ def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:
     try:
         return search(*args, **kwargs), ""
     except Exception as failed:
-        return None, f"looking for the first cause failed ({type(failed).__name__}: {failed!s:.99})"
+        text = f"{type(failed).__name__}: {failed}"
+        return None, f"; looking for the first cause failed ({text:.120})"
+
+
+def explain_(error: NonFiniteError, found: tuple[Cause | None, str]) -> NonFiniteError:
+    """Add to an error what :func:`searched` has found, for who catches it; returns the error."""
+    error.first_cause, failed = found
+    error.args = (f"{error.args[0]}{failed}",)
+    error.typed = "print(error.first_cause)" if error.first_cause else ""
+    return error
 
 
 @contextmanager
