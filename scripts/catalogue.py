@@ -20,7 +20,7 @@ REPORT = Path(__file__).parents[1] / "src/halfstep/report"
 PO = REPORT / "locale/zh/LC_MESSAGES/halfstep.po"
 MO = PO.with_suffix(".mo")
 METHODS = [("**.py", "python"), ("templates/**.j2", "jinja2")]
-WIDER = [remedy_of(name, "fp16") for name in REMEDIES]
+WIDER = [remedy_of(name, "fp16", fits=True) for name in REMEDIES]
 QUOTED = (*REMEDIES, *REMEDIES.values(), *OF_OPERATION.values(), *WIDER)
 """What other packages say and a page translates."""
 

@@ -201,7 +201,7 @@ def test_the_first_cause_and_its_remedy_in_both_languages(folder):
     assert found.remedy("en") == "To do: x.float() + y.float()."
     assert "求和溢出" in found.text("zh")
     assert "x.float() + y.float()" in found.remedy("zh")
-    cause["remedy"] = remedy_of(cause["cause_class"], "fp16")
+    cause["remedy"] = remedy_of(cause["cause_class"], "fp16", fits=True)
     (path / "causes.jsonl").write_text(json.dumps(cause) + "\n")
     assert findings(read_run(path))[0].remedy("zh").endswith("它的范围与 fp32 相同。")
     (path / "causes.jsonl").write_text(json.dumps({**cause, "cause_class": "a new one"}) + "\n")

@@ -83,8 +83,7 @@ def _complain(text: str, code: int) -> int:
         plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(line.split()))
         if len(plain) > _LONGEST:
             plain = f"{plain[:1500]} ... {plain[-400:]}"
-        broken = plain.replace("; ", ";\n    ") if len(lines) > 1 else plain
-        print(f"{start}{broken}", file=sys.stderr)
+        print(f"{start}{plain}", file=sys.stderr)
         start = "  "
     return code
 

@@ -178,13 +178,13 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     known = {k: cause.get(k) for k in ("cause_class", "remedy", "module", "op")}
     if all(isinstance(value, str) for value in known.values()):
         place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
-        values = {"step": step, "place": place, **known}
         return RunFinding(
             "fault",
             "stopped_by_cause",
             N_("Step {step} was not finite, and the run ended there: {cause_class}, in {place}"),
             N_("To do: {remedy}."),
-            values,
+            {"step": step, "place": place, **known},
+            _typed(run, False, learning_rate=_slower(run)) if cause.get("slower") else "",
         )
     return RunFinding(
         "fault",
@@ -236,13 +236,13 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     most = max(best * RISE if best > 0 else best, best + 6 * spread)
     if not last <= most:  # a NaN too
         low = min(range(at, at + width), key=losses.__getitem__)
-        values = {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]}
         yield RunFinding(
             "fault",
             "diverged",
             N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
             N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
-            values,
+            {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]},
+            _typed(run, False, learning_rate=_slower(run)),
         )
 
 

@@ -72,7 +72,7 @@ class Capturing:
         """Remember what NumPy and Python draw from; the step itself seeds torch."""
         self._drawn = random.getstate(), np.random.get_state()
 
-    def __call__(self, judged: Judged) -> None:
+    def write(self, judged: Judged) -> None:
         """Write the capture, before the step is answered."""
         session = self._session
         checkpoint = session.checkpoint()
@@ -217,7 +217,7 @@ def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:
     judged: list[Judged] = []
-    session.precision.outcome.on_incurable = judged.append
+    session.precision.outcome.on_broken = lambda found, _: judged.append(found)
     weights = {name: value.clone() for name, value in session.precision.masters.items()}
     try:
         result = attempt(session)

@@ -328,7 +328,7 @@ def execute(
             if session.best is None or not session.task.keeps_best:
                 raise
             best = world.main_only(lambda: finish_run(session, path))
-            error.args = (f"{error}; the best state before it: {best}",)
+            error.args = (f"{error.args[0]}; the best state before it: {best}",)
             raise
         written = ""
         if not RunOutcome(last, "").interrupted:

@@ -101,7 +101,8 @@ class OpCasts(TorchFunctionMode):
             # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
-        if cast is not None and self._is_on():
+        # a Dirichlet's backward, which no autocast is around, has no 16-bit kernel
+        if cast is not None and (self._is_on() or func is torch._dirichlet_grad):
             return self._run(cast, func, args, kwargs)
         if cast in _PRODUCTS:
             args, kwargs = _agreed(args, kwargs)
