@@ -10,7 +10,7 @@ from tests.trainer.runs import metrics, start
 
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.use import Use
+from halfstep.trainer.config.tasks import Use
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import finish_run, run_config
 from halfstep.trainer.tasks.classify import TrainedClassifier

@@ -26,7 +26,6 @@ from tests.trainer.classifiers import (
 from tests.trainer.runs import assert_same_tensors, metrics, start
 from torch.nn import functional
 
-from halfstep.errors import NonFiniteError
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
@@ -311,20 +310,3 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     ).read_text()
     if policy == "fp16-mixed":
         assert a.state["precision"]["skipped_total"] > 0
-
-
-# --- precision ---
-
-
-def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_best(files, tmp_path, monkeypatch):
-    config = classify_config(files, run__max_steps=6, run__eval_every=2, run__save_every=1)
-    session, folder = start(config, tmp_path / "r")
-    graded(session, (0.9, 0.1, 0.1), monkeypatch)
-    ticks = train(session, tmp_path / "r")
-    assert [next(ticks).record.step for _ in range(5)] == [1, 2, 3, 4, 5]
-    with torch.no_grad():
-        next(session.task.model.model.classifier.parameters()).fill_(math.nan)
-    with pytest.raises(NonFiniteError, match=r"step 6: .*last checkpoint is .*step-00000005"):
-        next(ticks)
-    folder.close()
-    assert checkpoint_steps(tmp_path / "r") == [2, 4, 5]

@@ -1,13 +1,10 @@
 """Whole runs on a tiny model: resume, guards, accumulation, skipped steps, golden losses."""
 
-import dataclasses
 import json
-import math
 import shutil
 from pathlib import Path
 
 import pytest
-from tests.reference.adam import EPS
 from tests.trainer.runs import (
     ON_CPU,
     TIMES,
@@ -20,9 +17,9 @@ from tests.trainer.runs import (
     start,
 )
 
-from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PrecisionError
+from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from halfstep.precision.policy.policy import POLICIES
-from halfstep.trainer.config.config import load_config, shipped_configs
+from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
@@ -150,86 +147,6 @@ def test_a_nan_in_the_forward_stops_with_the_last_checkpoint_intact(corpus, tmp_
     assert "first cause" not in str(error)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("gpt2-") else ())
-        for name in shipped_configs()
-        if load_config(name).TASK == "pretrain"
-    ],
-)
-def test_every_shipped_configuration_trains_a_few_steps(corpus, tmp_path, name):
-    """With its own settings, but for what decides size and where the data comes from."""
-    own = load_config(name)
-    small = own.model.n_embd <= 128
-    overrides = {
-        "data.train": [str(corpus)],
-        "data.tokenizer": "bytes",
-        "model.block_size": 32,
-        "model.n_layer": own.model.n_layer if small else 2,
-        "model.n_embd": own.model.n_embd if small else 4 * own.model.n_head,
-        "run.batch_size": 2 * own.run.grad_accum,
-        "run.max_steps": 3,
-        "run.eval_batches": 1,
-        "run.device": "cpu",
-        "schedule.warmup_steps": 2,
-    }
-    _, ticks = run(load_config(name, list(overrides.items())), tmp_path / "r")
-    assert [tick.record.applied for tick in ticks] == [True] * 3
-    assert newest(tmp_path / "r").state["step"] == 3
-
-
-# Losses of four steps. Made on x86-64 with AVX512-BF16 and AMX; a CPU without rounds elsewhere (its
-# attention, simulated, keeps the probabilities), which the bounds cover.
-GOLDEN = {
-    "fp32": [5.544681, 5.537036, 5.489968, 5.451454],
-    "bf16-mixed": [5.544712, 5.537050, 5.490026, 5.451458],
-    "fp16-mixed": [5.544681, 5.537030, 5.489966, 5.451463],
-    "bf16-master": [5.544751, 5.537085, 5.490070, 5.451531],
-}
-# Of the first step's forward, through the fp32 kernels that simulate 16-bit products on any CPU.
-SIMULATED = {"bf16-mixed": 5.544675, "fp16-mixed": 5.544681, "bf16-master": 5.544721}
-
-
-def golden_run(corpus, path, policy, steps):
-    """Losses of a run whose weights do not follow the noise of gradients: see EPS."""
-    config = small_config(
-        corpus, policy, run__max_steps=steps, optimizer__eps=EPS,
-        schedule__warmup_steps=min(2, steps),
-    )  # fmt: skip
-    run(config, path)
-    return [m["loss"] for m in metrics(path)]
-
-
-@pytest.mark.parametrize("policy", GOLDEN)
-def test_golden_losses(corpus, tmp_path, policy):
-    """A change that is not numerical leaves these alone: law 11.
-
-    Other processors and versions of torch add in another order. That moves the last bits of fp32
-    and flips roundings to 16 bits, and where those of one step differ, all later ones are drawn
-    anew. What a run's roundings are worth is its distance from fp32, which this table tells; two
-    runs with independent roundings are sqrt(2) times that apart, and 3 times as much is an outlier
-    of one in a thousand among normal numbers.
-    """
-    off = [a - b for a, b in zip(GOLDEN[policy], GOLDEN["fp32"], strict=True)]
-    worth = math.sqrt(sum(x * x for x in off) / len(off))
-    ulps = 4 * 2.0**-21  # a number from 4 to 8 has a gap of 2^-21; and six digits above
-    found = golden_run(corpus, tmp_path / "r", policy, 4)
-    assert found == pytest.approx(GOLDEN[policy], rel=0, abs=ulps + 3 * math.sqrt(2) * worth)
-
-
-@pytest.mark.parametrize("policy", SIMULATED)
-def test_golden_first_losses_of_simulated_products(corpus, tmp_path, policy, monkeypatch):
-    """Sums of rounded operands differ among CPUs in fp32's last bits alone.
-
-    Such a bit flips the rounding to 16 bits of one in thousands of sums, and each is worth less
-    than 2^-8 of a logit of about 0.1 of one of 128 targets: 3e-6.
-    """
-    monkeypatch.setattr("halfstep.precision.casting.autocast.cpu_has_bf16", lambda: False)
-    (found,) = golden_run(corpus, tmp_path / "r", policy, 1)
-    assert found == pytest.approx(SIMULATED[policy], rel=0, abs=4 * 2.0**-21 + 3e-6)
-
-
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
     """The session, checkpoint and folder of a run that has ended."""
@@ -323,44 +240,3 @@ def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_pat
         with other.precision.autocast():
             total, count = other.loss_sum(batch[0])
         assert other.precision.step(total / count).loss < 6
-
-
-def test_a_checkpoint_copied_to_a_later_step_is_not_resumed_from(corpus, tmp_path, finished):
-    checkpoints = shutil.copytree(finished[2] / "checkpoints", tmp_path / "checkpoints")
-    copy = shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000012")
-    (checkpoints / "step-00000020").mkdir()  # no checkpoint, so not the newest
-    session = open_session(with_run_folder(small_config(corpus), tmp_path), no_progress)
-    with pytest.raises(CheckpointError, match=r"step-00000012 holds step 4"):
-        resume(session, checkpoints)
-    shutil.rmtree(copy)
-    assert resume(session, checkpoints).name == "step-00000008"
-
-
-ODD = "step-00000008: its state is damaged or foreign"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("step", "x", ODD),
-        ("precision", ..., ODD),
-        ("precision", {"policy": "bf16-mixed"}, "precision state has keys"),
-        ("precision.loss_scale", {"scale": "x"}, "scale"),
-        ("best", {"step": 4, "score": 1.0, "evaluation": {}}, ODD),
-        ("made_with", ..., ODD),
-    ],
-)
-def test_a_state_that_is_none_is_refused(finished, key, value, message):
-    session, checkpoint, _ = finished
-    state = json.loads(json.dumps(checkpoint.state))
-    *above, last = key.split(".")
-    level = state[above[0]] if above else state
-    if value is ...:
-        del level[last]
-    else:
-        level[last] = value
-    where = Path("checkpoints") / "step-00000008"
-    with pytest.raises((CheckpointError, PrecisionError), match=message):
-        session.restore(dataclasses.replace(checkpoint, state=state), where)
-    session.restore(checkpoint, where)
-    assert session.step == 8

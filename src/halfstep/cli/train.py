@@ -9,7 +9,6 @@ from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import Auto, parse_later
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
@@ -102,8 +101,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     if type(saved) is not request.kind:
         command = _started_by(saved, " --resume", ".train(resume=True)")
         raise ConfigError(f"{path} is a run of the task {saved.TASK}: go on with it by {command}")
-    if "precision" in given and not _has_recipe(given["precision"]):
-        given.setdefault("run.simulate", "false")  # which was said of the saved precision
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
@@ -113,11 +110,6 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     wanted = keeping_policy(wanted, saved)
     require_resumable(saved, wanted, other_precision="precision" in given)
     return with_run_folder(wanted, path)
-
-
-def _has_recipe(precision: str) -> bool:
-    policy = parse_later(precision)
-    return not isinstance(policy, Auto) and bool(policy.recipes())
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:

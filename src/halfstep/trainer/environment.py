@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.devices import (
-    DeviceKind,
     choose,
     cpu_has_bf16,
     cpu_name,
@@ -29,7 +27,7 @@ from halfstep.precision.policy.devices import (
     name_of,
     reason_of,
 )
-from halfstep.precision.policy.policy import DTYPES, POLICIES, PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import Auto
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -39,24 +37,18 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
 
-    ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine.
+    ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine. Whether the device
+    is there, the policy's :func:`halfstep.support` tells.
 
     Raises:
-        ConfigError: For any other spelling, or a device that torch does not see.
+        ConfigError: For any other spelling.
     """
     if spec == "auto":
         return default_device(local_rank)
-    kind, _, index = spec.partition(":")
-    if spec not in ("cpu", "mps", "cuda") and not (kind == "cuda" and index.isdecimal()):
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
-    if spec == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
-    if kind != "cuda":
-        return torch.device(spec)
-    count, number = torch.cuda.device_count(), int(index or local_rank)
-    if number >= count:
-        raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
-    return torch.device("cuda", number)
+    try:
+        return torch.device("cuda", local_rank) if spec == "cuda" else torch.device(spec)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
 
 
 def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> PrecisionPolicy:
@@ -65,7 +57,7 @@ def policy_on(precision: PrecisionPolicy | Auto, device: torch.device) -> Precis
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Report versions, processor, GPUs and how each policy runs on ``device``, as JSON values.
+    """Report versions, processor and GPUs, as JSON values.
 
     Only the keys below are read: no environment variable and no user name goes into the report.
     """
@@ -77,7 +69,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory}
         for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
-    supports = {name: support(policy, device) for name, policy in POLICIES.items()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -94,7 +85,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpus": gpus,
         "device": str(device),
         "device_name": name_of(device),
-        "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
 
 
@@ -118,29 +108,23 @@ def require_host_room(parameters: int, tokens: int, advice: str) -> None:
     """Refuse a model, which every rank makes in fp32 on the host, or a batch beyond its memory.
 
     Args:
-        parameters: Number of parameters of the whole model; 0 where it is not known.
+        parameters: Number of parameters of the whole model.
         tokens: Tokens of one micro-batch; each takes 16 bytes with its target.
         advice: The options that make the run smaller, for the message.
 
     Raises:
         ConfigError: With the bytes that are needed and those that the machine has.
     """
-    made, batch = 4 * parameters, 16 * tokens
-    have = memory_bytes(torch.device("cpu"))
-    if made + batch > have:
+    need, have = 4 * parameters + 16 * tokens, memory_bytes(torch.device("cpu"))
+    if need > have:
         raise ConfigError(
-            f"the run needs at least {(made + batch) / 1e9:,.3g} GB, this machine has "
-            f"{have / 1e9:,.3g} GB: the model is made in fp32 on the host, where it takes "
-            f"{made / 1e9:,.3g} GB, and the tokens of one micro-batch take {batch / 1e9:,.3g} GB. "
-            f"Lower {advice}"
+            f"the run needs at least {need / 1e9:,.3g} GB on the host, for its model in fp32 and a "
+            f"micro-batch; this machine has {have / 1e9:,.3g} GB. Lower {advice}"
         )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU.
-
-    On Linux that is the peak since :func:`count_peak_from_here`.
-    """
+    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # not getrusage: on Linux its ru_maxrss is inherited from the parent
@@ -149,20 +133,6 @@ def peak_memory_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
-
-
-def count_peak_from_here() -> None:
-    """Let the peak of this process begin anew, so that the preparation of data is not in it.
-
-    What the preparation has freed goes back to the system first. On systems other than Linux, and
-    where the kernel refuses, the peak stays that of the whole process.
-
-    **Source:** proc_pid_clear_refs(5): 5 resets the peak resident set size to its current value.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 # Parameters of mallopt(3), from glibc's malloc.h.
@@ -187,74 +157,24 @@ def keep_freed_memory() -> None:
 # Which precision suits a device.
 
 
-_POLICY_OF = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
-_FORMS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
-
-
-def diagnose(device: torch.device) -> dict[str, Any]:
-    """Look at a device of this machine.
+def diagnose(name: str) -> dict[str, str]:
+    """Look up a device: of this machine by ``auto``, ``cpu``, ``cuda``, ``mps``, or by its product.
 
     Returns:
-        JSON values: the policy to take, the reason and its source, notes, and for each format
-        whether the hardware has it and how halfstep runs it (native, simulated or refused; empty
-        without a policy for it).
+        The policy to take, the reason and its source, and the device's name and family.
 
     Raises:
-        ConfigError: If halfstep's table has no such device.
+        HalfstepError: If halfstep's table has no such device.
     """
-    chosen = choose(device)
-    if chosen.kind is None:
-        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu, or a product's name")
-    found = _looked_up(chosen.kind, str(device), name_of(device))
-    found |= {"policy": chosen.policy, "reason": chosen.reason}
-    for row in found["forms"]:
-        policy = POLICIES.get(_POLICY_OF.get(row["form"], ""))
-        row["here"] = support(policy, device).status if policy else ""
-    taken = support(POLICIES[chosen.policy], device)
-    if taken.status != "native":
-        found["notes"] = [f"{chosen.policy} is {taken.status} here: {taken.reason}"]
-    return found
-
-
-def diagnose_named(name: str) -> dict[str, Any]:
-    """Look a device up by its product's name, such as ``"T4"``.
-
-    Raises:
-        PrecisionError: If the table has no such device.
-    """
-    return _looked_up(kind_named(name), name, name)
-
-
-def _looked_up(kind: DeviceKind, device: str, name: str) -> dict[str, Any]:
-    forms = [
-        {"form": form, "status": kind.status(form), "here": _expected(kind, form)}
-        for form in _FORMS
-    ]
-    return {
-        "device": device,
-        "name": name,
-        "family": kind.family,
-        "policy": kind.policy,
-        "reason": reason_of(kind, name),
-        "source": kind.source,
-        "forms": forms,
-        "notes": [],
-    }
-
-
-def is_live(name: str) -> bool:
-    """Whether ``--device`` names a device of this machine, and no product.
-
-    ``mps`` is a product's name too: where there is no Mac, the question is what one would do.
-    """
-    live = ("auto", "cpu", "cuda", *(["mps"] if torch.backends.mps.is_available() else []))
-    return name.partition(":")[0] in live
-
-
-def _expected(kind: DeviceKind, form: str) -> str:
-    """How halfstep would run a format on a device that is not here."""
-    if form not in ("tf32", *DTYPES):
-        return ""
-    status = kind.status(form)
-    simulated = status == "emulated" and kind.type == "cpu"
-    return "native" if status == "native" else "simulated" if simulated else "refused"
+    # mps is a product's name too: where there is no Mac, the question is what one would do
+    if name.partition(":")[0] in ("auto", "cpu", "cuda") or (
+        name == "mps" and torch.backends.mps.is_available()
+    ):
+        device = choose_device(name)
+        kind, name = choose(device).kind, name_of(device)
+    else:
+        kind = kind_named(name)
+    if kind is None:
+        raise ConfigError(f"{name} is not in halfstep's table; halfstep doctor --device cpu")
+    found = {"name": name, "family": kind.family, "policy": kind.policy}
+    return found | {"reason": reason_of(kind, name), "source": kind.source}

@@ -69,8 +69,9 @@ _LEFT: dict[str, object] = {
     "run.background_save": True,
     "data.format": "auto",
     "data.drop_long": "truncate",
+    "run.simulate": True,  # which the policy says too
 }
-"""Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
+"""Keys that version 0.2 had, and values that need no word; nor does an empty one or "none"."""
 
 _LONGEST = 56
 """Characters of a name before the time: file systems allow 255 bytes, four for a character."""
@@ -190,13 +191,7 @@ def finish_run(session: Session, path: Path) -> str:
 
 
 def _lock(path: Path) -> IO[str]:
-    try:
-        file = (path / "run.lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run.output_dir={path}: its run.lock cannot be opened ({error.strerror}); it must be "
-            "a plain file: move away what is there"
-        ) from error
+    file = (path / "run.lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -214,12 +209,12 @@ def _lock(path: Path) -> IO[str]:
 
 
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
-# and how ranks, micro-batches and threads share the same batches.
+# how ranks and micro-batches share the same batches, and where the data are, as their hashes tell.
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
-     "rank_timeout", "threads", "max_steps", "min_steps", "epochs", "eval_every",
+     "rank_timeout", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
-     "output_dir"}
+     "output_dir", "data.train", "data.validation", "data.dev"}
 )  # fmt: skip
 
 
@@ -243,10 +238,10 @@ def require_resumable(
     """Refuse to resume with a configuration that computes something else, naming every key.
 
     Another precision is possible where the user asked for it by name, because a checkpoint holds
-    exact masters; whether it is simulated goes with it.
+    exact masters.
     """
     a, b = _flat(saved), _flat(wanted)
-    allowed = RESUMABLE | ({"precision", "simulate"} if other_precision else set())
+    allowed = RESUMABLE | ({"precision"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
@@ -320,6 +315,7 @@ def execute(
         opened = reopen_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
+        stack.push(partial(_say_how_to_go_on, path))
         if resuming:
             _go_on(session, path, say)
         try:
@@ -337,6 +333,11 @@ def execute(
         policy = session.precision.policy
         judged = world.main_only(lambda: verdict(read_run(path, policy))) or ""
         return RunOutcome(last, written, judged)
+
+
+def _say_how_to_go_on(path: Path, _: object, error: BaseException | None, __: object) -> None:
+    if isinstance(error, KeyboardInterrupt):  # of a second signal, or outside of the steps
+        error.args = (f"go on with --resume --output-dir {path}",)
 
 
 def _introduce(session: Session, say: Say) -> None:

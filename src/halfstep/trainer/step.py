@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import halfstep.optim as optim
 from halfstep.distributed.strategy import Strategy
@@ -100,16 +101,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the batch to the device; for CUDA asynchronously, from pinned memory."""
     if device.type == "cpu":
         return batch
-    if isinstance(batch, Tensor) and device.type != "cuda":
-        return batch.to(device)
-    if isinstance(batch, Tensor):
-        return batch.pin_memory().to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(part, device) for key, part in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [to_device(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+        batch = dict(batch)  # pytree knows few kinds of it
+    if device.type != "cuda":
+        return tree_map_only(Tensor, lambda t: t.to(device), batch)
+    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), batch)
 
 
 # The optimizer and its learning rate, by name.

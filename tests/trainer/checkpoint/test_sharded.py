@@ -155,8 +155,6 @@ def test_state_that_no_shard_describes_is_refused_when_saved_or_cut(tmp_path):
         save_checkpoint(tmp_path, 1, odd, 1)
     with pytest.raises(CheckpointError, match="a has shape"):
         save_checkpoint(tmp_path, 1, Checkpoint({"a": torch.zeros(3)}, {}, {}, {"a": shard}), 1)
-    with pytest.raises(CheckpointError, match=r"dtype torch\.complex64"):
-        save_checkpoint(tmp_path, 1, Checkpoint({"a": torch.zeros(3).cfloat()}, {}, {}), 1)
     held = {"a": Shard.whole((4, 3))}
     whole = Checkpoint({"a": torch.zeros(4, 3)}, {"a/row_sums": torch.zeros(4)}, {}, held)
     path = save_checkpoint(tmp_path, 1, whole, 1)
@@ -294,10 +292,6 @@ def test_shards_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path):
         save_all(tmp_path, 1, states)
     states[1].shards["w"] = Shard(shard.shape, shard.offset, shard.local, written=False)
     with pytest.raises(CheckpointError, match="w: its shards hold 24 of the 48"):
-        save_all(tmp_path, 1, states)
-    states = states_of(whole_state(), "rows", 2)
-    states[1].weights["w"] = states[1].weights["w"].double()
-    with pytest.raises(CheckpointError, match=r"w is F64 of shape \[8, 6\] on rank 1, F32"):
         save_all(tmp_path, 1, states)
     assert list(tmp_path.iterdir()) == []
 

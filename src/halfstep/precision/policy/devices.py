@@ -11,13 +11,11 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from halfstep.errors import PrecisionError
 
-Status = Literal["native", "emulated", "absent"]
 BF16_INSTRUCTIONS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 """The names that Linux gives to CPU instructions for bf16 products (``bf16`` on Arm)."""
 
@@ -33,19 +31,12 @@ class DeviceKind:
     models: str  # a regular expression that finds the names of such devices
     examples: tuple[str, ...]  # some of those names, as people write them
     native: frozenset[str]  # the formats that matrix products have instructions for
-    emulated: frozenset[str] = frozenset()  # formats that run all the same, without the speed
     policy: str  # what auto takes
     reason: str  # why, as the rest of a sentence that begins with the device's name
     source: str
     since: tuple[int, int] = (0, 0)  # for CUDA, the first compute capability of the kind
     flags: frozenset[str] = frozenset()  # for a CPU, instructions of which one makes it of the kind
     by_name: bool = False  # whether a CUDA device is of the kind by its name alone
-
-    def status(self, form: str) -> Status:
-        """How such a device multiplies a format, by its short name, as ``"bf16"``."""
-        return (
-            "native" if form in self.native else "emulated" if form in self.emulated else "absent"
-        )
 
 
 def _forms(names: str) -> frozenset[str]:
@@ -99,7 +90,7 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="Turing without tensor cores", type="cuda", since=(7, 5), by_name=True,
         models=r"GTX ?16(\d\d)?\b|\bMX[45]50\b|\bT(400|500|600|1000|1200)\b",
         examples=("GTX 1650", "GTX 1660 Ti"),
-        native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
+        native=_forms("fp32"), policy="fp32",
         reason="has no tensor cores, and its fp16 convolutions have given NaN",
         source="pytorch/pytorch#58123 and #77955",
     ),
@@ -107,14 +98,14 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="Turing", type="cuda", since=(7, 5),
         models=r"\bT4G?\b|RTX ?20([5-9]0)?(TI)?\b|QUADRO RTX|TITAN RTX",
         examples=("T4", "RTX 2080 Ti", "Quadro RTX 6000"),
-        native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
+        native=_forms("fp32 fp16"), policy="fp16-mixed",
         reason=_FP16,
         source=f"{_CUDA}; NVIDIA Turing GPU Architecture",
     ),
     DeviceKind(
         family="Volta", type="cuda", since=(7, 0),
         models=r"\bG?V100\b|TITAN V\b|XAVIER", examples=("V100", "Titan V"),
-        native=_forms("fp32 fp16"), emulated=_forms("bf16"), policy="fp16-mixed",
+        native=_forms("fp32 fp16"), policy="fp16-mixed",
         reason=_FP16,
         source=f"{_CUDA}; NVIDIA Tesla V100 GPU Architecture",
     ),
@@ -122,7 +113,7 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="Pascal and older", type="cuda",
         models=r"\bP(4|40|100)\b|\b[KM](40|60|80)\b|GTX ?(9|10)\d\d|TITAN X",
         examples=("P100", "GTX 1080", "K80"),
-        native=_forms("fp32"), emulated=_forms("fp16 bf16"), policy="fp32",
+        native=_forms("fp32"), policy="fp32",
         reason="has no tensor cores: 16-bit products would save memory, and no time",
         source=_CUDA,
     ),
@@ -150,7 +141,7 @@ DEVICES: tuple[DeviceKind, ...] = (
     DeviceKind(
         family="CPU with AMX", type="cpu", flags=frozenset({"amx_bf16"}),
         models=r"AMX|(SAPPHIRE|EMERALD|GRANITE) RAPIDS", examples=("Sapphire Rapids", "AMX"),
-        native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
+        native=_forms("fp32 bf16"), policy="bf16-mixed",
         reason="multiplies bf16 in matrix tiles",
         source="Intel 64 and IA-32 Architectures Software Developer's Manual, AMX",
     ),
@@ -158,7 +149,7 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="CPU with AVX512-BF16", type="cpu", flags=frozenset({"avx512_bf16"}),
         models=r"AVX512.?BF16|COOPER LAKE|ZEN ?[45]|EPYC 9\d{3}|RYZEN \d 7\d{3}|RYZEN \d 9\d{3}",
         examples=("Zen 4", "EPYC 9654", "Cooper Lake"),
-        native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
+        native=_forms("fp32 bf16"), policy="bf16-mixed",
         reason="has dot products of bf16 pairs (vdpbf16ps)",
         source="Intel Architecture Instruction Set Extensions, AVX512_BF16",
     ),
@@ -166,7 +157,7 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="Arm CPU with BF16", type="cpu", flags=frozenset({"bf16"}),
         models=r"GRAVITON ?[3-9]|NEOVERSE V|\bGRACE\b|ARM.*BF16",
         examples=("Graviton3", "Grace"),
-        native=_forms("fp32 bf16"), emulated=_forms("fp16"), policy="bf16-mixed",
+        native=_forms("fp32 bf16"), policy="bf16-mixed",
         reason="has matrix instructions for bf16 (BFMMLA)",
         source="Arm Architecture Reference Manual, FEAT_BF16",
     ),
@@ -174,7 +165,7 @@ DEVICES: tuple[DeviceKind, ...] = (
         family="CPU without bf16 instructions", type="cpu",
         models=r"\bCPU\b|AVX2|AVX512|(ICE|SKY|CASCADE|ALDER|RAPTOR) ?LAKE|ZEN ?[123]|GRAVITON ?2",
         examples=("Skylake", "Zen 3", "AVX2"),
-        native=_forms("fp32"), emulated=_forms("bf16 fp16"), policy="fp32",
+        native=_forms("fp32"), policy="fp32",
         reason="has no instructions for bf16: its products would be simulated, with the memory and "
             "the rounding of bf16 and without its speed",
         source="docs/policies.md, measured",

@@ -147,14 +147,6 @@ class RunConfig:
         '"cpu", "mps", "cuda" or "cuda:N".',
     )
     compile: bool = option(False, "Run the model through torch.compile.")
-    simulate: bool = option(
-        False, "Simulate formats below 16 bits where the device has no products for them."
-    )
-    threads: Count = option(
-        0,
-        "Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as "
-        "torch chooses, which goes by the cores and by OMP_NUM_THREADS.",
-    )
 
     def __post_init__(self) -> None:
         if self.batch_size % self.grad_accum:

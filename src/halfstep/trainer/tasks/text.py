@@ -20,8 +20,7 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
 )
-from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, TrainConfig
 from halfstep.trainer.data.batches import (
     batch,
     validation_batches,
