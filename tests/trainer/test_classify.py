@@ -29,7 +29,7 @@ from torch.nn import functional
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.step import Judge
 
@@ -288,9 +288,9 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     assert not (tmp_path / "cut" / "model").exists()
 
     session = session_of(with_run_folder(config, tmp_path / "cut"))
-    folder = reopen_run(tmp_path / "cut")
+    folder = lock_run(tmp_path / "cut")
     assert resume(session, Path(folder.name).parent / "checkpoints").name == f"step-{done:08d}"
-    assert session.best == before.best
+    assert (session.best.step, session.best.score) == (before.best.step, before.best.score)
     graded(session, scores[done // 3 :], monkeypatch)
     ticks = list(train(session, Path(folder.name).parent))
     finish_run(session, Path(folder.name).parent)

@@ -29,7 +29,7 @@ from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
-from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_
 
@@ -315,7 +315,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
     folder.close()
     del session
     session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress)
-    folder = reopen_run(tmp_path / "cut")
+    folder = lock_run(tmp_path / "cut")
     checkpoints = tmp_path / "cut" / "checkpoints"
     assert resume(session, checkpoints).name in ("step-00000004", "step-00000003")
     finish(session, folder)

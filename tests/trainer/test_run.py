@@ -24,10 +24,10 @@ from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,
-    reopen_run,
+    lock_run,
     require_fresh,
-    require_resumable,
     resume,
+    resumed,
     run_config,
     with_run_folder,
 )
@@ -159,13 +159,13 @@ def test_a_run_folder_is_not_overwritten_or_shared(corpus, tmp_path, finished):
     session, _, path = finished
     with pytest.raises(ConfigError, match="holds a run already"):
         require_fresh(path)
-    folder = reopen_run(path)
+    folder = lock_run(path)
     with pytest.raises(ConfigError, match="written by another process"):
-        reopen_run(path)
+        lock_run(path)
     folder.close()
-    reopen_run(path).close()
+    lock_run(path).close()
     with pytest.raises(ConfigError, match="holds no run"):
-        reopen_run(tmp_path)
+        run_config(tmp_path)
     (tmp_path / "thesis.txt").write_text("x")
     with pytest.raises(ConfigError, match="not an empty folder"):
         require_fresh(tmp_path)
@@ -188,7 +188,7 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, finished, k
     _, _, path = finished
     config, other = small_config(corpus), small_config(corpus, **{key: value})
     with pytest.raises(ConfigError, match=f"cannot change {key.removeprefix('run.')}="):
-        require_resumable(config, other)
+        resumed(config, other, path)
     if key in ("model.n_layer", "data.tokenizer"):
         stranger = open_session(with_run_folder(other, path), no_progress)
         with pytest.raises(CheckpointError, match=r"made (by|with) another (model|tokenizer)"):

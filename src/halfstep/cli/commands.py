@@ -150,7 +150,7 @@ class Estimate:
         "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
         "bf16-split, also with moments=8bit.",
     )
-    optimizer: str = option("adamw", "The optimizer, as --optimizer.name of halfstep train.")
+    optimizer: Literal["adamw", "lion", "muon", "sgd"] = option("adamw", "The optimizer.")
     parallel: str = option(
         "",
         'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '

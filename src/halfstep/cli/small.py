@@ -22,7 +22,6 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.shown import aligned
-from halfstep.trainer.config.config import load_config
 from halfstep.trainer.environment import choose_device, diagnose, environment, memory_bytes
 from halfstep.trainer.estimate import estimate_count, read_count
 from halfstep.trainer.replay import replay
@@ -198,14 +197,13 @@ def _doctor(arguments: Doctor) -> None:
 def _estimate(arguments: Estimate) -> None:
     layout = Layout.parse(arguments.parallel)
     device = choose_device("auto")
-    optimizer = load_config("gpt-tiny", [("optimizer.name", arguments.optimizer)]).optimizer
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
     if arguments.base and not arguments.lora:
         raise ConfigError("--base needs --lora, the parameters that are trained: --lora 40M")
     count = read_count(arguments.params, "--params")
     lora = read_count(arguments.lora, "--lora") if arguments.lora else 0
-    found = estimate_count(count, policies, layout, optimizer, lora, arguments.base)
+    found = estimate_count(count, policies, layout, arguments.optimizer, lora, arguments.base)
     if arguments.json:
         tables = [memory.to_json() for memory in found]
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))

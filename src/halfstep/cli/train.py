@@ -17,9 +17,8 @@ from halfstep.trainer.run import (
     default_run_folder,
     execute,
     is_run,
-    keeping_policy,
     require_fresh,
-    require_resumable,
+    resumed,
     run_config,
     with_run_folder,
 )
@@ -107,9 +106,7 @@ def _resumed(request: Request, path: Path) -> BaseConfig:
     wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
-    wanted = keeping_policy(wanted, saved)
-    require_resumable(saved, wanted, other_precision="precision" in given)
-    return with_run_folder(wanted, path)
+    return resumed(saved, wanted, path, other_precision="precision" in given)
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:

@@ -7,12 +7,8 @@ A checkpoint is a folder ``step-00000020``::
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
     manifest.json          SHA-256 of each of the above, and the index of tensors
 
-If N ranks hold shards of the tensors, each writes ``weights-00001-of-0000N.safetensors``, and the
-same for the optimizer, if it has anything to write. The manifest (``shards.py``) says which file
-has which box of which tensor, so that any number of ranks, or one process, reads just what it
-needs, whatever the layout.
-
-Every rank writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
+N ranks write shards, in any layout, and any number of ranks reads them: ``shards.py``. Every rank
+writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
 make up every tensor, writes the manifest, syncs it, and renames the folder: ``step-00000100``
 exists completely or not at all.
 
@@ -197,7 +193,7 @@ def load_checkpoint(
                     parameter = name
                 elif kinds is not None and kind not in kinds:
                     continue
-                shard = _wanted(path, name, saved, (wanted or {}).get(parameter))
+                shard = _wanted(saved, (wanted or {}).get(parameter))
                 tensors |= reader.tensor(section, name, shard)
     return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
 
@@ -214,16 +210,10 @@ def _require_model(
         raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
 
 
-def _wanted(path: Path, name: str, saved: SavedTensor, shard: Shard | None) -> Shard | None:
+def _wanted(saved: SavedTensor, shard: Shard | None) -> Shard | None:
     """Return the part of a tensor that matches its parameter's shard; None means all."""
-    if shard is None or not saved.shape or shard.local == shard.shape:
-        return None
-    if saved.shape != shard.shape:
-        raise CheckpointError(
-            f"{path}: {name} has shape {saved.shape}, its parameter {shard.shape}: it cannot be "
-            "sharded as the parameter is; resume on ranks that hold the parameter whole"
-        )
-    return shard
+    whole = shard is None or not saved.shape or shard.local == shard.shape
+    return None if whole else shard
 
 
 # Writing.

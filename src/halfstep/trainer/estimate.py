@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.diagnostics.estimate import estimate_state
 from halfstep.diagnostics.memory import Memory
@@ -16,7 +16,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import Recipe
-from halfstep.trainer.config.run import OptimizerConfig
+from halfstep.trainer.config.run import OptimizerConfig, OptimizerName
 from halfstep.trainer.step import make_optimizer
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
@@ -32,7 +32,7 @@ def estimate_count(
     count: int,
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
-    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
+    name: OptimizerName = "adamw",
     adapters: int = 0,
     base: str = "",
 ) -> list[Memory]:
@@ -44,7 +44,8 @@ def estimate_count(
     trained = adapters or count
     with torch.device("meta"):
         model = nn.Linear(trained, 1, bias=False)
-    ranks, kept, found = layout.shard * layout.tensor, averages(optimizer, model), []
+    optimizer: Any = make_optimizer(model, OptimizerConfig(name=name), POLICIES["bf16-split"])
+    ranks, kept, found = layout.shard * layout.tensor, optimizer.averages(model), []
     for policy in policies:
         # a recipe changes nothing that is kept between steps, and needs layers of a known shape
         stored = dataclasses.replace(policy, recipe=Recipe())
@@ -57,24 +58,6 @@ def estimate_count(
             parts["weights"] = {**parts["weights"], form: round(count * size / ranks)}
         found.append(Memory(str(policy), False, parts, 0, layout.size))
     return found
-
-
-def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
-    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
-
-    By parameter for Muon, where it depends on the shape; for any other counted on a small
-    parameter.
-    """
-    if config.name == "muon":
-        muon: Any = make_optimizer(model, config, POLICIES["fp32"])
-        found: Mapping[str, float] = muon.averages(model)
-        return found
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = make_optimizer(nn.ParameterList([weight]), config, POLICIES["fp32"])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
-    return sum(t.numel() for t in kept) / weight.numel()
 
 
 def read_count(text: str, option: str) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from typing import IO, TypeVar
 
 import torch
 
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
+from halfstep.errors import ConfigError, NonFiniteError, SpikeError
 from halfstep.files import write_whole
 from halfstep.precision.policy.spelling import Auto
 from halfstep.report.findings import verdict
@@ -57,9 +56,8 @@ from halfstep.trainer.session import Session
 
 Config = TypeVar("Config", bound=BaseConfig)
 
-ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
-_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
 
 _LEFT: dict[str, object] = {
     "optimizer.adjust_lr": "match_rms_adamw",
@@ -105,46 +103,43 @@ def require_fresh(path: Path) -> None:
 
 
 def create_run(path: Path, session: Session) -> IO[str]:
-    """Make the folder and write what describes the run.
-
-    Returns:
-        Its lock, which is held until it is closed or the process ends.
+    """Make the folder, lock it as :func:`lock_run` does, and write what describes the run.
 
     Raises:
         ConfigError: If another process made it in the meantime.
-        CheckpointError: If it cannot be written.
+        OSError: If it cannot be written.
     """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
-            require_fresh(path)  # another process may have made a run of it in the meantime
-            session.task.save(path)
-            report = environment(session.device) | {"auto": session.auto}
-            (path / ENVIRONMENT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-            write_config(path, session.config)  # last: its presence makes the folder a run
-        except BaseException:
-            lock.close()
-            raise
-    except OSError as error:
-        raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
+        require_fresh(path)  # another process may have made a run of it in the meantime
+        session.task.save(path)
+        report = environment(session.device) | {"auto": session.auto}
+        (path / "env.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        # last: its presence makes the folder a run
+        write_whole(path / "config.toml", config_to_toml(session.config))
+    except BaseException:
+        lock.close()
+        raise
     return lock
 
 
-def write_config(path: Path, config: BaseConfig) -> None:
-    """Write a run's configuration atomically; a resume rewrites it with its changed settings."""
-    write_whole(path / "config.toml", config_to_toml(config))
-
-
-def reopen_run(path: Path) -> IO[str]:
-    """Lock an existing run for writing, as :func:`create_run` does.
+def lock_run(path: Path) -> IO[str]:
+    """Lock a run's folder for writing, until the file is closed or the process ends.
 
     Raises:
-        ConfigError: If it holds no run, or another process is writing there.
+        ConfigError: If another process is writing there.
     """
-    if not is_run(path):
-        raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
-    return _lock(path)
+    file = (path / "run.lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"run.output_dir={path} is being written by another process; wait for it, or choose "
+            "another --output-dir"
+        ) from None
+    return file
 
 
 def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
@@ -190,24 +185,6 @@ def finish_run(session: Session, path: Path) -> str:
     return session.task.finish(path, best)
 
 
-def _lock(path: Path) -> IO[str]:
-    file = (path / "run.lock").open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise ConfigError(
-            f"run.output_dir={path} is being written by another process ({owner}); wait for it, "
-            "or choose another --output-dir"
-        ) from None
-    file.truncate(0)
-    file.write(f"pid {os.getpid()}\n")
-    file.flush()
-    return file
-
-
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # how ranks and micro-batches share the same batches, and where the data are, as their hashes tell.
 RESUMABLE = frozenset(
@@ -232,27 +209,26 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
     return Path(newest)
 
 
-def require_resumable(
-    saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
-) -> None:
-    """Refuse to resume with a configuration that computes something else, naming every key.
+def resumed(
+    saved: BaseConfig, wanted: Config, path: Path, *, other_precision: bool = False
+) -> Config:
+    """Return the configuration to go on with, whose ``auto`` means the policy that the run has.
 
     Another precision is possible where the user asked for it by name, because a checkpoint holds
     exact masters.
+
+    Raises:
+        ConfigError: Naming every key by which it would compute something else.
     """
+    if isinstance(wanted.precision, Auto):
+        wanted = replace(wanted, precision=saved.precision)
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
-
-
-def keeping_policy(wanted: Config, saved: BaseConfig) -> Config:
-    """Return the configuration to resume with: ``auto`` means the policy that the run has."""
-    if not isinstance(wanted.precision, Auto):
-        return wanted
-    return replace(wanted, precision=saved.precision)
+    return with_run_folder(wanted, path)
 
 
 def with_run_folder(config: Config, path: Path) -> Config:
@@ -312,7 +288,7 @@ def execute(
     with ExitStack() as stack:
         stack.callback(session.task.close)
         _introduce(session, say)
-        opened = reopen_run if resuming else partial(create_run, session=session)
+        opened = lock_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
         stack.push(partial(_say_how_to_go_on, path))
@@ -363,7 +339,9 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
     for note in notes:
         say(f"note: {note}")
     origin = resume(session, path / CHECKPOINTS)
-    session.world.main_only(lambda: write_config(path, session.config))
+    session.world.main_only(
+        lambda: write_whole(path / "config.toml", config_to_toml(session.config))
+    )
     say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
     if before != now:
         say(f"the precision changes from {before} to {now}")

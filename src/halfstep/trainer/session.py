@@ -56,13 +56,6 @@ class Best:
     score: float
     evaluation: Evaluation
 
-    @classmethod
-    def from_state(cls, found: Mapping[str, Any]) -> Best:
-        """Read what :meth:`Session.checkpoint` wrote."""
-        evaluation = dict(found["evaluation"])
-        evaluation["confusion"] = tuple(map(tuple, evaluation.get("confusion", ())))
-        return cls(found["step"], float(found["score"]), Evaluation(**evaluation))
-
 
 @dataclass(slots=True)
 class Session:
@@ -218,7 +211,8 @@ class Session:
         for name, buffer in self._buffers().items():
             buffer.copy_(buffers[name])
         self.step, self.tokens = state["step"], state["tokens"]
-        self.best = Best.from_state(state["best"]) if "best" in state else None
+        if best := state.get("best"):
+            self.best = Best(best["step"], best["score"], Evaluation(**best["evaluation"]))
 
 
 # A run's optimizer as the tensors of a checkpoint, and back in the formats of another policy.

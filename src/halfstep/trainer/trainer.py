@@ -31,9 +31,8 @@ from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
     default_run_folder,
     execute,
-    keeping_policy,
     require_fresh,
-    require_resumable,
+    resumed,
     run_config,
     with_run_folder,
 )
@@ -238,14 +237,12 @@ class Trainer:
         device = choose_device(run.device, world.local_rank)
         folder = run.output_dir or str(default_run_folder(self._config, device))
         path = Path(world.share(folder))
-        config = with_run_folder(self._config, path)
         if resume:
             saved = run_config(path)
-            config = keeping_policy(config.filled(saved), saved)
-            require_resumable(saved, config, other_precision=True)
-        else:
-            world.main_only(lambda: require_fresh(path))
-        return config, path
+            wanted = self._config.filled(saved)
+            return resumed(saved, wanted, path, other_precision=True), path
+        world.main_only(lambda: require_fresh(path))
+        return with_run_folder(self._config, path), path
 
     def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main

@@ -25,11 +25,8 @@ from halfstep.precision.recovery import Recovery
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
-_PATHS = (
-    ("data", "train"), ("data", "validation"), ("data", "dev"), ("data", "tokenizer"),
-    ("model", "source"),
-)  # fmt: skip
-"""Keys that may name a file or folder, among other things."""
+_PATHS = {"train", "validation", "dev", "tokenizer", "source"}
+"""Keys of a section that may name a file or folder, among other things."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -127,12 +124,16 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
     What names a file or folder becomes absolute, so that a run goes on from any directory.
     """
     table = {"task": config.TASK, **_plain(config)}
-    for section, key in _PATHS:
-        if value := table.get(section, {}).get(key):
-            names = [value] if isinstance(value, str) else value
-            found = [os.path.abspath(n) if n != "bytes" and os.path.exists(n) else n for n in names]
-            table[section][key] = found[0] if isinstance(value, str) else tuple(found)
+    for part in table.values():
+        if isinstance(part, dict):
+            part |= {key: _absolute(part[key]) for key in _PATHS & part.keys()}
     return table
+
+
+def _absolute(name: Any) -> Any:
+    if isinstance(name, str):
+        return os.path.abspath(name) if name != "bytes" and os.path.exists(name) else name
+    return tuple(map(_absolute, name))
 
 
 def _plain(part: Any) -> dict[str, Any]:

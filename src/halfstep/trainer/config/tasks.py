@@ -236,12 +236,7 @@ class Use:
     """Which model to use, on which device and in which precision."""
 
     run: str = field(
-        metadata={
-            "help": (
-                "A run folder; its newest checkpoint is used, or its best state if it was "
-                "fine-tuned."
-            )
-        }
+        metadata={"help": "A run folder: its newest checkpoint, or if fine-tuned its best state."}
     )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
     precision: str = option("", "Policy of the forward pass; default: the run's own.")
@@ -252,11 +247,7 @@ class Predicting(Use):
     """Classify texts; write one JSON object per text: text, label, probability."""
 
     input: str = field(
-        metadata={
-            "help": (
-                ".jsonl, .json, .csv, .tsv, .parquet or .txt (one text per line); '-' reads stdin."
-            )
-        }
+        metadata={"help": "A .jsonl, .json, .csv, .tsv or .parquet file, or lines; '-': stdin."}
     )
     output: str = option("-", "JSONL file to write; '-', the default, is stdout.")
     text_column: str = option("", "Name of the column that holds the text.")
