@@ -21,11 +21,6 @@ TELLING = {
     "怒": ("气", "火", "骂", "恨"),
 }
 FILLING = ("the", "day", "was", "a", "bit", "and", "so", "we", "went", "home")
-SPELLED = {
-    "fp16-mixed": "params=fp32,compute=fp16",
-    "fp16-master": "params=fp16",
-    "fp16-pure": "params=fp16,master=fp16",
-}
 
 
 def rows(count, seed, most=14, weights=(4, 2, 1)):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer.classifiers import (
-    SPELLED,
     checkpoint_of,
     checkpoint_steps,
     classify_config,
@@ -95,13 +94,6 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     right = sum(label == mine for (_, label), (_, mine, _) in zip(dev, found, strict=True))
     assert right / 41 == report["accuracy"]
     lines = [json.loads(x) for x in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    always = {
-        "step", "loss", "learning_rate", "grad_norm", "loss_scale", "applied", "skipped_total",
-        "tokens", "tokens_per_second", "peak_memory_bytes",
-    }  # fmt: skip
-    for line in lines:
-        extra = {"val_loss", "val_accuracy", "val_macro_f1"} if line["step"] % 9 == 0 else set()
-        assert set(line) == always | extra
     counts = [int(session.task.batch(s, range(99))[1].sum()) for s in range(45)]
     assert [line["tokens"] for line in lines] == [sum(counts[: i + 1]) for i in range(45)]
     written = load_config(str(tmp_path / "r" / "config.toml"))
@@ -276,7 +268,7 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     scores = (0.3, 0.1, 0.2, 0.25)
     precision = policy
     if policy == "fp16-mixed":  # a scale that overflows at first and grows soon
-        precision = f"{SPELLED[policy]},scale=dynamic,init_scale=16777216,growth_interval=3"
+        precision = "params=fp32,compute=fp16,scale=dynamic,init_scale=16777216,growth_interval=3"
     config = classify_config(
         files, precision=precision, run__max_steps=12, run__eval_every=3, run__keep=2
     )

@@ -134,11 +134,6 @@ def test_epochs_become_steps(epochs, per_epoch, steps):
     assert (run.max_steps, run.eval_every, run.epochs) == (steps, per_epoch, epochs)
 
 
-def test_max_steps_wins_over_epochs():
-    found = resolved(7, epochs=9, max_steps=5, eval_every=2)
-    assert (found.run.max_steps, found.run.eval_every) == (5, 2)
-
-
 @pytest.mark.parametrize(
     ("ratio", "given", "steps", "warmup"),
     [(0.06, 0, 100, 6), (0.06, 0, 10, 0), (0.5, 0, 9, 4), (0.06, 17, 100, 17), (0.0, 0, 100, 0)],
@@ -155,5 +150,5 @@ def test_a_small_file_gets_steps_enough_to_learn_from():
     assert load_config("lm-lora").resolved(2).run.max_steps == 100
     large = load_config("classify-scratch").resolved(100).run
     assert (large.max_steps, large.eval_every) == (400, 100)
-    assert resolved(5, max_steps=7).run.max_steps == 7
+    assert resolved(5, epochs=9, max_steps=7).run.max_steps == 7
     assert resolved(5, epochs=2, min_steps=12).run.max_steps == 12

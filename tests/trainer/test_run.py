@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from tests.trainer.runs import (
 )
 
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
@@ -38,14 +38,17 @@ SHORT = ("fp16-mixed", "fp16-master", "bf16-split", "bf16-sr", "bf16-pure")
 MECHANISMS = [pytest.param(p, marks=() if p in SHORT else pytest.mark.slow) for p in ON_CPU]
 
 
-CASES = [*MECHANISMS, "muon bf16-split,moments=8bit", "muon fp16-mixed"]
+CASES = [
+    *MECHANISMS, "muon bf16-split,moments=8bit", "muon fp16-mixed", "fp8,simulate=yes",
+    "nvfp4,simulate=yes", "bf16-split,recipe=mxfp8,simulate=yes,moments=8bit",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:the second moments of")
 def test_resume_is_bit_for_bit(corpus, tmp_path, case):
     name, _, policy = ("adamw " + case).rpartition(" ")
-    dynamic = POLICIES[policy.partition(",")[0]].loss_scale.kind == "dynamic"
+    dynamic = policy.startswith("fp16")
     every = 1 if dynamic else 3
     config = small_config(
         corpus, policy, precision=overflowing(policy) if dynamic else policy, model__dropout=0.1,
@@ -206,14 +209,28 @@ def test_a_runs_own_file_may_hold_keys_of_another_version_and_a_users_may_not(tm
         load_config(str(file))
 
 
-def test_resume_refuses_data_that_has_changed(corpus, tmp_path):
-    data = tmp_path / "data.txt"
-    data.write_text(corpus.read_text())
-    config = small_config(data, run__max_steps=2)
-    run(config, tmp_path / "r")
-    data.write_text(corpus.read_text() + "one more line\n")
+def replace_steps(config, steps):
+    return replace(config, run=replace(config.run, max_steps=steps))
+
+
+def test_data_are_known_by_what_they_hold_wherever_they_are(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, text = tmp_path / "r", corpus.read_text()
+    Path("data.txt").write_text(text)
+    run(small_config("data.txt", run__max_steps=2), path)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    session, _ = run(replace_steps(run_config(path), 3), path)  # found from another directory
+    moved = (tmp_path / "data.txt").rename(tmp_path / "moved.txt")
+    with pytest.raises(DataError, match=r"data\.txt: no such file"):
+        run(replace_steps(run_config(path), 4), path)
+    saved = run_config(path)
+    config = resumed(saved, small_config(moved, run__max_steps=4).filled(saved), path)
+    session, _ = run(config, path)
+    assert session.step == 4
+    moved.write_text(text + "one more line\n")
     with pytest.raises(CheckpointError, match="another training data, or it has changed"):
-        run(config, tmp_path / "r")
+        run(config, path)
 
 
 def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):

@@ -20,6 +20,7 @@ from halfstep.trainer.run import (
     require_fresh,
     resumed,
     run_config,
+    way_on,
     with_run_folder,
 )
 from halfstep.trainer.session import Session, open_session
@@ -61,7 +62,7 @@ def _train(
             resuming=resuming,
         )
         if outcome.interrupted:
-            display.say(f"saved: go on by the same command with --resume --output-dir {path}")
+            display.say(f"saved; {way_on(config)}")
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
@@ -83,23 +84,16 @@ def _requested(request: Request) -> BaseConfig:
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "
-            f"{_started_by(config)}"
+            f"{f'halfstep {config.COMMAND}' if config.COMMAND else 'halfstep.Trainer'}"
         )
     return config
-
-
-def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
-    """Name what trains such a configuration: a command, or the user's own program."""
-    own = f"halfstep.Trainer(...){call} in your program"
-    return f"halfstep {config.COMMAND}{words}" if config.COMMAND else own
 
 
 def _resumed(request: Request, path: Path) -> BaseConfig:
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
-        command = _started_by(saved, " --resume", ".train(resume=True)")
-        raise ConfigError(f"{path} is a run of the task {saved.TASK}: go on with it by {command}")
+        raise ConfigError(f"{path} is a run of the task {saved.TASK}; {way_on(saved)}")
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")

@@ -157,7 +157,10 @@ def replay(path: Path, precision: str = "") -> Replayed:
         raise CheckpointError(f"{path}: only runs of halfstep train can be rebuilt from a capture")
     own = config.precision
     policy = parse_policy(precision) if precision else own
-    config = _stopping(replace(config, precision=policy))
+    # stops at what it finds, and writes nothing
+    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
+    run = replace(config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0)
+    config = replace(config, precision=policy, run=run)
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     try:
         torch.set_num_threads(before.threads)
@@ -195,13 +198,6 @@ def _draw_from(found: dict[str, Any]) -> None:
     kind, keys, *rest = found["numpy"]
     random.setstate((version, tuple(state), gauss))
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-
-
-def _stopping(config: TrainConfig) -> TrainConfig:
-    """Configure a run that stops at what it finds, and writes nothing."""
-    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
-    run = replace(config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0)
-    return replace(config, run=run)
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:

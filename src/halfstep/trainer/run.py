@@ -71,15 +71,13 @@ _LEFT: dict[str, object] = {
 }
 """Keys that version 0.2 had, and values that need no word; nor does an empty one or "none"."""
 
-_LONGEST = 56
-"""Characters of a name before the time: file systems allow 255 bytes, four for a character."""
-
 
 def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
     """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
     name = f"{config.name}-{policy_on(config.precision, device)}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return Path("runs") / f"{safe[:_LONGEST]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # file systems allow 255 bytes for a name, of which a character may have four
+    return Path("runs") / f"{safe[:56]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def is_run(path: Path) -> bool:
@@ -291,7 +289,7 @@ def execute(
         opened = lock_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
-        stack.push(partial(_say_how_to_go_on, path))
+        stack.push(partial(_say_how_to_go_on, session.config))
         if resuming:
             _go_on(session, path, say)
         try:
@@ -311,9 +309,18 @@ def execute(
         return RunOutcome(last, written, judged)
 
 
-def _say_how_to_go_on(path: Path, _: object, error: BaseException | None, __: object) -> None:
+def way_on(config: BaseConfig) -> str:
+    """Return what to type, or write, to go on with a run."""
+    path, command = config.run.output_dir, f"halfstep {config.COMMAND} --resume --output-dir"
+    own = f"halfstep.Trainer(..., output_dir={path!r}).train(resume=True)"
+    return f"go on: {command} {path}" if config.COMMAND else f"go on: {own}"
+
+
+def _say_how_to_go_on(
+    config: BaseConfig, _: object, error: BaseException | None, __: object
+) -> None:
     if isinstance(error, KeyboardInterrupt):  # of a second signal, or outside of the steps
-        error.args = (f"go on with --resume --output-dir {path}",)
+        error.args = (way_on(config),)
 
 
 def _introduce(session: Session, say: Say) -> None:

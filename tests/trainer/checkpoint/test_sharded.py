@@ -148,7 +148,7 @@ def test_another_model_is_refused_by_name(tmp_path):
         load_checkpoint(path, {**state.shards, "w": Shard.whole((8, 7))})
 
 
-def test_state_that_no_shard_describes_is_refused_when_saved_or_cut(tmp_path):
+def test_state_that_no_shard_describes_is_refused_when_saved(tmp_path):
     part, shard = cut(torch.randn(4, 3), 0, 0, 2)
     odd = Checkpoint({"a": part}, {"a/row_sums": torch.zeros(2)}, {}, {"a": shard})
     with pytest.raises(CheckpointError, match="a/row_sums has shape"):
@@ -159,8 +159,6 @@ def test_state_that_no_shard_describes_is_refused_when_saved_or_cut(tmp_path):
     whole = Checkpoint({"a": torch.zeros(4, 3)}, {"a/row_sums": torch.zeros(4)}, {}, held)
     path = save_checkpoint(tmp_path, 1, whole, 1)
     assert_same(load_checkpoint(path, held).optimizer, whole.optimizer)
-    with pytest.raises(CheckpointError, match="a/row_sums has shape"):
-        load_checkpoint(path, {"a": shard})
 
 
 # --- damage ---------------------------------------------------------------------------------------

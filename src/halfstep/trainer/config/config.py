@@ -104,11 +104,10 @@ def config_from_table(
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, unknown=unknown)
     run = config.run
-    # parsed now, so that a run does not depend on a policy file after it has started
-    precision = parse_later(config.precision)
     return replace(
         config,
-        precision=precision,
+        # now, so that a run does not depend on a policy file after it has started
+        precision=parse_later(config.precision),
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
