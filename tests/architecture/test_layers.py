@@ -16,7 +16,7 @@ ALLOWED = {
     "errors": set(),
     "files": {"errors"},
     "formats": {"errors", "shown"},
-    "option": set(),
+    "option": {"errors"},
     "shown": set(),
     "kernels": {"errors", "formats"},
     "precision": {"errors", "formats", "kernels", "shown"},

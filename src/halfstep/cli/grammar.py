@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from halfstep.cli.commands import COMMANDS, Request, Start
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import build, did_you_mean
+from halfstep.option import build, did_you_mean
 from halfstep.trainer.config.run import BaseConfig
 
 EXIT_CODES = (

@@ -291,8 +291,6 @@ class _Losses:
 _SKIPS = 3
 """Skips in a row after which a search begins: a scale that has found its level halves once in a
 growth interval, and a gradient seldom grows eightfold from one step to the next."""
-_FALL = 16.0
-"""A fall of the scale below its level that is searched: four halvings, none regained."""
 
 
 class CauseSearch:
@@ -302,8 +300,7 @@ class CauseSearch:
     optimizer state and loss scale are those of the step, and so are the dropout seeds. It searches
 
     - where no loss scale can help, whether the run stops, skips or rolls back then;
-    - at the third skip in a row, which a loss scale seldom needs once it has found its level;
-    - whenever the scale has fallen to a 16th of its level since the last search.
+    - at the third skip in a row, which a loss scale seldom needs once it has found its level.
 
     While a scale searches for its level, overflows of the backward are expected and not reported.
     With several ranks nothing is searched.
@@ -314,7 +311,6 @@ class CauseSearch:
         self._path = path
         self._batches: Sequence[Batch] = ()
         self._seeds: Sequence[int] = ()
-        self._level = 0.0
         self.judged: Judged | None = None
         """What was measured in the present step, if it was not finite."""
         self.scale = 1.0
@@ -354,10 +350,7 @@ class CauseSearch:
     ) -> None:
         """Search, if this step calls for it; the arguments are those of ``OnBroken``."""
         self.judged, self.scale = judged, scale
-        fallen = not calibrating and scale <= self._level / _FALL
-        if not calibrating and (fallen or not self._level):
-            self._level = scale
-        if self._session.world.size > 1 or (error is None and in_a_row != _SKIPS and not fallen):
+        if self._session.world.size > 1 or (error is None and in_a_row != _SKIPS):
             return
         try:
             cause = self._search()
@@ -457,11 +450,9 @@ has already sent to its ranks."""
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets ``requested``.
 
-    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
-    has ended by then. A later one restores the old handlers and acts at once; without one, the old
-    handlers come back when the block ends.
-
-    In another thread than the main one nothing is handled.
+    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, and a later one
+    restores the old handlers and acts at once, even if the block has ended by then. Where no signal
+    came, the block's end restores them. In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -476,19 +467,16 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._may_repeat():
+        if not self.requested:
             self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested = signal.Signals(number).name
             self._first = time.monotonic()
-        elif not self._may_repeat():
+        elif time.monotonic() - self._first >= REPEAT_SECONDS:
             self._restore()
             signal.raise_signal(number)
-
-    def _may_repeat(self) -> bool:
-        return bool(self.requested) and time.monotonic() - self._first < REPEAT_SECONDS
 
     def _restore(self) -> None:
         while self._old:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from halfstep.errors import ConfigError
 from halfstep.option import (
     Amount,
     AtLeast1,
@@ -84,9 +83,7 @@ class RunConfig:
     batch_size: AtLeast1 = option(
         8, "Sequences in one optimizer step, over all ranks and micro-batches."
     )
-    grad_accum: AtLeast1 = option(
-        1, "Micro-batches that one step's batch is split into; divides batch_size."
-    )
+    grad_accum: AtLeast1 = option(1, "Micro-batches that one step's batch is split into.")
     seed: Annotated[int, Range("0 to 2^63 - 1", lambda x: 0 <= x < 2**63)] = option(
         1337, "Seed of the initial weights, the batches and dropout."
     )
@@ -146,21 +143,6 @@ class RunConfig:
         '"cpu", "mps", "cuda" or "cuda:N".',
     )
     compile: bool = option(False, "Run the model through torch.compile.")
-    simulate: bool = option(
-        False, "Simulate formats below 16 bits where the device has no products for them."
-    )
-    threads: Count = option(
-        0,
-        "Threads that torch and halfstep's kernels compute with, in each rank; 0: as many as "
-        "torch chooses, which goes by the cores and by OMP_NUM_THREADS.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.batch_size % self.grad_accum:
-            raise ConfigError(
-                f"run.batch_size={self.batch_size} cannot be split into run.grad_accum="
-                f"{self.grad_accum} equal micro-batches"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
