@@ -83,7 +83,6 @@ def test_the_table_agrees_with_support(monkeypatch):
     for row in DEVICES:
         assert row.policy in ("fp32", "bf16-mixed", "fp16-mixed")
         assert row.policy.partition("-")[0] in row.native, row.family
-        assert row.native.isdisjoint(row.emulated)
         assert row.source, row.family
         assert row.examples, row.family
         if row.type != "cuda":
