@@ -16,7 +16,7 @@ ALLOWED = {
     "errors": set(),
     "files": {"errors"},
     "formats": {"errors", "shown"},
-    "option": {"errors"},
+    "option": set(),
     "shown": set(),
     "kernels": {"errors", "formats"},
     "precision": {"errors", "formats", "kernels", "shown"},

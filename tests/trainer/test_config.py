@@ -81,6 +81,7 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("run.compile", "yes", ["run.compile", "true or false"]),
             ("optimizer.learning_rate", "nan", ["optimizer.learning_rate", "finite"]),
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
+            ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
             ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
             ("name.x", "3", ["name is a value"]),
         )),

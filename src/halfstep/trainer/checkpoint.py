@@ -193,8 +193,9 @@ def load_checkpoint(
                     parameter = name
                 elif kinds is not None and kind not in kinds:
                     continue
-                shard = _wanted(saved, (wanted or {}).get(parameter))
-                tensors |= reader.tensor(section, name, shard)
+                shard = (wanted or {}).get(parameter)
+                whole = shard is None or not saved.shape or shard.local == shard.shape
+                tensors |= reader.tensor(section, name, None if whole else shard)
     return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
 
 
@@ -208,12 +209,6 @@ def _require_model(
     ]
     if odd:
         raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
-
-
-def _wanted(saved: SavedTensor, shard: Shard | None) -> Shard | None:
-    """Return the part of a tensor that matches its parameter's shard; None means all."""
-    whole = shard is None or not saved.shape or shard.local == shard.shape
-    return None if whole else shard
 
 
 # Writing.

@@ -75,7 +75,6 @@ class Capturing:
 
     def __init__(self, session: Session, folder: Path, keep: int) -> None:
         self._session, self._folder, self._keep = session, folder / CAPTURES, keep
-        self.begin()
 
     def begin(self) -> None:
         """Remember what NumPy and Python draw from; the step itself seeds torch."""

@@ -331,9 +331,8 @@ def _precision(
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
     least = layout.batch_ranks * config.run.grad_accum
     if rows < least:
-        few = "" if rows == config.run.batch_size else f" (batches of {rows} with so little data)"
         raise ConfigError(
-            f"run.batch_size={config.run.batch_size}{few} is too small for {layout.batch_ranks} "
-            f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
-            f"each; allowed: {least} or more"
+            f"batches of {rows} rows are too small for {layout.batch_ranks} ranks with different "
+            f"data and run.grad_accum={config.run.grad_accum} micro-batches each; allowed: {least} "
+            "or more"
         )
