@@ -74,9 +74,9 @@ def test_a_mistake_is_one_line(refused, words, message):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--batch-size", "99999999999"], "needs at least|one micro-batch|--batch-size"),
+        (["--batch-size", "99999999999"], "needs at least"),
         (["--batch-size", "9" * 40], "needs at least"),
-        (["--model.n_layer", "1000000000"], "needs at least|the model is made in fp32 on the host"),
+        (["--model.n_layer", "1000000000"], "needs at least"),
         (["--model.n_embd", "1000000000"], "needs at least"),
         (["--model.block_size", "1000000000000"], "needs at least"),
         (["--max-steps", "9" * 5000], "run.max_steps|allowed: an integer"),
@@ -100,16 +100,14 @@ def test_a_run_that_cannot_be(refused, corpus, options, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_steps = " + "9" * 5000, "not valid TOML"),
-        ("x = " + "[" * 20000 + "]" * 20000, "not valid TOML"),
+        ("max_steps = " + "9" * 5000, "cannot be read"),
+        ("x = " + "[" * 20000 + "]" * 20000, "cannot be read"),
         ("x" + ".x" * 3000 + " = 1", "unknown key x"),
         ('task = ["pretrain"]', "key task"),
         ('task = "pretrain"\n[model]\nn_layer = "\\u0000"', "n_layer"),
-        ('[run]\noutput_dir = "a\\u0000b"\n[model]\nn_layer=1\nn_head=1\nn_embd=8\nblock_size=8',
-         "run.output_dir|NUL"),
         ("model = 3", "a section is expected"),
     ],
-    ids=["digits", "brackets", "dots", "task", "nul in a number", "nul in a name", "no section"],
+    ids=["digits", "brackets", "dots", "task", "nul in a number", "no section"],
 )  # fmt: skip
 def test_a_configuration_that_is_none(refused, tmp_path, text, words):
     path = tmp_path.parent / "bad.toml"

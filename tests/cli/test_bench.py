@@ -8,7 +8,7 @@ from halfstep.cli import bench as command
 from halfstep.cli.grammar import read_words
 
 SMALL = ["--n-layer", 1, "--n-embd", 32, "--n-head", 2, "--block-size", 32, "--tokenizer", "bytes",
-         "--batch-size", 4, "--device", "cpu", "--threads", 1]  # fmt: skip
+         "--batch-size", 4, "--device", "cpu"]  # fmt: skip
 
 
 def test_each_policy_has_a_run_and_a_row_and_a_refused_one_says_why(halfstep, corpus, tmp_path):

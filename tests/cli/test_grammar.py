@@ -40,8 +40,9 @@ def test_a_short_spelling_means_the_first_section_that_has_it():
 
 
 def test_a_flag_stands_alone_or_has_a_word():
-    assert given("train", "--compile", "--run.simulate", "false", "--optimizer.eps",
-                 "-1e-8") == {"run.compile": "true", "run.simulate": "false",
+    assert given("train", "--compile", "--model.activation_checkpointing", "false",
+                 "--optimizer.eps",
+                 "-1e-8") == {"run.compile": "true", "model.activation_checkpointing": "false",
                               "optimizer.eps": "-1e-8"}  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tests.trainer.classifiers import (
-    SPELLED,
     checkpoint_of,
     classify_config,
     column,
@@ -98,7 +97,7 @@ def metrics_without_layout(path):
     [
         pytest.param("fp32", "scratch:tiny", marks=pytest.mark.slow),
         ("bf16-split", "bert"),
-        (f"{SPELLED['fp16-mixed']},scale=dynamic,init_scale=16777216,growth_interval=3", "bert"),
+        ("params=fp32,compute=fp16,scale=dynamic,init_scale=16777216,growth_interval=3", "bert"),
     ],
 )
 def test_two_ranks_are_two_micro_batches(pool2, files, bert, tmp_path, precision, source):

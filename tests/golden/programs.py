@@ -228,7 +228,6 @@ formats
 formats 1 0.3 -2 --block mxfp8
 formats abc
 estimate --params 124M --memory 16GB
-estimate --config mixed/config.toml --precision fp32 bf16-mixed bf16-split --memory 16GB
 estimate --params many
 memory split --precision fp32 bf16-split
 trace split

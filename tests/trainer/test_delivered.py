@@ -26,7 +26,7 @@ from tests.trainer.runs import small_config
 import halfstep.trainer.models.gpt2_folder as gpt2_folder
 from halfstep.errors import CheckpointError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.use import Exporting
+from halfstep.trainer.config.tasks import Exporting
 from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
 from halfstep.trainer.run import finish_run, run_config

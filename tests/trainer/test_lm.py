@@ -6,7 +6,6 @@ small models grow to 1e-5 at most.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
-from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.tasks.lm import hold_weights_
 
@@ -315,7 +314,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
     folder.close()
     del session
     session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress)
-    folder = reopen_run(tmp_path / "cut")
+    folder = lock_run(tmp_path / "cut")
     checkpoints = tmp_path / "cut" / "checkpoints"
     assert resume(session, checkpoints).name in ("step-00000004", "step-00000003")
     finish(session, folder)
@@ -326,20 +325,6 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
         assert all(torch.equal(mine[n], theirs[n]) for n in mine)
     for file in sorted((tmp_path / "whole" / "model").iterdir()):
         assert file.read_bytes() == (tmp_path / "cut" / "model" / file.name).read_bytes()
-
-
-def test_conversations_in_the_tokenizers_own_template(bases, data, tmp_path):
-    chat = {"data__train": [str(data / "chat.jsonl")], "data__dev": []}
-    base = bases("Qwen2", chat=True)
-    config = config_of(base, data, **chat)
-    run(config, tmp_path / "r")
-    about = json.loads((tmp_path / "r" / "prompt.json").read_text())
-    assert (about["format"], about["template"]) == ("chat", "tokenizer")
-    tuned = opened(tmp_path / "r")
-    assert tuned.tokenizer.end_of_turn() == [lm_folders.END]
-    with silence():
-        text = tuned.answer("turn round: red blue", max_new_tokens=5, temperature=0)
-    assert isinstance(text, str)
 
 
 def test_answers_come_through_the_template(bases, data, tmp_path):

@@ -123,7 +123,7 @@ def _config(arguments: Bench) -> BaseConfig:
     steps = arguments.steps
     run = replace(
         config.run, max_steps=steps, eval_every=steps, eval_batches=1, save_every=0,
-        parallel="", lost_update_every=_METER_EVERY, simulate=False,
+        parallel="", lost_update_every=_METER_EVERY,
     )  # fmt: skip
     # at its peak soon, so that few steps teach something
     schedule = replace(config.schedule, warmup_steps=min(5, steps), decay="constant")

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfstep.option import AtLeast1, Count, option
+from halfstep.option import AtLeast1, option
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TASKS
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.trainer.config.tasks import TASKS, Evaluating, Exporting, Generating, Predicting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,33 +130,23 @@ class Doctor:
 class Estimate:
     """Estimate the memory of training, by part and policy, before there is a run.
 
-    With --params: weights, gradients and optimizer state of any model of that size. With --config:
-    also what a step of that GPT saves for its backward, and the largest batch that fits.
+    Weights, gradients and optimizer state of any model of that size; for what a batch adds, give
+    halfstep.estimate the model and the batch.
     """
 
     params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
-    lora: str = option(
-        "", "With --params: parameters of the adapters, which alone are trained: 40M."
-    )
+    lora: str = option("", "Parameters of the adapters, which alone are trained: 40M.")
     base: Literal["", "4bit"] = option(
         "",
         "With --lora, how the frozen weights are held: 4bit (NF4, as QLoRA); default: in the "
         "dtype that the policy computes in.",
-    )
-    config: str = option(
-        "", "A configuration of halfstep train; default, without --params: gpt-small-cpu."
     )
     precision: tuple[str, ...] = option(
         (),
         "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
         "bf16-split, also with moments=8bit.",
     )
-    optimizer: str = option(
-        "", "The optimizer, as --optimizer.name of halfstep train; default: the configuration's."
-    )
-    batch_size: Count = option(
-        0, "Sequences of one micro-batch on one rank; 0: the configuration's."
-    )
+    optimizer: Literal["adamw", "lion", "muon", "sgd"] = option("adamw", "The optimizer.")
     parallel: str = option(
         "",
         'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '

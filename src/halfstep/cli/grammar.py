@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from halfstep.cli.commands import COMMANDS, Request, Start
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import build, did_you_mean
-from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.run import BaseConfig, build, did_you_mean
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"

@@ -62,7 +62,7 @@ def describe(error: BaseException) -> tuple[str, int]:
         case HalfstepError():
             return str(error), error.exit_code
         case KeyboardInterrupt():
-            return "interrupted; what was not saved is lost", 130
+            return f"interrupted; {error or 'what was not saved is lost'}", 130
         case OSError(filename=str()):  # a name or a place that the user has given
             return str(error), 1 if error.errno == errno.ENOSPC else 2
         case ModuleNotFoundError():

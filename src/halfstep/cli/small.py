@@ -22,14 +22,8 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.shown import aligned
-from halfstep.trainer.config.config import load_config
-from halfstep.trainer.environment import (
-    choose_device,
-    diagnose,
-    environment,
-    memory_bytes,
-)
-from halfstep.trainer.estimate import estimate_config, estimate_count, read_count
+from halfstep.trainer.environment import choose_device, diagnose, environment, memory_bytes
+from halfstep.trainer.estimate import estimate_count, read_count
 from halfstep.trainer.replay import replay
 
 _POLICIES = (
@@ -189,7 +183,7 @@ def _doctor(arguments: Doctor) -> None:
     device = choose_device(arguments.device)
     found = diagnose(device)
     if arguments.json:
-        print(json.dumps(found | {"environment": environment(device)}, indent=1))
+        print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:
         print("take {policy}: {reason}\nsource: {source}".format(**found))
 
@@ -198,39 +192,24 @@ def _doctor(arguments: Doctor) -> None:
 
 
 def _estimate(arguments: Estimate) -> None:
-    if arguments.params and arguments.config:
-        raise ConfigError("--params and --config: give one of them")
-    if arguments.batch_size < 0:
-        raise ConfigError(f"--batch-size {arguments.batch_size}; allowed: integers >= 0")
     layout = Layout.parse(arguments.parallel)
     device = choose_device("auto")
-    spec = arguments.config or "gpt-small-cpu"
-    changes = [("optimizer.name", arguments.optimizer)] if arguments.optimizer else []
-    optimizer = load_config(spec, changes).optimizer
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
-    if bool(arguments.lora) < bool(arguments.base) or bool(arguments.params) < bool(arguments.lora):
-        raise ConfigError("--base needs --lora, which needs --params: --params 7B --lora 40M")
-    if arguments.params:
-        count = read_count(arguments.params, "--params")
-        lora = read_count(arguments.lora, "--lora") if arguments.lora else 0
-        found = estimate_count(count, policies, layout, optimizer, lora, arguments.base)
-    else:
-        found = estimate_config(spec, policies, arguments.batch_size, layout, optimizer)
+    if arguments.base and not arguments.lora:
+        raise ConfigError("--base needs --lora, the parameters that are trained: --lora 40M")
+    count = read_count(arguments.params, "--params")
+    lora = read_count(arguments.lora, "--lora") if arguments.lora else 0
+    found = estimate_count(count, policies, layout, arguments.optimizer, lora, arguments.base)
     if arguments.json:
-        tables = [{**m.to_json(), "largest_batch": m.largest_batch(have)} for m in found]
+        tables = [memory.to_json() for memory in found]
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
         return
-    columns = [("fits", ["yes" if memory.total <= have else "no" for memory in found])]
-    if rows := found[0].rows:
-        columns.append(("largest batch", [str(memory.largest_batch(have)) for memory in found]))
-    else:
-        columns.append(("left", [size_text(max(0, have - memory.total)) for memory in found]))
-    batch = f"a micro-batch of {rows}" if rows else "what is left is for activations"
+    fits = ("fits", ["yes" if memory.total <= have else "no" for memory in found])
+    left = ("left", [size_text(max(0, have - memory.total)) for memory in found])
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
-    print(parts_table(found, *columns))
-    what = "" if rows else "state only, "
-    print(f"\nfits: {what}in {size_text(have)}; {batch}{ranks}.")
+    print(parts_table(found, fits, left))
+    print(f"\nfits: state only, in {size_text(have)}; what is left is for activations{ranks}.")
     print("Temporary tensors, the allocator's rounding and the process come on top.")
 
 

@@ -455,11 +455,9 @@ has already sent to its ranks."""
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets ``requested``.
 
-    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
-    has ended by then. A later one restores the old handlers and acts at once; without one, the old
-    handlers come back when the block ends.
-
-    In another thread than the main one nothing is handled.
+    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, and a later one
+    restores the old handlers and acts at once, even if the block has ended by then. Where no signal
+    came, the block's end restores them. In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -474,19 +472,16 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._may_repeat():
+        if not self.requested:
             self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested = signal.Signals(number).name
             self._first = time.monotonic()
-        elif not self._may_repeat():
+        elif time.monotonic() - self._first >= REPEAT_SECONDS:
             self._restore()
             signal.raise_signal(number)
-
-    def _may_repeat(self) -> bool:
-        return bool(self.requested) and time.monotonic() - self._first < REPEAT_SECONDS
 
     def _restore(self) -> None:
         while self._old:

@@ -22,8 +22,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.read import did_you_mean
-from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.token_file import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
@@ -31,9 +30,8 @@ from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
     default_run_folder,
     execute,
-    keeping_policy,
     require_fresh,
-    require_resumable,
+    resumed,
     run_config,
     with_run_folder,
 )
@@ -238,14 +236,12 @@ class Trainer:
         device = choose_device(run.device, world.local_rank)
         folder = run.output_dir or str(default_run_folder(self._config, device))
         path = Path(world.share(folder))
-        config = with_run_folder(self._config, path)
         if resume:
             saved = run_config(path)
-            config = keeping_policy(config.filled(saved), saved)
-            require_resumable(saved, config, other_precision=True)
-        else:
-            world.main_only(lambda: require_fresh(path))
-        return config, path
+            wanted = self._config.filled(saved)
+            return resumed(saved, wanted, path, other_precision=True), path
+        world.main_only(lambda: require_fresh(path))
+        return with_run_folder(self._config, path), path
 
     def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main

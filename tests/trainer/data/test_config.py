@@ -1,7 +1,7 @@
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.trainer.config.read import build
+from halfstep.trainer.config.run import build
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.config.read import build
+from halfstep.trainer.config.run import build
 from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=24, vocab_size=19)

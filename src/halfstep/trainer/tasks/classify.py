@@ -17,8 +17,7 @@ from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint import Exported
-from halfstep.trainer.config.tasks import ClassifyConfig
-from halfstep.trainer.config.use import Evaluating, Predicting
+from halfstep.trainer.config.tasks import ClassifyConfig, Evaluating, Predicting
 from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
 from halfstep.trainer.data.config import LabelledData, LabelledTexts
 from halfstep.trainer.data.labelled import read_known, read_labelled

@@ -15,8 +15,7 @@ from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
-from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, LMConfig
 from halfstep.trainer.data.batches import evaluation_shares
 from halfstep.trainer.data.config import Template
 from halfstep.trainer.data.instructions import prompt_ids, read_instructions

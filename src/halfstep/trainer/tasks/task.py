@@ -24,7 +24,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.step import Batch, Evaluation, Judge, learning_rate, make_optimizer

@@ -20,8 +20,7 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
 )
-from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, TrainConfig
 from halfstep.trainer.data.batches import (
     batch,
     validation_batches,
@@ -33,7 +32,7 @@ from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.models.shapes import GPTConfig
-from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
+from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
 from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened
 
 
@@ -113,7 +112,7 @@ class TextTask(Task):
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
-        return evaluate(batches, judge, tokens_per_byte(self.data.validation))
+        return evaluate(batches, judge, self.data.validation)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer to ``folder/tokenizer``."""
@@ -185,7 +184,7 @@ class TrainedText(Trained):
             max_batches=use.max_batches or None,
         )
         judge = Judge(self.model.loss_sum, self.around, self.device)
-        found = evaluate(batches, judge, tokens_per_byte(tokens))
+        found = evaluate(batches, judge, tokens)
         values = {
             "loss": found.loss,
             "perplexity": perplexity(found.loss),
