@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from halfstep.cli.main import main
 from halfstep.precision.policy.devices import DEVICES
@@ -33,3 +34,9 @@ def test_json(capsys):
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"][0]["name"] == found["environment"]["cpu"]["name"]
+
+
+def test_a_device_that_is_not_here(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--device", "cuda"]) == 2
+    assert "cuda is not in halfstep's table" in capsys.readouterr().err

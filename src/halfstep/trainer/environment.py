@@ -169,7 +169,8 @@ def diagnose(name: str) -> dict[str, str]:
         name == "mps" and torch.backends.mps.is_available()
     ):
         device = choose_device(name)
-        kind, name = choose(device).kind, name_of(device)
+        kind = choose(device).kind
+        name = name_of(device) if kind else name
     else:
         kind = kind_named(name)
     if kind is None:
