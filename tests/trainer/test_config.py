@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 from halfstep.trainer.models.gpt import GPT
 
@@ -96,11 +96,6 @@ def test_each_mistake_is_named(name, key, value, words):
         load_config(name, [(key, value)])
     for word in [*words, name]:
         assert word in str(error.value)
-
-
-def test_a_bad_policy_is_refused_with_the_configuration():
-    with pytest.raises(PrecisionError, match="fp32"):
-        load_config("gpt-tiny", [("precision", "fp31")])
 
 
 def test_files_that_cannot_be_read(tmp_path):

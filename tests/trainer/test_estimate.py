@@ -90,3 +90,5 @@ def test_each_rank_of_a_layout():
     assert {name: 2 * shard.part(name) for name in ("weights", "gradients", "moments")} == {
         name: one.part(name) for name in ("weights", "gradients", "moments")
     }
+    (lion,) = estimate_count(1000, [POLICIES["bf16-mixed"]], Layout(), "lion")
+    assert 2 * lion.part("moments") == one.part("moments")

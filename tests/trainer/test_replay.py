@@ -91,7 +91,11 @@ def test_a_nan_repeats_and_fp32_is_asked_about_it(corpus, tmp_path):
 
     follow(corpus, tmp_path / "r", policy, spoil=spoil, run__on_nonfinite="skip:9")
     first = list_checkpoints(tmp_path / "r" / CAPTURES)[0]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
     same, other = replay(first), replay(first, "fp32")
+    assert (same.found.threads, torch.get_num_threads()) == (threads, threads + 1)
+    torch.set_num_threads(threads)
     assert same.repeated
     assert same.found.reason == "nonfinite_loss"
     assert math.isnan(same.found.loss) or math.isinf(same.found.loss)

@@ -233,14 +233,6 @@ def test_data_are_known_by_what_they_hold_wherever_they_are(corpus, tmp_path, mo
         run(config, path)
 
 
-def test_data_shorter_than_a_block_is_refused_before_a_folder_exists(tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    with pytest.raises(DataError, match=r"data \(.*short\.txt\) is too short: \d tokens"):
-        start(small_config(short), tmp_path / "r")
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.filterwarnings("ignore:the second moments of parameter 8")
 def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_path):
     first = small_config(corpus, "bf16-split,moments=8bit", run__max_steps=4)

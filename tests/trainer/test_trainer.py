@@ -1,6 +1,7 @@
 """The public Trainer: a module, data, loss, optimizer and schedule that are the user's own."""
 
 import random
+from collections import UserDict
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,7 +19,7 @@ from halfstep.errors import ConfigError, PrecisionError
 from halfstep.trainer.checkpoint import list_checkpoints
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import OptimizerConfig
-from halfstep.trainer.step import make_optimizer
+from halfstep.trainer.step import make_optimizer, to_device
 
 
 def net():
@@ -221,6 +222,13 @@ def test_the_model_is_a_plain_one_afterwards(tmp_path):
     assert not any(module._forward_pre_hooks for module in model.modules())
     torch.save(model, tmp_path / "model.pt")
     assert torch.load(tmp_path / "model.pt", weights_only=False)[0].weight.dtype == torch.bfloat16
+
+
+def test_a_batch_of_any_kind_goes_to_the_device():
+    batch = UserDict({"x": [torch.ones(2)], "name": "a"})  # as transformers makes
+    found = to_device(batch, torch.device("meta"))
+    assert found["x"][0].is_meta
+    assert found["name"] == "a"
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])

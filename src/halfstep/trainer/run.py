@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -310,9 +311,10 @@ def execute(
 
 def way_on(config: BaseConfig) -> str:
     """Return what to type, or write, to go on with a run."""
-    path, command = config.run.output_dir, f"halfstep {config.COMMAND} --resume --output-dir"
-    own = f"halfstep.Trainer(..., output_dir={path!r}).train(resume=True)"
-    return f"go on: {command} {path}" if config.COMMAND else f"go on: {own}"
+    path = config.run.output_dir
+    if not config.COMMAND:
+        return f"go on: halfstep.Trainer(..., output_dir={path!r}).train(resume=True)"
+    return f"go on: halfstep {config.COMMAND} --resume --output-dir {shlex.quote(path)}"
 
 
 def _say_how_to_go_on(
