@@ -19,7 +19,7 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.integrations.optimizer_tensors import Names, refuse_pure

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.errors import NonFiniteError, PrecisionError
 from halfstep.integrations.grad_scaler import GradScaler, total
 from halfstep.integrations.optimizer_tensors import (

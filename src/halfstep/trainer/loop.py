@@ -14,8 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LOUD, GroupReport, LostUpdateMeter, lost_share
 from halfstep.diagnostics.metrics import (
     CAPTURES,
     CAUSES,
@@ -260,9 +259,7 @@ class _Losses:
         run = session.config.run
         # rank 0 measures, on the parts of the weights that it holds itself
         every = run.lost_update_every if session.world.is_main else 0
-        self._meter = LostUpdateMeter(
-            session.precision, every=every, seed=run.seed, start=session.applied
-        )
+        self._meter = LostUpdateMeter(session.precision, every, start=session.applied)
         self._session = session
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
