@@ -51,7 +51,6 @@ class StepListener:
                 raise PrecisionError(f"{who}({name}={number}); allowed: {allowed}")
         if scaler is None and isinstance(source, Optimizer):
             scaler = vars(source).get("scaler")  # Accelerate's
-        _require_scaler(source, scaler, who)
         self._scaler, self._model, self._every = scaler, bare_model(model), every
         self._precision = source if isinstance(source, Precision) else None
         self._optimizers = [] if self._precision else _optimizers(source, who)
@@ -110,21 +109,6 @@ class StepListener:
     def _measured(self, applied: bool) -> None:
         """Take what was collected of a step that has ended."""
         raise NotImplementedError
-
-
-def _require_scaler(source: object, scaler: Any, who: str) -> None:
-    if scaler is None:
-        return
-    if isinstance(source, Precision):
-        raise PrecisionError(
-            f"{who}(scaler): a Precision has its own loss scale; leave the scaler out"
-        )
-    for method in ("unscale_", "update", "get_scale"):
-        if not callable(getattr(scaler, method, None)):
-            raise PrecisionError(
-                f"{who}(scaler={scaler!r:.80}) has no {method}(); allowed: a torch.amp.GradScaler, "
-                "a halfstep.GradScaler, or None"
-            )
 
 
 def _optimizers(source: object, who: str) -> list[Optimizer]:
