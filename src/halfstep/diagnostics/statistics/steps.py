@@ -7,7 +7,7 @@ the very object for as long as it is watched, and call the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,9 @@ class StepListener:
         """A collector for a step, or None."""
         raise NotImplementedError
 
+    def stopped(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Look at the weights at which a run ends."""
+
     def _measured(self, applied: bool) -> None:
         """Take what was collected of a step that has ended."""
         raise NotImplementedError
@@ -155,21 +158,18 @@ class PrecisionSteps:
 
     def _step(self, original: Callable[..., StepResult], *args: Any, **options: Any) -> StepResult:
         listener = self._listener
-        if listener.collector is None:
-            result = original(*args, **options)
-            listener.finished(lambda: result.applied)
-            return result
-        for name, weight in self._weights():
+        for name, weight in self._weights() if listener.collector is not None else ():
             listener.collector.before(name, local_part(weight).detach())
-        self._wants_gradients = True
+        self._wants_gradients = listener.collector is not None
         try:
             result = original(*args, **options)
         except (NonFiniteError, SpikeError):
+            listener.stopped(self._weights())
             listener.finished(lambda: False)
             raise
         finally:
             self._wants_gradients = False
-        if result.applied:
+        if listener.collector is not None and result.applied:
             for name, weight in self._weights():
                 listener.collector.after(name, local_part(weight).detach())
         listener.finished(lambda: result.applied)
