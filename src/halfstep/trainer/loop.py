@@ -21,7 +21,6 @@ from halfstep.diagnostics.metrics import (
     HEALTH,
     METRICS,
     NUMERICS,
-    MetricsFile,
     Record,
     append_line,
     keep_lines,
@@ -85,9 +84,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
-    news: list[str] = []
+    books, news = _Books(session, path), list[str]()
     with (
-        _Books(session, path) as books,
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
         _watched(session, path),
@@ -177,9 +175,9 @@ class _Books:
     def __init__(self, session: Session, path: Path) -> None:
         self._session = session
         self._folder = path / CHECKPOINTS
-        self._metrics: MetricsFile | None = None
+        self._metrics = path / METRICS
         if session.world.is_main:
-            self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+            keep_lines(self._metrics, session.step)
         config = session.config
         self._capturing: Any = None
         if isinstance(config, TrainConfig) and config.run.capture:
@@ -187,22 +185,15 @@ class _Books:
             self._capturing = capturing(session, path, config.run.capture)
             session.precision.outcome.on_incurable = self._capturing
 
-    def __enter__(self) -> _Books:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-
     def begin(self) -> None:
         """Remember what a capture of the step that begins needs."""
         if self._capturing is not None:
             self._capturing.begin()
 
     def write(self, record: Record) -> None:
-        """Append a step to the metrics file, which only rank 0 has open."""
-        if self._metrics is not None:
-            self._metrics.write(record)
+        """Append a step to the metrics file, which rank 0 writes."""
+        if self._session.world.is_main:
+            append_line(self._metrics, record.line())
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due, and return its path."""

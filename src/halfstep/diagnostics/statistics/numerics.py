@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from halfstep.diagnostics.metrics import NUMERICS
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
@@ -113,24 +113,12 @@ class StepNumerics:
     def __str__(self) -> str:
         return self.table()
 
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, line: str) -> Self:
-        """Read what :meth:`to_json` gave.
-
-        Raises:
-            DataError: If the line is cut or is something else.
-        """
-        try:
-            table: Any = json.loads(line)
-            read = {field.name: table[field.name] for field in fields(cls)}
-            read["tensors"] = tuple(map(_tensor, read["tensors"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"not the numerics of a step: {line[:80]!r}") from error
-        return cls(**read)
+def _step(line: str) -> StepNumerics:
+    table: Any = json.loads(line)
+    read = {field.name: table[field.name] for field in fields(StepNumerics)}
+    read["tensors"] = tuple(map(_tensor, read["tensors"]))
+    return StepNumerics(**read)
 
 
 def _tensor(table: Mapping[str, Any]) -> TensorStatistics:
@@ -162,8 +150,8 @@ def load_numerics(path: str | Path) -> tuple[StepNumerics, ...]:
         ) from error
     steps = []
     for line in lines:
-        with contextlib.suppress(DataError):
-            steps.append(StepNumerics.from_json(line))
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            steps.append(_step(line))
     return tuple(steps)
 
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from halfstep.diagnostics.metrics import keep_lines
-from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
+from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
@@ -62,13 +62,8 @@ class StepListener:
         """Begin the file, or go on with it after the steps of a resumed run; watch the steps."""
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             self._to = None  # rank 0 writes
-        try:
-            if self._to is not None and self._start and self._to.is_file():
-                keep_lines(self._to, self._start)
-            elif self._to is not None:
-                self._to.write_text("", encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
+        if self._to is not None:
+            keep_lines(self._to, self._start)
         if self._precision is not None:
             self._steps = PrecisionSteps(self._precision, self)
         else:

@@ -10,12 +10,14 @@ Where compiled kernels compute a block of halfstep's own GPT, a watched step is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.metrics import append_line
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.steps import StepListener
 from halfstep.diagnostics.statistics.values import Collector
@@ -62,8 +64,7 @@ class Watch(StepListener):
             tensors=tuple(collector.read()),
         )
         if self._to is not None:
-            with self._to.open("a", encoding="utf-8") as file:
-                file.write(self._last.to_json() + "\n")
+            append_line(self._to, asdict(self._last))
 
 
 def watch(
