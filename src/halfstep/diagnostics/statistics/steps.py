@@ -1,8 +1,8 @@
 """Where a step of anybody's loop begins and ends, and where its finished gradients are seen.
 
 A loop tells it by what it calls: Precision.step; or optimizer.step, and with a gradient scaler
-unscale_ and update, as an overflowing step never reaches the optimizer. Methods are replaced on
-the very object for as long as it is watched, and call the original.
+update, as an overflowing step never reaches the optimizer. Methods are replaced on the very object
+for as long as it is watched, and call the original.
 """
 
 from __future__ import annotations
@@ -204,7 +204,6 @@ class OptimizerSteps:
         self._optimizers, self._names = optimizers, names
         self._scaler, self._listener = scaler, listener
         self._stepped: list[Optimizer] = []
-        self._unscaled: list[Optimizer] = []
         self._flags: list[Tensor] = []  # of fused optimizers, which look for overflow themselves
         self._handles: list[Any]
         if optimizers:
@@ -215,7 +214,6 @@ class OptimizerSteps:
             self._handles.append(register_optimizer_step_post_hook(self._after))
         self._replaced: list[Replaced] = []
         if scaler is not None:
-            self._replaced.append(Replaced(scaler, "unscale_", self._unscale))
             self._replaced.append(Replaced(scaler, "update", self._update))
 
     def close(self) -> None:
@@ -268,24 +266,11 @@ class OptimizerSteps:
             self._end()
 
     def _measure(self, optimizer: Optimizer) -> None:
-        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
-        if optimizer in self._unscaled:
-            return
-        scale = getattr(optimizer, "grad_scale", None)
-        self._count(optimizer, 1.0 if scale is None else float(scale))
-
-    def _count(self, optimizer: Optimizer, scale: float) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # of fused optimizers, which unscale
         for name, parameter in self._trained(optimizer):
             if parameter.grad is not None:
-                self._listener.collector.gradient(name, parameter.grad.detach(), scale)
-
-    @torch.no_grad()
-    def _unscale(self, original: Callable[..., Any], optimizer: Any) -> Any:
-        bare = bare_optimizer(optimizer)
-        if self._listener.collector is not None and self._ours(bare) and bare not in self._unscaled:
-            self._count(bare, self.scale())
-            self._unscaled.append(bare)
-        return original(optimizer)
+                gradient = parameter.grad.detach()
+                self._listener.collector.gradient(name, gradient, float(scale or 1.0))
 
     def _update(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -295,7 +280,7 @@ class OptimizerSteps:
 
     def _end(self) -> None:
         flags, stepped = self._flags, bool(self._stepped)
-        self._stepped, self._unscaled, self._flags = [], [], []
+        self._stepped, self._flags = [], []
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 
 
