@@ -328,6 +328,18 @@ def test_one_extreme_update_counts_at_once_and_a_batch_does_not():
         assert [(a.layer, a.quantity, a.since, a.step) for a in health.alarms] == told
 
 
+def test_what_grows_to_what_is_usual_among_layers_is_not_out():
+    for times, out in ((300, False), (30_000, True)):
+        past = _Past("abc")
+        usual = {name: {"update": 1e-2, "activation": 1.0, "weight": 1.0} for name in "abc"}
+        usual["b"] = {quantity: value / 1e3 for quantity, value in usual["b"].items()}
+        for step in range(20):
+            assert not past.judge(step, past.row(usual), applied=True)
+        for quantity, value in usual["b"].items():
+            risen = past.row({**usual, "b": {**usual["b"], quantity: value * times}})
+            assert past._out(risen)[0].any() == out, quantity
+
+
 def test_a_skipped_step_between_does_not_end_what_is_out():
     past = _Past("abc")
     usual = {name: {"gradient": 1.0, "weight": 1.0} for name in "abc"}

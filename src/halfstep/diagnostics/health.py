@@ -52,7 +52,8 @@ EXTREME = 10.0
 """Times its limit, and its largest value before, from which one step of a weight, an update or an
 output is enough: a layer that dies has no third."""
 USUAL = 1.5
-"""Times the usual of all layers that a logit, or an output, must be: to grow from 0 is to learn."""
+"""Times what is usual among layers that a weight, an update or an output must be: the median of
+their weights, and the largest of the others."""
 WINDOW, FEWEST, CONFIRM = 128, 12, 3
 """Measured steps remembered; at least needed; and in a row that are out before that is said."""
 INPUT = "the input"
@@ -445,8 +446,9 @@ class _Past:
         shared = self._shared(excess)
         far = (excess - shared > limits) & (excess > SPREADS * spread)
         far &= (~np.isnan(seen)).sum(0) >= FEWEST
-        usual = median[3][~np.isnan(median[3])]
-        far[3] &= row[3] > usual.max(initial=-math.inf) + math.log(USUAL)
+        usual = np.fmax.reduce(median, 1)  # what grows to that from near 0 learns
+        usual[0], usual[[2, 4]] = _median(median[0]), -math.inf
+        far &= row > usual[:, None] + math.log(USUAL)
         far[:, 0] = False  # the input is data
         # where others have left their past as well, one step does not tell which was first
         extreme = far & (excess - shared > limits + math.log(EXTREME))
