@@ -273,6 +273,14 @@ def test_what_nobody_meant_to_move_is_not_lost():
         assert report.verdict.startswith("no update")
 
 
+def test_momentum_moves_what_has_no_gradient_now():
+    weight = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+    optimizer = AdamW([weight], lr=1e-3, update="nearest", moments="8bit")
+    for gradient in (1.0, 0.0):
+        (report,) = measured(optimizer, {weight: torch.full((100,), gradient)})
+        assert (report.lost, report.updates) == (1.0, 100)
+
+
 def test_gradients_of_a_closure_are_those_it_computes_and_sparse_ones_are_left_out():
     rows = nn.Embedding(10, 4, sparse=True)
     weight = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))

@@ -3,7 +3,8 @@
 A 16-bit weight loses any update below half the gap between neighbouring numbers, without a warning:
 the loss falls more slowly, and gains of norms stay at exactly 1. On every N-th step the meter
 copies a sample of each weight, with its remainder, before the optimizer's step, and compares bits
-after it: an element whose gradient is not 0, and whose bits stayed, has lost its update.
+after it: an element whose gradient or momentum is not 0, and whose bits stayed, has lost its
+update.
 
 The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
 :meth:`LostUpdateMeter.report`. ``docs/lost-updates.md`` is the how-to.
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.state import REMAINDER
+from halfstep.optim.state import REMAINDER, stored_moment
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import ROUNDING, Update
@@ -75,7 +76,8 @@ def lost_share(measured: Iterable[tuple[float, float]], peak: float) -> float:
 class GroupReport:
     """One parameter group on one measured step; shares are from 0 to 1, estimated from a sample.
 
-    An *update* is an element whose gradient is not 0, in a group whose learning rate is not 0.
+    An *update* is an element whose gradient or momentum is not 0, in a group whose learning rate is
+    not 0.
     """
 
     group: str
@@ -139,7 +141,7 @@ class _Sample:
     update: Update  # rounding mode of the weight
     weight: Tensor
     remainder: Tensor | None
-    counts: Tensor | None = None  # elements with a gradient; those of them whose bits stayed
+    counts: Tensor | None = None  # elements that were to move; those of them whose bits stayed
 
 
 class _Group(NamedTuple):
@@ -315,7 +317,11 @@ class _Watch:
         self._unread = [*self._unread[1 - _UNREAD :], step]
 
     def _count_in(self, sample: _Sample, gradient: Tensor) -> Tensor:
-        moving = sampled(gradient) != 0
+        moving, state = sampled(gradient) != 0, self._optimizer.state.get(sample.parameter, {})
+        for name in ("exp_avg", "momentum_buffer"):  # which move a row without a gradient, too
+            moment, _ = stored_moment(state, name)
+            if moment is not None:
+                moving |= sampled(local_part(moment)) != 0
         same = _same_bits(sample.weight, sampled(local_part(sample.parameter.detach())))
         after = self._remainder(sample.parameter)
         if after is not None:
