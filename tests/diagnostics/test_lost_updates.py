@@ -68,11 +68,7 @@ def test_first_step_of_bf16_adamw(lr, share):
 
 def test_what_is_below_the_last_bit_of_fp32_is_not_called_lost():
     weight = nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.SGD([weight], lr=1e-9)
-    meter = LostUpdateMeter(optimizer, every=1)
-    weight.grad = torch.ones(64)
-    optimizer.step()
-    (report,) = meter.report()
+    (report,) = measured(torch.optim.SGD([weight], lr=1e-9), {weight: torch.ones(64)})
     assert report.lost == 1.0
     assert report.verdict == "100 % of updates at lr 1e-09 are below the last bit of fp32"
 
@@ -132,11 +128,7 @@ def test_a_small_stuck_tensor_is_seen_in_a_large_group_and_does_not_distort_it()
     large = nn.Parameter(torch.full((1000, 1000), 1e-3, dtype=torch.bfloat16))
     gain = nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([("layer.weight", large), ("norm.weight", gain)], lr=1e-3)
-    meter = LostUpdateMeter(optimizer, every=1)
-    for p in (large, gain):
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    (report,) = meter.report()
+    (report,) = measured(optimizer, {p: torch.ones_like(p) for p in (large, gain)})
     assert report.lost == pytest.approx(100 / 1_000_100, rel=1e-9)
     assert report.stuck == ("norm.weight",)
     assert "1 of 2 tensors do not move: norm.weight" in report.verdict
@@ -149,11 +141,8 @@ def test_a_sample_is_close_to_the_whole(monkeypatch):
     for sample in (4096, 10**7):
         monkeypatch.setattr(lost_updates, "SAMPLE", sample)
         weight = nn.Parameter(start.clone())
-        optimizer = torch.optim.AdamW([weight], lr=1e-3)
-        meter = LostUpdateMeter(optimizer, every=1)
-        weight.grad = gradient.bfloat16()
-        optimizer.step()
-        lost.append(meter.report()[0].lost)
+        (report,) = measured(torch.optim.AdamW([weight], lr=1e-3), {weight: gradient})
+        lost.append(report.lost)
     # Binomial: 4 standard deviations of a share of 4096 are at most 4 * 0.5 / 64.
     assert lost[0] == pytest.approx(lost[1], abs=0.032)
     assert lost[0] != lost[1]

@@ -73,33 +73,21 @@ def loss_of(output):
     return output["loss"]
 
 
-def step(name, policy, model, batch, passes=1):
-    own = policy == "bf16-split"
-    optimizer = (halfstep.optim.AdamW if own else torch.optim.AdamW)(model.parameters())
-    precision = halfstep.Precision(policy, model, optimizer)
-    with halfstep.MemoryMeter(precision, batch, logits=classes(name)) as meter:
-        for _ in range(passes):
-            with precision.autocast():
-                loss = loss_of(model(**batch)) / passes
-            precision.backward(loss)
-        precision.step()
-    return meter.memory
-
-
-def classes(name):
-    return 10 if name == "vit" else VOCABULARY
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", HEADS)
 def test_the_estimate_is_what_a_step_holds(name, policy):
     torch.manual_seed(0)
     model, batch = made(name), batch_of(name)
-    guess = halfstep.estimate(
-        model, policy, batch, loss=loss_of, logits=classes(name), device="cpu"
-    )
-    found = step(name, policy, model, batch)
+    logits = 10 if name == "vit" else VOCABULARY
+    guess = halfstep.estimate(model, policy, batch, loss=loss_of, logits=logits, device="cpu")
+    kind = halfstep.optim.AdamW if policy == "bf16-split" else torch.optim.AdamW
+    precision = halfstep.Precision(policy, model, kind(model.parameters()))
+    with halfstep.MemoryMeter(precision, batch, logits=logits) as meter:
+        with precision.autocast():
+            loss = loss_of(model(**batch))
+        precision.step(loss)
+    found = meter.memory
     assert (guess.measured, found.measured, found.rows) == (False, True, 3)
     # asked for are 5 %; on the operators of the torch versions that are tested it is exact
     for part in PARTS:
