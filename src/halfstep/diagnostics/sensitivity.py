@@ -104,10 +104,8 @@ def sensitivity(
         raise PrecisionError(f"format {form!r}; allowed: {', '.join(SCHEMES)}")
     if not batches:
         raise PrecisionError("batches is empty; give at least one")
-    layers = {
-        placement.name: placement.module
-        for placement in place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model).low
-    }
+    placed = place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model)
+    layers = {one.name: one.module for one in placed.low}
     references = [gradients(REFERENCE, model, batch, loss_fn) for batch in batches]
     for size in map(_square, references):
         if not 0 < size < math.inf:
