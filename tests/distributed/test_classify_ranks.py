@@ -55,7 +55,7 @@ def run_here(rank, files, path, overrides):
         if rank:
             patch.setattr(classify_task, "report_table", forbidden)
             patch.setattr("halfstep.trainer.tasks.epochs.new_folder", forbidden)
-            patch.setattr(loop, "MetricsFile", forbidden)
+            patch.setattr(loop, "append_line", forbidden)
         config = with_run_folder(classify_config(files, **overrides), path)
         session = open_session(config, no_progress, world=world)
         folder = world.main_only(lambda: create_run(path, session))
