@@ -241,9 +241,6 @@ SHORT = {
 }
 """What makes a command short: the last of an option that is given twice counts."""
 
-ELSEWHERE = ("ways", "demo", "bench")
-"""Commands whose own tests run them."""
-
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
@@ -287,7 +284,7 @@ LONG = [
     case for case in COMMANDS
     if case.values[1][0] == "halfstep" and not case.values[0].not_run
     and not {"...", "--help", "--version"} & set(case.values[1])
-    and command_of(bare(case.values[1])) not in (*PRINTS, *ELSEWHERE)
+    and command_of(bare(case.values[1])) not in PRINTS
 ]  # fmt: skip
 
 

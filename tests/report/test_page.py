@@ -7,7 +7,6 @@ import re
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.report.figures import MOST_POINTS, thinned
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line
@@ -120,15 +119,3 @@ def test_a_name_that_cannot_be_written(folder, tmp_path):
     report = make_report([read_run(folder([line(1)]))])
     with pytest.raises(ConfigError, match=r"ends in \.html"):
         report.write(tmp_path / "r.pdf")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        report.write(tmp_path / "file" / "r.html")
-
-
-def test_long_curves_keep_their_extremes():
-    values = [float(i % 97) for i in range(100_000)]
-    values[54_321], values[12_345] = 1e6, -1e6
-    steps, kept = thinned(range(100_000), values)
-    assert len(kept) <= MOST_POINTS + 2
-    assert {max(kept), min(kept)} == {1e6, -1e6}
-    assert steps == sorted(steps)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.report.record import number, read_run, scale_text
+from halfstep.report.record import number, read_run
 from report.conftest import line
 
 
@@ -70,14 +70,6 @@ def test_no_run(tmp_path):
 )  # fmt: skip
 def test_numbers(given, read):
     assert number(given) == read
-
-
-@pytest.mark.parametrize(
-    ("scale", "shown"),
-    [(65536.0, "2^16"), (1.0, "2^0"), (0.25, "2^-2"), (3.0, "3"), (0.0, "0"), (math.inf, "inf")],
-)
-def test_loss_scales_are_shown_as_powers_of_two(scale, shown):
-    assert scale_text(scale) == shown
 
 
 def test_not_a_number_is_a_number_of_a_run():

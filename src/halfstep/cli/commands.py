@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfstep.option import AtLeast1, Count, option
+from halfstep.option import Count, option
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import TASKS
 from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
@@ -28,8 +28,8 @@ class Start:
     )
     resume: bool = option(False, "Go on with the run in --output-dir, bit for bit.")
     quiet: bool = option(False, "Show no progress on stderr.")
-    nproc: int | None = option(
-        None,
+    nproc: Count = option(
+        0,
         "Start this many ranks on this machine; options of torchrun may follow after --, such as "
         "-- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST.",
     )
@@ -120,7 +120,7 @@ class Formats:
 class Doctor:
     """Say which precision a machine is good for, and why.
 
-        A device of this machine is measured; one that is only named, such as T4, is looked up in
+    A device of this machine is measured; one that is only named, such as T4, is looked up in
     halfstep's table. Paste the output of --json into an issue.
     """
 
@@ -174,41 +174,10 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure precision policies on this machine, with your model, shapes and data.
-
-    Each policy trains for a moment in a process of its own, one after the other. Options of the
-    training follow after --, as in halfstep bench -- --data book.txt --batch-size 16.
-    """
-
-    words: tuple[str, ...] = option(
-        (), "Options of the configuration's command (train or finetune), after --.", positional=True
-    )
-    config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file, of any task.")
-    precision: tuple[str, ...] = option(
-        ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", "bf16-split,moments=8bit"),
-        "Policies, separated by spaces.",
-    )
-    steps: AtLeast1 = option(30, "Optimizer steps under each policy.")
-    out: str = option("", "Folder for the runs; default: runs/ and the command with the time.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demo(Bench):
-    """Train the same model in several precisions, one after the other, and draw them together."""
-
-    precision: tuple[str, ...] = option(
-        (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
-    )
-    steps: AtLeast1 = option(80, "Optimizer steps under each policy.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """Write one page about one or several runs: what happened to them, and what to do.
 
-    The page is a single file without scripts or network. The curves of runs that differ in their
-    seed alone share a colour.
+    The page is a single file without scripts or network.
     """
 
     runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)
@@ -242,8 +211,6 @@ COMMANDS: Mapping[str, type[Any]] = {
     "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
-    "demo": Demo,
-    "bench": Bench,
     "report": Report,
     "replay": Replay,
 }
@@ -251,7 +218,6 @@ COMMANDS: Mapping[str, type[Any]] = {
 
 MODULES: Mapping[str, str] = {
     **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
-    "demo": "bench",
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from importlib import resources
-from inspect import cleandoc
+from inspect import getdoc
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -48,7 +48,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
         ConfigError: For words that do not parse, with a suggestion.
         SystemExit: With code 0, after printing help.
     """
-    words, launcher = list(arguments), None
+    words, launcher = list(arguments), []
     name = command_of(words)
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
@@ -57,15 +57,13 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
         words, launcher = words[:cut], words[cut + 1 :]
     parser = parser_of(name)
     given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
-    first = Start if runs else kind
-    own = {field.name for field in fields(first)}
-    start = build(first, {k: v for k, v in given.items() if k in own}, named=option_name)
-    keys = {key: value for key, value in given.items() if key not in own}
     if not runs:
-        return name, start
-    if launcher is not None and start.nproc is None:
+        return name, build(kind, given, named=option_name)
+    own = {field.name: given.pop(field.name) for field in fields(Start) if field.name in given}
+    start = build(Start, own, named=option_name)
+    if launcher and not start.nproc:
         raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
-    return name, Request(kind=kind, start=start, given=keys, words=words, launcher=launcher or [])
+    return name, Request(kind=kind, start=start, given=given, words=words, launcher=launcher)
 
 
 def command_of(words: Sequence[str]) -> str:
@@ -74,42 +72,22 @@ def command_of(words: Sequence[str]) -> str:
     Raises:
         ConfigError: If there is no such command, with a suggestion.
     """
-    for size in (2, 1):
-        name = " ".join(words[:size])
-        if len(words) >= size and name in COMMANDS:
-            return name
+    first, given = " ".join(words[:1]), " ".join(words[:2])
+    if given in COMMANDS or first in COMMANDS:
+        return given if given in COMMANDS else first
     if {"-h", "--help"} & {*words[:2]}:
-        print(_overview())
+        rows = [f"  {name:<18}{(getdoc(kind) or '').splitlines()[0]}"
+                for name, kind in COMMANDS.items()]  # fmt: skip
+        print("usage: halfstep COMMAND [--help] [options]; halfstep --version\n", *rows, sep="\n")
+        print(f"\n{EXIT_CODES}")
         raise SystemExit(0)
-    if not words:
-        raise ConfigError("a COMMAND is missing; halfstep --help lists them")
-    group = any(name.startswith(f"{words[0]} ") for name in COMMANDS)
-    given = " ".join(words[: 1 + group])
-    hint = did_you_mean(given.lower(), [*COMMANDS, "--help", "--version"])
-    raise ConfigError(f"unknown command {given!r:.80}{hint}; allowed: {', '.join(COMMANDS)}")
+    hint = did_you_mean(given, [*COMMANDS, "--version"])
+    raise ConfigError(f"unknown COMMAND {given!r:.80}{hint}; allowed: {', '.join(COMMANDS)}")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def purpose(command: type[Any]) -> str:
-    """Return the docstring of a command's dataclass."""
-    return cleandoc(command.__doc__ or "")
-
-
-def _overview() -> str:
-    width = 4 + max(map(len, COMMANDS))
-    rows = [f"  {n:<{width - 2}}{purpose(kind).splitlines()[0]}" for n, kind in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: halfstep COMMAND [--help] [options]; halfstep --version\n",
-            "Train in mixed precision, and account for every number on the way.\n",
-            *rows,
-            f"\n{EXIT_CODES}",
-        ]
-    )
 
 
 @cache
@@ -120,31 +98,27 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"halfstep {name}",
         usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
-        description=purpose(kind),
+        description=getdoc(kind),
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
     # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
     parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
-    positionals = parser.add_argument_group("positional arguments")
-    options = parser.add_argument_group("options")
-    options.add_argument("-h", "--help", action="help", help="Show this help and end.")
     for option in leaves(Start if runs else kind):
-        named = "positional" not in option.field.metadata
-        _add(options if named else positionals, option, [option_name(option.key)])
+        _add(parser, option, [option_name(option.key)], option.field.default)
     if runs:
-        _add_keys(parser, options, kind)
+        _add_keys(parser, kind)
     return parser
 
 
-def _add_keys(parser: _Parser, options: Any, kind: type[BaseConfig]) -> None:
+def _add_keys(parser: _Parser, kind: type[BaseConfig]) -> None:
     """Add a configuration's keys, with the defaults of the one that the command starts from."""
     file = resources.files("halfstep").joinpath("configs", f"{kind.shipped({})}.toml")
     shipped = tomllib.loads(file.read_text(encoding="utf-8"))
-    shorts, groups = short_options(kind), {"": options}
+    shorts = short_options(kind)
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in leaves(kind):
         section, _, last = option.key.rpartition(".")
         if section not in groups:
@@ -152,31 +126,17 @@ def _add_keys(parser: _Parser, options: Any, kind: type[BaseConfig]) -> None:
         short = [f"--{short}" for short, key in shorts.items() if key == option.key]
         names = list(dict.fromkeys([*short, option_name(option.key)]))
         default = (shipped.get(section, {}) if section else shipped).get(last)
-        _add(groups[section], option, names, default, sets=True)
+        _add(groups[section], option, names, option.field.default if default is None else default)
 
 
-def default_text(option: Option, shipped: Any = None) -> str:
-    """Say what an option's default is, where its help does not; empty where it means nothing.
-
-    Args:
-        option: The option.
-        shipped: The value of the configuration that the command starts from, if it has one.
-    """
-    default = option.field.default if shipped is None else shipped
-    if default in (MISSING, "", None, ()) or default is False or "efault" in option.text:
-        return ""
-    if isinstance(default, tuple | list):
-        return f" Default: {' '.join(map(str, default))}."
-    return f" Default: {str(default).lower() if default is True else default}."
-
-
-def _add(
-    parser: Any, option: Option, names: list[str], shipped: Any = None, *, sets: bool = False
-) -> None:
-    """Add one option; with ``sets``, a flag may take a value, as in ``--run.compile false``."""
+def _add(parser: Any, option: Option, names: list[str], default: Any) -> None:
+    """Add one option, whose help says the default where its text does not."""
     hint = get_args(option.hint)[0] if get_origin(option.hint) is UnionType else option.hint
     several = get_origin(hint) is tuple
-    text = option.text + default_text(option, shipped)
+    text = option.text
+    if default not in (MISSING, "", None, ()) and default is not False and "efault" not in text:
+        items = default if isinstance(default, tuple | list) else [default]
+        text += f" Default: {' '.join(map(str, items))}."
     more: dict[str, Any] = {"help": text.replace("%", "%%")}
     if choices_of(hint):
         more["metavar"] = "|".join(choices_of(hint))
@@ -188,8 +148,7 @@ def _add(
         parser.add_argument(option.key, **more)
         return
     if hint is bool:
-        more |= {"nargs": "?", "const": "true", "metavar": "true|false"} if sets else {
-            "action": "store_const", "const": True}  # fmt: skip
+        more |= {"nargs": "?", "const": "true", "metavar": "true|false"}
     elif several:
         more["nargs"] = "+"
     elif "bare" in option.field.metadata:  # what the option means without a value
@@ -229,7 +188,6 @@ def option_name(key: str) -> str:
 
 def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Spell options with hyphens instead of underscores; ConfigError for unknown options."""
-    known = parser._option_string_actions
     done: list[str] = []
     for i, word in enumerate(words):
         if word == "--":
@@ -237,9 +195,8 @@ def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]
         name, equals, value = word.partition("=")
         if word.startswith("--"):
             name = name.replace("_", "-")
-            if name not in known:
-                inside = [option for option in known if option.startswith(f"{name}.")]
-                hint = f", did you mean {inside[0]!r}?" if inside else did_you_mean(name, known)
+            if name not in parser._option_string_actions:
+                hint = did_you_mean(name, parser._option_string_actions)
                 raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
         done.append(name + equals + value)
     return done

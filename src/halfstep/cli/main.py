@@ -40,7 +40,7 @@ def _run(argv: Sequence[str]) -> int:
         name, arguments = read_words(argv)
         word = name.split()[0]
         module = MODULES.get(word, word)
-        if isinstance(arguments, Request) and arguments.start.nproc is not None:
+        if isinstance(arguments, Request) and arguments.start.nproc:
             module = "launch"
         code = int(importlib.import_module(f"halfstep.cli.{module}").run(arguments))
         sys.stdout.flush()

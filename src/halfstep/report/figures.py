@@ -7,16 +7,14 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from halfstep.report import N_, gettext
-from halfstep.report.compare import flattened, grouped
+from halfstep.report.compare import flattened
 from halfstep.report.findings import COMMANDS
 from halfstep.report.record import EventKind, RunRecord
 
-MOST_POINTS = 600
-"""Of a curve in a figure: two for each column of pixels of the widest page."""
 # Colours that matplotlib writes and the page replaces by its own, so that one figure serves both.
 INK, PAPER, GRID = "#010203", "#fdfcfb", "#c1c2c3"
 # Okabe and Ito's palette, which colour-blind readers can tell apart; the page has a lighter one for
@@ -94,20 +92,6 @@ def as_svg(figure: Any, salt: str) -> str:
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure"', svg, count=1)
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most :data:`MOST_POINTS` of a curve: each bucket's smallest and largest value."""
-    if len(values) <= MOST_POINTS:
-        return [*steps], [*values]
-    wide = math.ceil(2 * len(values) / MOST_POINTS)
-    kept = set()
-    for start in range(0, len(values), wide):
-        here = [i for i in range(start, min(start + wide, len(values)))]
-        finite = [i for i in here if math.isfinite(values[i])] or here
-        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-    at = sorted(kept)
-    return [steps[i] for i in at], [values[i] for i in at]
-
-
 def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
     steps, values = run.series(key)
     if not values:
@@ -116,18 +100,18 @@ def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
     finite = [value if math.isfinite(value) else math.nan for value in values]
     if all(map(math.isnan, finite)):
         return False
-    axes.plot(*thinned(steps, finite), linewidth=1.2, **how)
+    axes.plot(steps, finite, linewidth=1.2, **how)
     return True
 
 
 def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     """Losses of training and validation, with marks where a step was skipped or spiked."""
     drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
         training, validation = _measured_as(run, language)
         name = _label(run, runs, training)
         thin = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
-        drawn |= _plot(axes, _applied(run), "loss", label=name, **thin)
+        drawn |= _plot(axes, run.applied, "loss", label=name, **thin)
         name = _label(run, runs, validation)
         dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
         drawn |= _plot(axes, run, "val_loss", label=name, **dark)
@@ -154,12 +138,6 @@ def _measured_as(run: RunRecord, language: str) -> tuple[str, str]:
     return training, validation
 
 
-def _applied(run: RunRecord) -> RunRecord:
-    """The run without its skipped steps: the loss of a bad batch would flatten the whole curve."""
-    kept = [line for line in run.steps if line.get("applied") is not False]
-    return replace(run, steps=kept) if kept else run
-
-
 _MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
     "calibration": ("|", "#8a8f98", 0.02, N_("skipped: loss scale calibrating ({count})")),
     "overflow": ("x", "#b57c00", 0.02, N_("skipped: gradient overflow ({count})")),
@@ -179,7 +157,7 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         told = gettext(name, language).format(count=len(steps))
         how = {"marker": marker, "color": colour, "s": 24, "clip_on": False, "zorder": 5}
         where = axes.get_xaxis_transform()
-        shown, _ = thinned(steps, [0.0] * len(steps))
+        shown = steps[:: -(len(steps) // 300 + 1)]  # with the last
         axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
         # matplotlib leaves marks of such a transform out of its limits
         axes.update_datalim([(step, 0.0) for step in shown], updatey=False)
@@ -189,7 +167,7 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
 def _each(axes: Any, runs: Sequence[RunRecord], key: str, **how: Any) -> bool:
     """Draw a number of each run in which it is ever other than 1."""
     drawn = False
-    for run, colour in zip(runs, _colours(runs), strict=True):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
         if any(value != 1.0 for value in run.series(key)[1]):
             drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour, **how)
     return drawn
@@ -211,7 +189,7 @@ def _norm(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
 
 def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     drawn = False
-    for run, of_run in zip(runs, _colours(runs), strict=True):
+    for run, of_run in zip(runs, cycle(COLOURS), strict=False):
         groups = run.groups("lost_updates")
         for i, (group, curve) in enumerate(groups.items()):
             colour, line = of_run, _LINES[i % len(_LINES)]
@@ -219,7 +197,7 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
             if len(runs) == 1:
                 colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
             how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
-            axes.plot(*thinned(*curve), label=name, **how)
+            axes.plot(*curve, label=name, **how)
             drawn = True
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel(gettext("share of updates lost to rounding", language))
@@ -241,12 +219,6 @@ CURVES: dict[str, Draw] = {
     N_("Speed"): _speed,
 }
 """A figure's title to the function that draws it."""
-
-
-def _colours(runs: Sequence[RunRecord]) -> list[str]:
-    """A colour for each run; repetitions of one configuration share theirs."""
-    of = {id(run): i for i, group in enumerate(grouped(runs)) for run in group.runs}
-    return [COLOURS[of[id(run)] % len(COLOURS)] for run in runs]
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:

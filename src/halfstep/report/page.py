@@ -20,22 +20,19 @@ from markupsafe import Markup
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.report import N_, gettext
-from halfstep.report.compare import Comparison, compare, flattened, shown_value
+from halfstep.report.compare import MEASURES, Comparison, compare, flattened
 from halfstep.report.figures import figures
 from halfstep.report.findings import FEW, RunFinding, findings, verdict
-from halfstep.report.record import Event, RunRecord, scale_text
+from halfstep.report.record import Event, RunRecord
 
 NAMES: Mapping[str, str] = {
     "run": N_("Run"),
     "precision": N_("Precision"),
-    "model": N_("Model"),
-    "machine": N_("Machine"),
     "steps": N_("Steps"),
     "skipped": N_("Skipped"),
     "first_loss": N_("First loss"),
     "last_loss": N_("Last loss"),
-    "val_loss": N_("Validation loss"),
-    "val_accuracy": N_("Validation accuracy"),
+    **MEASURES,
     "speed": N_("Tokens/s (median)"),
     "memory": N_("Peak memory"),
     "nonfinite": N_("not finite"),
@@ -90,7 +87,6 @@ class Report:
         said = partial(gettext, language=self.language)
         environment.filters |= {
             "flat": lambda table: [*flattened(table).items()],
-            "shown_value": shown_value,
             "range_of": _range_of,
         }
         return environment.get_template("page.html.j2").render(
@@ -105,15 +101,12 @@ class Report:
         """Write the page; whole or not at all.
 
         Raises:
-            ConfigError: If the path's suffix is not .html, or it cannot be written.
+            ConfigError: If the path's suffix is not .html.
         """
         if path.suffix.lower() != ".html":
             raise ConfigError(f"--out {path}; allowed: a name that ends in .html")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self.to_html())
-        except OSError as error:
-            raise ConfigError(f"--out {path} cannot be written: {error}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.to_html())
         return path
 
 
@@ -129,8 +122,6 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     card = {
         "run": run.name,
         "precision": run.policy,
-        "model": _model(run),
-        "machine": _machine(run),
         "steps": f"{len(run.steps):,}" + (f" / {planned:,}" if planned else ""),
         "skipped": f"{len(run.skipped):,}",
     }
@@ -154,27 +145,11 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 
-def _model(run: RunRecord) -> str:
-    shape, name = run.config.get("model"), run.config.get("name")
-    parts = [name] if isinstance(name, str) else []
-    if isinstance(shape, dict):
-        keys = ("n_layer", "n_head", "n_embd", "vocab_size", "path")
-        parts += [f"{key} {shape[key]}" for key in keys if shape.get(key)]
-    return ", ".join(parts)
-
-
-def _machine(run: RunRecord) -> str:
-    cpu, gpus = run.environment.get("cpu"), run.environment.get("gpus")
-    if str(run.environment.get("device")).startswith("cuda") and isinstance(gpus, list):
-        return ", ".join(str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict))
-    return str(cpu.get("name", "")) if isinstance(cpu, dict) else ""
-
-
 def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
     """What the events of a kind have in common: their number, first and last step and scales."""
     alike = [event for event in found if event.kind == kind and not event.cause]
-    scales = [event.loss_scale for event in alike if event.loss_scale is not None]
     if not alike:
         return {}
-    ends = {key: scale_text(f(scales, default=1.0)) for key, f in (("low", min), ("high", max))}
+    scales = [event.loss_scale for event in alike if event.loss_scale is not None] or [1.0]
+    ends = {"low": f"{min(scales):g}", "high": f"{max(scales):g}"}
     return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
