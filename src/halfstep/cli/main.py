@@ -60,11 +60,12 @@ def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     match error:
         case HalfstepError():
-            return str(error), error.exit_code
+            return re.sub(r"\[Errno -?\d+\] ", "", str(error)), error.exit_code
         case KeyboardInterrupt():
             return "interrupted; what was not saved is lost", 130
         case OSError(filename=str()):  # a name or a place that the user has given
-            return str(error), 1 if error.errno == errno.ENOSPC else 2
+            told = f"{error.filename}: {error.strerror}"
+            return told, 1 if error.errno == errno.ENOSPC else 2
         case ModuleNotFoundError():
             return f"{error}; all that commands need: pip install 'halfstep[train,hf]'", 2
     if rank_of_many() is not None and lost_contact(error):

@@ -19,6 +19,7 @@ import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
+from halfstep.files import MANIFEST
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
@@ -203,6 +204,8 @@ def _require_capture(path: Path) -> None:
         raise CheckpointError(
             f"{path} is a run without captures; halfstep train --capture 3 keeps three"
         )
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} holds no capture; give a folder in {CAPTURES}/ of a run")
 
 
 def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
