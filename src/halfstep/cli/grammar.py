@@ -48,7 +48,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
         ConfigError: For words that do not parse, with a suggestion.
         SystemExit: With code 0, after printing help.
     """
-    words, launcher = list(arguments), []
+    words, launcher = list(arguments), None
     name = command_of(words)
     kind = COMMANDS[name]
     runs = issubclass(kind, BaseConfig)
@@ -61,9 +61,9 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
         return name, build(kind, given, named=option_name)
     own = {field.name: given.pop(field.name) for field in fields(Start) if field.name in given}
     start = build(Start, own, named=option_name)
-    if launcher and not start.nproc:
+    if launcher is not None and not start.nproc:
         raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
-    return name, Request(kind=kind, start=start, given=given, words=words, launcher=launcher)
+    return name, Request(kind=kind, start=start, given=given, words=words, launcher=launcher or [])
 
 
 def command_of(words: Sequence[str]) -> str:
