@@ -12,7 +12,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import get_args, get_origin
 
-from halfstep.cli import grammar
+from halfstep.cli import commands as grammar
 from halfstep.cli.commands import COMMANDS, Start
 from halfstep.report import LANGUAGES as LANGUAGES
 from halfstep.trainer.config.run import BaseConfig

@@ -56,7 +56,7 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
         (["train", "--device", "tpu"], "auto, cpu, mps, cuda"),
-        (["replay", "/tmp/nowhere"], "/tmp/nowhere holds no capture; give a folder in captures/"),
+        (["replay", "/tmp/nowhere"], "/tmp/nowhere holds no capture; halfstep train --capture 3"),
         (["explain", "no.toml"], "policy file no.toml: cannot be read: No such file"),
         (
             ["train", "--precision", "fp32", "--simulate"],

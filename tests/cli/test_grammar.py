@@ -2,8 +2,7 @@
 
 import pytest
 
-from halfstep.cli.commands import COMMANDS
-from halfstep.cli.grammar import leaves, option_name, read_words, short_options
+from halfstep.cli.commands import COMMANDS, leaves, option_name, read_words, short_options
 from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.trainer.config.tasks import TASKS

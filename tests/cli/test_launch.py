@@ -13,7 +13,7 @@ import pytest
 from tests.cli.ranks import Run
 
 from halfstep.cli import launch, main as program
-from halfstep.cli.grammar import read_words
+from halfstep.cli.commands import read_words
 from halfstep.cli.main import main
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "worker_script.py"

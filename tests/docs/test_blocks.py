@@ -28,7 +28,7 @@ from tests.trainer.classifiers import write_bert
 from tests.trainer.lm_folders import alpaca, save_base, write
 
 from every import every
-from halfstep.cli.grammar import command_of, read_words
+from halfstep.cli.commands import command_of, read_words
 from halfstep.cli.main import main
 
 PAGES = pages()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from halfstep.report.compare import compare
+from halfstep.report.page import compare
 from halfstep.report.record import read_run
 from report.conftest import line
 

@@ -3,8 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from halfstep.report.figures import CURVES
-from halfstep.report.page import make_report
+from halfstep.report.page import CURVES, make_report
 from halfstep.report.record import read_run
 from report.conftest import line
 

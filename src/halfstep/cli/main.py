@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from halfstep import __version__
-from halfstep.cli.commands import MODULES, Request
-from halfstep.cli.grammar import read_words
+from halfstep.cli.commands import MODULES, Request, read_words
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 
 INTERRUPTED = 4
