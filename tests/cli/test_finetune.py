@@ -101,18 +101,6 @@ def test_the_same_command_line_with_resume(files, finished, tmp_path, halfstep):
     assert metrics(path) == metrics(finished)
 
 
-def test_a_resume_names_the_settings_that_this_version_does_not_know(finished, tmp_path, halfstep):
-    path = copy_of(finished, tmp_path / "r")
-    config = path / "config.toml"
-    gone = '[model]\nclass_weights = "balanced"\nold = false\n'
-    config.write_text(config.read_text().replace("[model]\n", gone))
-    code, _, err = classify(halfstep, "--resume", "--output-dir", path, "--max-steps", 9)
-    assert code == 0, err
-    assert "does not know model.class_weights = 'balanced': it is left out" in err
-    assert err.count("does not know") == 1
-    assert "class_weights" not in config.read_text()
-
-
 def test_a_resume_that_would_compute_something_else(files, finished, tmp_path, halfstep):
     path = copy_of(finished, tmp_path / "r")
     before = content(path)
