@@ -82,6 +82,7 @@ def test_a_rise_before_a_nan_asks_for_a_smaller_learning_rate(folder, losses, ro
     text = verdict(read_run(path))
     assert text.endswith(LOWER if rose else "steps skipped)")
     assert "No first cause was found" in findings(read_run(path))[0].remedy("en")
+    assert names(folder(lines, "whole")) == []  # two batches of a run that went well
 
 
 def test_a_loop_of_ones_own_is_advised_in_its_own_words(folder):
@@ -337,11 +338,13 @@ GROWING = [*jumping(0.1, 30), *jumping(3, 270)]
         (GROWING, None, "0.0001"),
         (GROWING, 0.5, "0.0001"),
         (GROWING, 1e-7, ""),  # no small update does that
-        (jumping(3), None, ""),  # nobody can tell noise from a rate
+        ([7, *[60.0] * 10, *jumping(0.2, 50)], None, "0.0001"),  # more steps do not help
+        (jumping(1.2), None, ""),  # nobody can tell noise from a rate
+        ([*jumping(0.1, 30), *[x - 0.8 for x in jumping(0.8, 270)]], None, ""),  # it fell
     ],
 )
 def test_the_losses_tell_which_way_the_learning_rate_goes(folder, losses, update, rate):
-    path = folder(**curve({300: 7.5}, losses))
+    path = folder(**curve({len(losses): 7.5}, losses))
     if update:
         table = {"step": 1, "layers": {"a": {"update": update}, "b": {"weight": 1.0}, "c": 3}}
         (path / "health.jsonl").write_text(json.dumps(table) + "\n")
