@@ -15,7 +15,6 @@ from report.conftest import line
         ("nan_gradients", {}, "overflow"),
         ("overflow", {"calibrating": True}, "calibration"),
         ("nonfinite_loss", {}, "nonfinite"),
-        ("nonfinite_loss", {"calibrating": True}, "nonfinite"),
         ("forward", {}, "nonfinite"),
         ("loss_scale_floor", {}, "nonfinite"),
         ("loss_spike", {}, "spike"),
