@@ -27,8 +27,8 @@ def test_parameters_alone(capsys):
     assert found["bf16-split,moments=8bit"] == pytest.approx(8.015625 * 1.3e9)
     assert main(["estimate", *words]) == 0
     said = capsys.readouterr().out
-    assert "20.8 GB    no" in said
-    assert "10.4 GB   yes  9.58 GB" in said
+    assert "20.8 GB    no  800 MB short" in said
+    assert "10.4 GB   yes       9.58 GB" in said
     assert "fits: state only, in 20 GB; what is left is for activations." in said
 
 

@@ -75,7 +75,6 @@ def test_a_spiking_step_repeats_bit_for_bit_in_every_policy(corpus, tmp_path, po
     assert replayed.step == 26
     assert replayed.captured.reason in ("loss_spike", "gradient_spike")
     assert replayed.repeated
-    assert not replayed.survives
 
 
 def test_a_nan_repeats_and_fp32_is_asked_about_it(corpus, tmp_path):
@@ -99,7 +98,7 @@ def test_a_nan_repeats_and_fp32_is_asked_about_it(corpus, tmp_path):
     assert same.repeated
     assert same.found.reason == "nonfinite_loss"
     assert math.isnan(same.found.loss) or math.isinf(same.found.loss)
-    assert other.survives
+    assert other.found.reason == "applied"
     assert not other.unchanged
     assert other.precision == "fp32"
 
@@ -137,7 +136,7 @@ def test_a_run_is_told_that_it_is_no_capture(capture, tmp_path):
         said = f"is no capture, but holds some: {capture.name}; write: halfstep replay {capture}"
         assert str(told.value) == f"{folder} {said}"
     shutil.copy(run / "config.toml", tmp_path)
-    with pytest.raises(CheckpointError, match=r"is a run without captures; .* --capture 3"):
+    with pytest.raises(CheckpointError, match=r"holds no capture; .* --capture 3"):
         replay(tmp_path)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
+from halfstep.files import MANIFEST
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
@@ -118,15 +119,10 @@ class Replayed:
         return self.unchanged and self.found.same_bits(self.captured)
 
     @property
-    def survives(self) -> bool:
-        """Whether the step could be applied."""
-        return self.found.reason == "applied"
-
-    @property
     def verdict(self) -> str:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
-            would = "would" if self.survives else "would not"
+            would = "would" if self.found.reason == "applied" else "would not"
             return f"{self.precision} {would} have survived"
         if self.repeated:
             return "the step repeats bit for bit: the batch, the weights or the model make it"
@@ -182,14 +178,12 @@ def _require_capture(path: Path) -> None:
     """Refuse a run, and the folder of its captures, with what to type instead."""
     kept = list_checkpoints(path if path.name == CAPTURES else path / CAPTURES)
     if kept:
-        names = ", ".join(each.name for each in kept)
         raise CheckpointError(
-            f"{path} is no capture, but holds some: {names}; write: halfstep replay {kept[-1]}"
+            f"{path} is no capture, but holds some: {', '.join(each.name for each in kept)}; "
+            f"write: halfstep replay {kept[-1]}"
         )
-    if (path / "config.toml").is_file():
-        raise CheckpointError(
-            f"{path} is a run without captures; halfstep train --capture 3 keeps three"
-        )
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} holds no capture; halfstep train --capture 3 keeps three")
 
 
 def _draw_from(found: dict[str, Any]) -> None:

@@ -57,8 +57,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     seen = set(train.texts)
     if repeated := sum(text in seen for text in dev.texts):
         notes.append(
-            f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
-            f"good"
+            f"{repeated} of {len(dev)} dev texts also stand in train, which inflates the scores"
         )
     return LabelledData(names, train, dev, _content_sha256(names, train, dev), tuple(notes))
 

@@ -122,7 +122,7 @@ def report_table(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> s
         sums = (sum(w * s[key] for w, s in zip(weights, scores, strict=True)) for key in keys)
         means = [f"{_ratio(value, sum(weights)):.4f}" for value in sums]
         lines.append([name, *means, str(total)])
-    counts = [["true \\ found", *labels]]
+    counts = [["actual \\ predicted", *labels]]
     counts += [[label, *map(str, row)] for label, row in zip(labels, confusion, strict=True)]
     head = f"accuracy {accuracy(confusion):.4f} on {total} examples"
     tables = (aligned(table, range(1, len(table[0]))) for table in (lines, counts))

@@ -179,8 +179,10 @@ class Trained:
     def _without(self, verb: str) -> ConfigError:
         verbs = ("predict", "generate", "evaluate", "export")
         own = [verb for verb in verbs if getattr(type(self), verb) is not getattr(Trained, verb)]
-        by = self.config.COMMAND or "halfstep.Trainer"
-        instead = f"there is {', '.join(own)}" if own else f"load {self.path / 'model'} yourself"
+        by, model = self.config.COMMAND or "halfstep.Trainer", self.path / "model"
+        instead = f"there is {', '.join(own)}" if own else f"load {model} yourself"
+        if own and verb == "export":
+            instead = f"{model} is a Hugging Face folder of its best state already"
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 
