@@ -14,8 +14,8 @@ from tests.trainer.classifiers import checkpoint_of, metrics
 from halfstep.cli.main import main
 from halfstep.trainer import environment, loop
 from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 TINY = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu", "--precision", "fp32",

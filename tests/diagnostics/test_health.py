@@ -26,8 +26,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from halfstep import LayerHealth, Precision, PrecisionError, SpikeError
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 AT = 100  # the step at which a fault begins
 

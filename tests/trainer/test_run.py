@@ -23,7 +23,7 @@ from tests.trainer.runs import (
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.config.config import load_config, shipped_configs
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,

@@ -20,7 +20,6 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Batch = Any
@@ -241,11 +240,6 @@ class Judge:
 def perplexity(loss: float) -> float:
     """Return the exponential of a loss in nats per token; infinity where fp64 overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def tokens_per_byte(tokens: TokenFile) -> float:
-    """Return the tokens per UTF-8 byte of a file's text."""
-    return tokens.count / tokens.text_bytes
 
 
 @torch.no_grad()
