@@ -13,8 +13,8 @@ import torch
 from halfstep.cli.main import main
 from halfstep.trainer import environment
 from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 TINY = [
     "--config", "gpt-tiny", "--tokenizer", "bytes", "--device", "cpu", "--precision", "fp32",

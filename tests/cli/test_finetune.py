@@ -150,7 +150,8 @@ def test_bad_words_are_one_line(files, tmp_path, halfstep, monkeypatch):
     cases = [
         (["--model", "scratch:huge"], "scratch:huge", "scratch:tiny"),
         (["--train", "odd.csv"], "odd.csv", "body", "kind"),
-        (["--model.dropot", 0.1], "unknown option --model.dropot, did you mean '--model.dropout'?"),
+        (["--batch-size", 4, "--grad-accum", 3], "run.batch_size=4 cannot be split"),
+        (["--model.sorce", "x"], "unknown option --model.sorce, did you mean '--model.source'?"),
         (["--resume"], "holds no run"),
         (["--parallel", "data=2"], "parallel=data=2 needs 2 ranks, the run has 1"),
     ]

@@ -90,7 +90,7 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
         assert label == NAMES[row.argmax()]
         # other neighbours, other padding
         assert probability == pytest.approx(row.max(), rel=1e-5)
-    assert len({label for _, label, _ in found}) > 1
+    assert len({round(probability, 4) for _, _, probability in found}) > 9  # so order shows
     assert list(predictor.classify([], 3)) == []
     read = []
 

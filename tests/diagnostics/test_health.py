@@ -27,8 +27,8 @@ from torch._dynamo.testing import CompileCounter
 
 from halfstep import LayerHealth, NonFiniteError, Precision, SpikeError
 from halfstep.diagnostics.health import _Past
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 AT = 100  # the step at which a fault begins
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 import halfstep
 from halfstep.diagnostics.memory import PARTS, Memory
 from halfstep.errors import PrecisionError
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 transformers = pytest.importorskip("transformers")
 

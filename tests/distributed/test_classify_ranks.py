@@ -18,7 +18,7 @@ from tests.trainer.classifiers import (
 
 from halfstep.distributed.world import World
 from halfstep.trainer import loop
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
@@ -104,7 +104,6 @@ def test_two_ranks_are_two_micro_batches(pool2, files, bert, tmp_path, precision
     overrides = {
         "precision": precision,
         "model__source": bert if source == "bert" else source,
-        "model__dropout": 0.2,
     }
     pool2.run(run_here, files=files, path=tmp_path / "two", overrides=overrides)
     alone(files, tmp_path / "one", **overrides, run__grad_accum=2)

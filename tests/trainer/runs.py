@@ -11,7 +11,7 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import Use
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,

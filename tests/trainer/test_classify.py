@@ -26,7 +26,7 @@ from tests.trainer.runs import assert_same_tensors, metrics, start
 from torch.nn import functional
 
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
@@ -87,6 +87,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
         record["val_accuracy"], record["val_macro_f1"],
     )  # fmt: skip
     assert report["labels"] == ["joy", "sad", "怒"]
+    assert report["loss_of_a_guess"] == math.log(3)
     assert sum(map(sum, report["confusion"])) == 41
     # the model in the folder is the one that was measured
     dev = rows(41, seed=2)
@@ -106,12 +107,13 @@ def test_the_loss_is_torchs_over_the_whole_batch(files, tmp_path, smoothing, acc
     config = classify_config(
         files,
         model__label_smoothing=smoothing,
-        model__dropout=0.0,
         run__grad_accum=accum,
         run__max_steps=3,
         run__eval_every=0,
     )
     session, folder = start(config, tmp_path / "r")
+    for module in session.task.model.modules():  # without dropout
+        module.p = 0.0
     expected = []
     for tick in train(session, tmp_path / "r"):
         # the next step's batch, whose sizes of 22 and 23 make uneven micro-batches of 7 and 8
@@ -197,13 +199,15 @@ def test_outputs_that_are_not_finite_have_no_score_and_no_report(files, tmp_path
 
 
 def graded(session, scores, monkeypatch):
-    """Evaluations get these scores in turn, whatever the model does."""
+    """Evaluations get these scores in turn, or scores with losses, whatever the model does."""
     real, given = session.task.evaluate, iter(scores)
-    monkeypatch.setattr(
-        session.task,
-        "evaluate",
-        lambda judge: dataclasses.replace(real(judge), score=next(given)),
-    )
+
+    def evaluate(judge):
+        score = next(given)
+        told = score if isinstance(score, dict) else {"score": score}
+        return dataclasses.replace(real(judge), **told)
+
+    monkeypatch.setattr(session.task, "evaluate", evaluate)
 
 
 def run_graded(config, path, scores, monkeypatch):
@@ -219,7 +223,8 @@ def run_graded(config, path, scores, monkeypatch):
     ("scores", "save_every", "keep", "best", "left"),
     [
         ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 1, 2, 4, [4, 11, 12]),
-        ((0.5,) * 6, 0, 3, 2, [2, 8, 10, 12]),  # the first of equals
+        # of equal scores the lowest loss, and the first of equals
+        ([{"score": 0.5, "loss": x} for x in (3, 1, 2, 1, math.nan, 4)], 0, 3, 4, [4, 8, 10, 12]),
         ((math.nan, 0.2, math.nan, 0.1, 0.1, 0.0), 0, 1, 4, [4, 12]),
     ],
 )

@@ -20,7 +20,7 @@ from tests.trainer.runs import (
 
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,

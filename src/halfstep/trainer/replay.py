@@ -30,7 +30,7 @@ from halfstep.trainer.checkpoint import (
 )
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.session import Session, open_session
 

@@ -30,7 +30,7 @@ from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
-from halfstep.trainer.data.token_file import Progress
+from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
@@ -54,6 +54,12 @@ class Best:
     step: int
     score: float
     evaluation: Evaluation
+
+
+def _rank(evaluation: Evaluation) -> tuple[float, float]:
+    """Rank by score, then by loss: equal accuracies are common."""
+    score, loss = evaluation.score, evaluation.loss
+    return (-math.inf if math.isnan(score) else score, -math.inf if math.isnan(loss) else -loss)
 
 
 @dataclass(slots=True)
@@ -125,10 +131,9 @@ class Session:
 
     def note(self, evaluation: Evaluation) -> bool:
         """Remember an evaluation of this step; return whether it is the best so far."""
-        score = -math.inf if math.isnan(evaluation.score) else evaluation.score
-        if self.best is not None and score <= self.best.score:
+        if self.best is not None and _rank(evaluation) <= _rank(self.best.evaluation):
             return False
-        self.best = Best(self.step, score, evaluation)
+        self.best = Best(self.step, _rank(evaluation)[0], evaluation)
         return True
 
     def checkpoint(self) -> Checkpoint:

@@ -21,7 +21,6 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Batch = Any
@@ -255,13 +254,13 @@ def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
     return total / count, round(count)
 
 
-def evaluate(batches: Iterable[Batch], judge: Judge, tokens: TokenFile) -> Evaluation:
-    """Measure the loss per token, and per byte of the file's text.
+def evaluate(batches: Iterable[Batch], judge: Judge, density: float) -> Evaluation:
+    """Measure the loss per token, and per byte of a text of ``density`` tokens a byte.
 
     Raises:
         DataError: If there is no target at all.
     """
     loss, targets = mean_loss(batches, judge)
-    bits = loss / math.log(2) * (tokens.count / tokens.text_bytes)
+    bits = loss / math.log(2) * density
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

@@ -24,7 +24,7 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
@@ -99,7 +99,7 @@ class Trainer:
         train_data: A map-style dataset: items by index, and a length, as in
             ``torch.utils.data.Dataset``. Each epoch has every item once, in a seeded order.
         loss: Called as ``loss(model, batch)`` under the policy's autocast. Returns a 0-dim
-            tensor, the mean over what ``targets`` counts, or a pair of the sum and its count.
+            tensor, the mean over what ``targets`` counts.
         val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
             is kept.
         evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; returns means over

@@ -19,8 +19,8 @@ import halfstep
 from halfstep import load_numerics, watch
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.errors import CheckpointError, DataError, NonFiniteError, PrecisionError
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 
 def network() -> nn.Sequential:

@@ -15,7 +15,7 @@ from halfstep.errors import ConfigError
 from halfstep.option import Amount, AtLeast1, Count, Positive, Range, Share, option
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
-from halfstep.trainer.models.shapes import GPTConfig
+from halfstep.trainer.models import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +109,6 @@ class PretrainedConfig:
     """The model settings that both kinds of fine-tuning share."""
 
     source: str = option("", "A Hugging Face folder, or a name on the hub.")
-    revision: str = option("", "Branch, tag or commit on the hub; empty: the main branch.")
-    dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = option(
-        -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +121,11 @@ class FinetuneConfig(BaseConfig):
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
 
     def filled(self, saved: Self) -> Self:
-        """Take over the saved number of warm-up steps and the saved commit of the model."""
+        """Take over the saved number of warm-up steps."""
         asked = min(self.schedule.warmup_steps, saved.run.max_steps)
         warmup = asked or saved.schedule.warmup_steps
-        revision = self.model.revision or saved.model.revision
         return dataclasses.replace(
-            self,
-            schedule=dataclasses.replace(self.schedule, warmup_steps=warmup),
-            model=dataclasses.replace(self.model, revision=revision),
+            self, schedule=dataclasses.replace(self.schedule, warmup_steps=warmup)
         )
 
     def resolved(self, steps_per_epoch: int) -> Self:
