@@ -341,10 +341,8 @@ def report_table(values: Mapping[str, Any]) -> str:
     means = (sum(one[key] for one in classes) / len(classes) for key in keys)
     lines.append(["macro mean", *(f"{mean:.4f}" for mean in means), str(total)])
     rows = zip(values["labels"], values["confusion"], strict=True)
-    counts = [
-        ["actual \\ predicted", *values["labels"]],
-        *([one, *map(str, row)] for one, row in rows),
-    ]
+    counts = [["actual \\ predicted", *values["labels"]]]
+    counts += [[label, *map(str, row)] for label, row in rows]
     head = f"accuracy {values['accuracy']:.4f} on {total} examples"
     tables = (aligned(table, range(1, len(table[0]))) for table in (lines, counts))
     return "\n\n".join((head, *tables)) + "\n"
