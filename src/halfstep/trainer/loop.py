@@ -220,6 +220,7 @@ class _Books:
             loss=judged.loss if judged else None,
             grad_norm=judged.norm if judged else None,
             loss_scale=causes.scale if judged else None,
+            learning_rate=self._session.precision.optimizers[0].param_groups[0]["lr"],
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
@@ -242,8 +243,8 @@ class _Books:
         """What to type after a run that has stopped at what is not finite."""
         precision = self._session.precision
         if cause.diverged if cause else precision.outcome.progress.slower():
-            rate = precision.optimizers[0].param_groups[0]["initial_lr"] / 10
-            key, value, resume = "learning_rate", f"{rate:.3g}", False
+            rate = precision.optimizers[0].param_groups[0]["lr"] / 10
+            key, value, resume = "learning_rate", f"{rate:.1g}", False
         elif cause and cause.fits_fp32:
             key, value = "precision", "bf16-mixed"
         elif cause and cause.samples and not replay:
