@@ -233,9 +233,8 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
     task, folder = str(run.config.get("task")), _folder(run)
     if task == "module":
-        changes = {k: v if k == "learning_rate" else repr(v) for k, v in changes.items()}
-        settings = "".join(f"{key}={value}, " for key, value in changes.items())
-        return f"Trainer({settings}...).train({'resume=True' * resume})"
+        words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
+        return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
     if task not in COMMANDS:
         return ""
     words = [f"halfstep {COMMANDS[task]}"]
@@ -247,15 +246,11 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
 
 
 def _at_rate(run: RunRecord, factor: float) -> str:
-    """What to type to train anew at another learning rate; empty where none was recorded.
-
-    It is a tenth of the one at which the run has stopped, as the run's own error says.
-    """
+    """What to type to train anew at another learning rate; empty where none was recorded."""
     rates = [*filter(math.isfinite, run.series("learning_rate")[1])]
-    if not rates:
-        return ""
-    rate = rates[-1] / 10 if _stopped(run) in BROKEN else max(rates) * factor
-    return _typed(run, False, learning_rate=f"{rate:.1g}")
+    broken = rates and _stopped(run) in BROKEN  # then it is what the run's own error says
+    rate = rates[-1] / 10 if broken else max(rates, default=0.0) * factor
+    return _typed(run, False, learning_rate=f"{rate:.1g}") if rate else ""
 
 
 def _folder(run: RunRecord) -> str:

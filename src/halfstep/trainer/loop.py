@@ -233,11 +233,10 @@ class _Books:
         # rank 0 writes metrics and completes checkpoints
         error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
-        typed = f"halfstep replay {capture}" if capture.is_dir() else ""
-        error.typed = typed
+        error.typed = f"halfstep replay {capture}" if capture.is_dir() else ""
         if isinstance(error, NonFiniteError):
             error.first_cause = cause
-            error.typed = self._typed(cause, typed, resume=bool(kept))
+            error.typed = self._typed(cause, error.typed, resume=bool(kept))
 
     def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""

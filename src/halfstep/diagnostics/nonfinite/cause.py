@@ -74,15 +74,13 @@ REMEDIES = {
 OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation", "inf - inf")
 """How the classes begin that weights make which a learning rate has thrown out."""
 
-NLL = ("nll_loss_forward", "nll_loss2d_forward")
-
 OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
         "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
     )),
     # eps, not 0: at 0 the gradient of a root is infinite
     "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
-    **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean", *NLL), (
+    **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean", "nll_loss_forward"), (
         "leave out what is empty, and give a variance of one element correction=0"
     )),
     **dict.fromkeys(("log", "log2", "log10", "log1p"), (
@@ -110,8 +108,8 @@ def cause_class(
     if zero_divisor and known.base.endswith("addcdiv"):
         return "eps too small"
     if kind == "0 / 0 or invalid":
-        read = {operand.name for operand in operands}  # of what is empty, nothing
-        if known.base in NLL and "self" in read:  # a mean over the targets' weights
+        # a mean over the targets' weights; where there is no target, it has no operand
+        if known.base.startswith("nll_loss") and "self" in [o.name for o in operands]:
             return "every target is ignored"
         return "log or division of zero" if backward and zero_divisor else "invalid operation"
     if kind != "overflow":

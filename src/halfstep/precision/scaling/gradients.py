@@ -295,9 +295,7 @@ class Progress:
         ``more`` is a finite loss of ``step`` (0: the next), if there is one, in a wider format.
         The last two are then three times above all that led to the lowest, or one is five times.
         """
-        losses = [*self.losses, (step or self.steps + 1, more)][
-            : None if math.isfinite(more) else -1
-        ]
+        losses = [*self.losses, *[(step or self.steps + 1, more)] * math.isfinite(more)]
         low = min(range(len(losses)), key=lambda i: (losses[i][1], -i), default=0)
         past, after = losses[max(0, low - 20) : low + 1], losses[low + 1 :]
         size = max((abs(loss) for _, loss in past), default=0.0)
