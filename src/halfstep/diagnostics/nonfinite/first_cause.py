@@ -23,7 +23,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -68,6 +68,7 @@ from halfstep.precision.scaling.gradients import is_finite
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
+_TRACING: Any = torch._C._TorchDispatchModeKey.PROXY  # a graph is being traced
 # Code that looks for overflows, so that it is never the cause.
 _CHECKS = gradients.__file__
 
@@ -101,6 +102,7 @@ class trace_nonfinite(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._modules = ModuleCalls(model)
+        self._eager = ExitStack()
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
         self._cause: Cause | None = None
@@ -145,12 +147,14 @@ class trace_nonfinite(TorchDispatchMode):
             if not nn.parameter.is_lazy(tensor):
                 self._names[storage_key(tensor)] = name, isinstance(tensor, nn.Parameter)
         self._modules.hook()
+        self._eager.enter_context(_uncompiled())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._cause = self.first_cause
         self._modules.unhook()
+        self._eager.close()
         self._names, self._flow, self._suspects, self._lines = {}, Flow(), [], {}
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
@@ -162,6 +166,8 @@ class trace_nonfinite(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(_TRACING) is not None:  # there are no values
+            return func(*args, **kwargs)
         known = operation(func)
         task = torch._C._current_graph_task_id()
         if self._cause is None and task not in self._tasks and task != -1:
@@ -344,6 +350,21 @@ class trace_nonfinite(TorchDispatchMode):
             if counts.nan and isinstance(label, int) and label == UNWRITTEN:
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Inside the block torch compiles nothing: under a dispatch mode its cache fills wrongly.
+
+    ``torch.cond`` compiles its branches, and fails in the backward where it cannot.
+    """
+    cond = torch.cond
+    with torch.compiler.set_stance("force_eager"):
+        torch.cond = lambda pred, yes, no, operands=(): (yes if pred else no)(*operands)
+        try:
+            yield
+        finally:
+            torch.cond = cond
 
 
 # A batch run again under the trace: forward and backward are those of the step that failed.

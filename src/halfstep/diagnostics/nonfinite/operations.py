@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
@@ -151,16 +152,27 @@ def operation(func: Any) -> Operation:
 
 
 def floating(value: Any) -> Iterator[Tensor]:
-    """The floating and complex tensors with elements in an argument or a result."""
+    """The floating and complex tensors with elements in memory in an argument or a result."""
     if isinstance(value, Tensor):
         real = value.is_floating_point() or value.is_complex()
-        if real and value.device.type != "meta" and value.numel():
+        if real and value.numel() and not _without_memory(value):
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from floating(item)
     elif isinstance(value, Mapping):
         yield from floating(list(value.values()))
+
+
+def _without_memory(tensor: Tensor) -> bool:
+    """Whether it has only a shape, or stands for zeros or for another tensor."""
+    return (
+        tensor.device.type == "meta"
+        or tensor._is_zerotensor()  # its address is 0
+        or isinstance(tensor, FakeTensor)
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def stored(tensor: Tensor) -> Tensor:
