@@ -24,6 +24,10 @@ REMEDIES = {
         "leave these rows out of the data, those where not torch.isfinite(x).all(), or mend what "
         "made them"
     ),
+    "not finite outside the batch": (
+        "look where the operand was made: not in the batch, which is finite, nor by an operation "
+        "in sight, but in NumPy, another thread, or data that the batch does not hold"
+    ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
     "unwritten memory": "write it before it is read: torch.zeros(...), not torch.empty(...)",
     "overflow in attention scores": (
@@ -50,16 +54,16 @@ REMEDIES = {
     "fully masked row": (
         "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),
-    "log or division of zero": (
-        "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward (x + "
-        "eps).sqrt() and x.norm() of a row that is not 0"
-    ),
+    "log or division of zero": "keep what this operation reads off its pole, as by x + eps",
     "invalid operation": (
-        "keep the operand in the function's domain: x.clamp_min(0).sqrt(), and no mean of nothing "
-        "or 0 / 0"
+        "keep what this operation reads in its domain, as by x.clamp(least, most)"
     ),
     "inf - inf": (
         "use a large finite number in place of the infinity, such as torch.finfo(dtype).min / 4"
+    ),
+    "infinity of a mask": (
+        "the loss or a gradient reads it: leave what is masked out of them, or mask by a finite "
+        "number, such as -1e4"
     ),
     "every target is ignored": (
         "leave out batches whose every target is ignore_index or has weight 0, or divide a sum: "
@@ -78,20 +82,42 @@ OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
         "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
     )),
+    "acosh": "keep the operand above 1: x.clamp_min(1 + eps).acosh()",
+    **dict.fromkeys(("logit", "special_ndtri"), (
+        "keep the operand off 0 and 1, and within: x.clamp(eps, 1 - eps)"
+    )),
     # eps, not 0: at 0 the gradient of a root is infinite
     "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
+    **dict.fromkeys(("pow", "rsqrt", "lgamma", "digamma", "polygamma"), (
+        "keep the operand above zero: x.clamp_min(eps)"
+    )),
     **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
         "leave out what is empty, and give a variance of one element correction=0"
     )),
-    **dict.fromkeys(("log", "log2", "log10", "log1p"), (
+    **dict.fromkeys(("log", "log2", "log10", "xlogy"), (
         "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
+    )),
+    **dict.fromkeys(("log1p", "special_xlog1py"), (
+        "keep the operand of the logarithm above its pole, -1: x.clamp_min(eps - 1).log1p()"
     )),
     "_ctc_loss": "leave out inputs too short for their targets, or set zero_infinity=True",
     "_linalg_slogdet": "the matrix is singular: add eps * torch.eye(n) to it",
+    **dict.fromkeys(("_linalg_svd", "_linalg_eigh", "linalg_eig"), (
+        "the gradient of the vectors divides by differences of singular values or eigenvalues, "
+        "and some are equal: add noise, x + eps * torch.randn_like(x), or use the values alone"
+    )),
+    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm",
+                     "cudnn_batch_norm", "_fused_rms_norm"), (
+        "raise the normalisation's eps, as to 1e-5: it divides by the root of variance + eps, "
+        "which is not above 0"
+    )),
+    "_weight_norm_interface": "a row of the weight's direction is 0: initialise it off zero",
     **dict.fromkeys(("bmm", "baddbmm"), (
         "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
     )),
-    "div": "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)",
+    **dict.fromkeys(("div", "reciprocal", "remainder", "fmod"), (
+        "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)"
+    )),
 }  # fmt: skip
 """An operation to what to do at its pole, outside of its domain, or where it overflows."""
 
@@ -134,6 +160,7 @@ _OF_KIND = {
     "fully masked row": "fully masked row",
     "inf - inf or 0 * inf": "inf - inf",
     "x / 0 or log 0": "log or division of zero",
+    "infinity that is meant": "infinity of a mask",
 }
 
 
@@ -148,6 +175,8 @@ def remedy_of(
     text, narrow = REMEDIES[name], form == "fp16"
     if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
         text = OF_OPERATION.get(base, text)
+        if form.startswith("complex") and "clamp_min(eps)" in text:  # which torch cannot
+            text = "keep the operand off zero: z + eps"
     if not name.startswith("overflow") or name == "overflow of a mask":
         return text
     size = f"{largest.name} is up to {short(largest.largest)}" if largest else "its operand"
@@ -250,12 +279,18 @@ class Cause:
             return self.slower
         largest = max(self.inputs, key=lambda operand: operand.largest, default=None)
         base = self.op.split(".")[1].rstrip("_") if "." in self.op else self.op
+        base = base.removeprefix("_foreach_")
         forward = self.node.partition("Backward")[0].lower()  # "SqrtBackward0" is that of sqrt
-        base = forward if forward in OF_OPERATION else base
+        base = next((name for name in OF_OPERATION if name.replace("_", "") == forward), base)
         form, fits = dtype_name(self.dtype), self.fits_fp32
         text = remedy_of(self.cause_class, form, base, largest, fits=fits)
         named = self.cause_class == "data not finite" and self.samples
         return f"{text}: {self._where()[0]}" if named else text
+
+    def same(self, other: Cause) -> bool:
+        """Whether another run's cause is the same operation at the same line, for one reason."""
+        mine, its = (self.op, self.source, self.cause_class), (other.op, other.source)
+        return mine == (*its, other.cause_class)
 
     @property
     def place(self) -> str:

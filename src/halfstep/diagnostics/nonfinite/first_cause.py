@@ -39,6 +39,7 @@ from halfstep.diagnostics.module_calls import Caller, ModuleCalls, caller, makes
 from halfstep.diagnostics.nonfinite.cause import Cause, Operand, Role, cause_class
 from halfstep.diagnostics.nonfinite.operations import (
     FILLS,
+    FIRST_MEANT,
     MEANT,
     NEWS,
     OUTSIDE,
@@ -50,6 +51,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     Operation,
     bad_elements,
     divides_by_zero,
+    first_of,
     floating,
     inputs,
     kind_of,
@@ -106,7 +108,7 @@ class trace_nonfinite(TorchDispatchMode):
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
         self._cause: Cause | None = None
-        self._suspects: list[Cause] = []
+        self._causes: dict[int, Cause] = {}  # suspects from 1, and infinities that are meant
         self._flow = Flow()
         self._tasks: set[int] = set()  # the backwards that have begun; -1 once one was asked for
         self._leaves: list[weakref.ref[Tensor]] = []  # of the newest loss
@@ -121,20 +123,23 @@ class trace_nonfinite(TorchDispatchMode):
 
         Before any backward, what nothing has read takes the place of the loss.
         """
-        if self._cause is None and self._suspects:
+        if self._cause is None and self._causes:
             ends = [p.grad for p in self._model.parameters() if p.grad is not None]
             self._end([*ends, *self._model.parameters()])
             if self._cause is None and not self._tasks:
-                number = self._flow.unread
-                return self._suspects[number - 1] if number else None
+                return self._causes.get(self._flow.unread or UNWRITTEN)
         return self._cause
 
     def _end(self, tensors: Iterable[Tensor]) -> None:
-        """Take the suspect of what should be finite, where it is not, for the cause."""
+        """Take the suspect of what should be finite, where it is not, for the cause.
+
+        Where there is none, an infinity that was meant is, since it was not meant for this.
+        """
         with torch.no_grad():
-            found = list(filter(None, map(self._flow.first_in, floating([*tensors]))))
-        if self._cause is None and found:
-            self._cause = self._suspects[min(found) - 1]
+            found = [self._flow.first_in(tensor) for tensor in floating([*tensors])]
+        labels = [label for label in found if label is not None]
+        if self._cause is None and labels:
+            self._cause = self._causes.get(first_of(labels))
 
     def _backward_has_ended(self) -> None:
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
@@ -155,7 +160,7 @@ class trace_nonfinite(TorchDispatchMode):
         self._cause = self.first_cause
         self._modules.unhook()
         self._eager.close()
-        self._names, self._flow, self._suspects, self._lines = {}, Flow(), [], {}
+        self._names, self._flow, self._causes, self._lines = {}, Flow(), {}, {}
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -176,6 +181,8 @@ class trace_nonfinite(TorchDispatchMode):
         if known.base == "ones_like" and makes_first_gradient():
             self._tasks.add(-1)
             self._leaves = [weakref.ref(leaf) for leaf in graph_leaves(args[0])]
+            if self._cause is None and self._flow.of(args[0]) is None:
+                self._look(Call(func, known, args, kwargs, {}, ()), args[0])  # none has made it
             self._end(args)
         if self._cause is not None or known.view:
             return func(*args, **kwargs)
@@ -207,7 +214,7 @@ class trace_nonfinite(TorchDispatchMode):
         elif known.allocates:
             self._flow.write(UNWRITTEN, *outputs)
         else:
-            if self._suspects and not known.looks(result):
+            if self._causes and not known.looks(result):
                 self._flow.read(call.read())
             with torch.no_grad():
                 if not all(is_finite(stored(output)) for output in outputs):
@@ -237,8 +244,11 @@ class trace_nonfinite(TorchDispatchMode):
                 found[mask] = suspect(mask, "not finite in the input data")
             elif label is None and not meant:
                 found[mask] = suspect(mask)
-            elif label in (None, MEANT, OUTSIDE):
+            elif label is None or (label <= MEANT and label != UNWRITTEN):
                 found[mask & nan] = suspect(mask & nan, meant=True)
+                if label not in self._causes:
+                    rest = mask & ~nan
+                    found[rest] = suspect(rest, "infinity that is meant", number=label)
         parts = torch.split(found, [dense(t).numel() for t in outputs])
         for tensor, part in zip(outputs, parts, strict=True):
             broken = part[not_finite(tensor).reshape(-1).to(part.device)]
@@ -257,11 +267,12 @@ class trace_nonfinite(TorchDispatchMode):
         kind: Kind | None = None,
         *,
         meant: bool = False,
+        number: int | None = None,
     ) -> int:
-        """The number of the suspect that has made these elements of the outputs."""
-        number, called = int(mask.sum()), caller(self._thread)
-        if not number or called.source.startswith(_CHECKS):
-            return MEANT
+        """The label of the suspect that has made these elements of the outputs, or a new one."""
+        size, called = int(mask.sum()), caller(self._thread)
+        if not size or called.source.startswith(_CHECKS):
+            return MEANT if number is None else number
         made = int((nan & mask).sum())
         kind = kind or kind_of(call.known, given, outputs, nan=made > 0, meant=meant)
         node = torch._C._current_autograd_node()
@@ -270,10 +281,13 @@ class trace_nonfinite(TorchDispatchMode):
             return forward  # the backward of a pole
         parts = torch.split(mask, [dense(t).numel() for t in outputs])
         elements = sum(len(part) for part in parts if bool(part.any()))
-        counts = {"nan": made, "inf": number - made, "elements": elements}
-        self._suspects.append(self._cause_of(kind, call.known, given, outputs, called, counts))
-        self._forwards[self._made] = len(self._suspects)
-        return len(self._suspects)
+        counts = {"nan": made, "inf": size - made, "elements": elements}
+        if kind == "infinity that is meant":
+            number = FIRST_MEANT - len(self._causes) if number is None else number
+        else:
+            number = self._forwards[self._made] = 1 + len(self._causes)
+        self._causes[number] = self._cause_of(kind, call.known, given, outputs, called, counts)
+        return number
 
     def _label(self, given: Input, tensor: Tensor, known: Operation) -> int | Tensor:
         """Where the elements of an input that are not finite come from."""
@@ -286,7 +300,7 @@ class trace_nonfinite(TorchDispatchMode):
         labels = self._flow.of(tensor)
         if labels is None:
             labels = outside
-        written = given.name.split("[")[0] in known.writes
+        written = given.argument in known.writes
         swaps = {
             UNWRITTEN: UNWRITTEN if written else outside,
             OUTSIDE: OUTSIDE if known.reads_masks else NEWS,
@@ -461,57 +475,78 @@ def search(
     if cause is None:
         return None
 
-    def finite(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Any, ...]:
-        """What it returns, in a tuple, if all is finite; else nothing."""
-        again = trace_nonfinite(model)
+    def again(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Cause | None, Any]:
+        """The cause of a part, and what it returns."""
+        traced = trace_nonfinite(model)
         try:
-            with undisturbed(model), again:
+            with undisturbed(model), traced:
                 result = run(at, part)
         finally:
             clear()
-        return () if again.first_cause else (result,)
+        return traced.first_cause, result
 
     named = cause.cause_class not in _OF_NO_ROW
-    samples, fits = _samples(finite, batches[at]) if named else None, ()
+    samples, fits = _samples(again, cause, batches[at]) if named else None, ()
     if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
-            fits = finite(batches[at], wide)
+            unlike, value = again(batches[at], wide)
+            fits = () if unlike else (value,)
     # a loss in fp32 may be that of a single sample, unless these were tried
     told = "" if slower is None else slower(*(() if samples is None else fits))
+    if cause.cause_class == "data not finite" and _all_finite(batches[at]):
+        cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
     return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
+
+
+def _all_finite(batch: Any) -> bool:
+    """Whether a batch is of tensors, besides numbers and words, and all of them are finite."""
+    leaves = tree_leaves(batch)
+    known = all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
+    given = known and any(isinstance(leaf, Tensor) for leaf in leaves)
+    return given and all(is_finite(stored(tensor)) for tensor in floating(leaves))
 
 
 _OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
 _FEW = 8  # more rows than these are no accident of some samples
 
 
-def _samples(finite: Callable[[Any], Any], batch: Any) -> tuple[int, ...] | None:
-    """The rows that are not finite alone, without which the rest is, or (); None: not tried."""
+def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:
+    """The rows each of which makes this cause beside all others, which are finite; None: not tried.
+
+    Parts run beside all rows that are known to be finite, since a few rows alone may break for
+    another reason: a deviation of one row, or a class without any.
+    """
     tables = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     if len({len(table) for table in tables}) != 1:
         return None
-    rows = list(range(len(tables[0])))
+    fine: list[int] = []
 
-    def part(numbers: list[int]) -> Any:
-        return tree_map_only(Tensor, lambda leaf: leaf[numbers] if leaf.dim() else leaf, batch)
+    def cause_of(numbers: list[int]) -> Cause | None:
+        rows = sorted(fine + numbers)
+        rows *= 1 + (len(rows) == 1)  # one row runs twice, since a batch norm refuses one
+        part = tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.dim() else leaf, batch)
+        found: Cause | None = again(part)[0]
+        return found
 
     def of(numbers: list[int]) -> Iterator[int]:
-        # one row runs twice, since a batch norm refuses one
-        if finite(part(numbers if len(numbers) > 1 else numbers * 2)):
-            return
-        if len(numbers) == 1:
+        if cause_of(numbers) is None:
+            fine.extend(numbers)
+        elif len(numbers) == 1:
             yield from numbers
-            return
-        yield from of(numbers[: len(numbers) // 2])
-        yield from of(numbers[len(numbers) // 2 :])
+        else:
+            yield from of(numbers[: len(numbers) // 2])
+            yield from of(numbers[len(numbers) // 2 :])
 
     try:
-        found = list(islice(of(rows), _FEW + 1))
-        rest = [row for row in rows if row not in found]
-        proved = 0 < len(found) <= _FEW and rest and finite(part(rest))
+        found = list(islice(of([*range(len(tables[0]))]), 2 * _FEW + 1))
+        if not fine or len(found) > 2 * _FEW:
+            return ()
+        found = [row for one in found for row in of([one])]  # now beside rows that are fine
+        causes = [cause_of([row]) for row in found[: _FEW + 1]]
     except Exception:  # a part of the batch cannot run: that proves nothing
         return None
+    proved = len(causes) <= _FEW and all(one is not None and one.same(cause) for one in causes)
     return tuple(found) if proved else ()
 
 

@@ -24,6 +24,7 @@ Kind = Literal[
     "0 / 0 or invalid",
     "fully masked row",
     "not finite in the input data",
+    "infinity that is meant",
 ]
 
 _ALLOCATES = frozenset(
@@ -63,16 +64,13 @@ SUMS = frozenset(
 )
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")  # namespaces
 _POLES = {  # arguments at which a function of one operand is infinite
-    **dict.fromkeys(["log", "log2", "log10", "rsqrt", "reciprocal", "pow"], (0.0,)),
+    **dict.fromkeys(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "xlogy"], (0.0,)),
     **dict.fromkeys(["lgamma", "digamma", "polygamma"], (0.0, -1.0, -2.0)),
     **dict.fromkeys(["logit", "special_ndtri"], (0.0, 1.0)),
     **dict.fromkeys(["atanh", "erfinv"], (-1.0, 1.0)),
-    "log1p": (-1.0,),
+    **dict.fromkeys(["log1p", "special_xlog1py"], (-1.0,)),
 }
-_DIVISORS = {
-    **dict.fromkeys(["div", "_foreach_div"], "other"),
-    **dict.fromkeys(["addcdiv", "_foreach_addcdiv"], "tensor2"),
-}
+_DIVISORS = {"div": ("other", "scalar", "scalars"), "addcdiv": ("tensor2", "tensors2")}
 # What reads the -inf of a mask, or only moves it.
 _READS_MASKS = frozenset(
     [
@@ -84,7 +82,7 @@ _READS_MASKS = frozenset(
     ]
 )
 _SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options
-    ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
+    ["self", "other", "value", "scalar", "exponent", "fill_value", "s", "scalars"]
 )
 
 
@@ -93,7 +91,7 @@ class Operation:
     """Facts about an operator, from its schema."""
 
     name: str  # such as "aten.add.Tensor"
-    base: str  # such as "add", without the underscore of an in-place operation
+    base: str  # such as "add" of aten._foreach_add_
     names: tuple[str, ...]  # names of its arguments
     writes: tuple[str, ...]  # names of arguments that it writes to
     reads_what_it_writes: bool  # whether their old values matter
@@ -126,7 +124,7 @@ def operation(func: Any) -> Operation:
     """The facts from an operator's schema; a higher-order operator has none but its name."""
     name = str(func)
     schema = getattr(func, "_schema", None)
-    base = name.split(".")[1] if name.count(".") else name
+    base = (name.split(".")[1] if name.count(".") else name).removeprefix("_foreach_")
     if schema is None:
         flex = name == "flex_attention"
         return Operation(f"higher_order.{name}", base, (), (), True, False, False, flex, flex)
@@ -227,6 +225,11 @@ class Input:
     value: Tensor | float  # its values before the operation: a copy if it was written to
     counts: Counts  # of ``value``
 
+    @property
+    def argument(self) -> str:
+        """The name without the number in a list."""
+        return self.name.split("[")[0]
+
 
 def inputs(
     known: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], before: Mapping[int, Tensor]
@@ -249,9 +252,10 @@ def inputs(
             old = before.get(id(tensor), tensor)
             label = f"{name}[{i}]" if isinstance(value, list | tuple) else name
             found.append(Input(label, tensor, old, count(old)))
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and name in _SCALARS:
-            found.append(Input(name, float(value), float(value), count(float(value))))
+        for number in value if isinstance(value, list | tuple) else [value]:
+            real = isinstance(number, int | float) and not isinstance(number, bool)
+            if real and name in _SCALARS:
+                found.append(Input(name, float(number), float(number), count(float(number))))
     return found
 
 
@@ -299,17 +303,18 @@ def _at_pole(known: Operation, given: Sequence[Input], outputs: Sequence[Tensor]
     if known.base in _DIVISORS:
         return divides_by_zero(known, given)
     poles = _POLES.get(known.base, ())
-    operand = next((i.value for i in given if i.name == "self"), None)
-    if not poles or operand is None:
-        return False
-    value, output = torch.as_tensor(operand), dense(outputs[0])
-    at = sum(value == pole for pole in poles)
-    return bool((output.isinf() & torch.as_tensor(at, device=output.device).bool()).any())
+    name = "other" if "xlog" in known.base else "self"
+    for operand, output in zip((i for i in given if i.argument == name), outputs, strict=False):
+        at = sum(torch.as_tensor(operand.value) == pole for pole in poles)
+        infinite = dense(output).isinf()
+        if bool((infinite & torch.as_tensor(at, device=infinite.device).bool()).any()):
+            return True
+    return False
 
 
 def divides_by_zero(known: Operation, given: Sequence[Input]) -> bool:
     """Whether the operation divides, and a divisor is 0."""
-    return any(i.counts.zero for i in given if i.name.split("[")[0] == _DIVISORS.get(known.base))
+    return any(i.counts.zero for i in given if i.argument in _DIVISORS.get(known.base, ()))
 
 
 _LOWEST = tuple(torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32))
@@ -336,6 +341,7 @@ MEANT = 0
 OUTSIDE = -1  # -inf that came from outside, which may be a mask
 UNWRITTEN = -2  # memory that nothing has written
 NEWS = -3  # from outside, and no mask: a suspect that is not numbered yet
+FIRST_MEANT = -4  # from here downward: infinities that were meant, by the place that wrote them
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +465,7 @@ class Flow:
             storage = value.untyped_storage()
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._unread.pop(ref.cdata, None)
-            if first := first_of(labels):
+            if (first := first_of(labels)) > MEANT:
                 self._unread[ref.cdata] = first
             before = self._labels.get(ref.cdata, (None, None))[1]
             elements = storage.nbytes() // value.element_size()
@@ -495,17 +501,17 @@ class Flow:
         """The first suspect of values that nothing has read; 0 if there is none."""
         return min(self._unread.values(), default=0)
 
-    def first_in(self, tensor: Tensor) -> int:
-        """The first suspect that made elements of a tensor NaN or infinite; 0 if none did."""
+    def first_in(self, tensor: Tensor) -> int | None:
+        """The label of the first suspect of a tensor's NaN and infinities; None: has none."""
         labels = self.of(tensor)
         if labels is None or is_finite(stored(tensor)):
-            return 0
-        return first_of(torch.where(not_finite(tensor), labels, MEANT))
+            return None
+        return first_of(labels[not_finite(tensor)] if isinstance(labels, Tensor) else labels)
 
 
-def first_of(labels: int | Tensor) -> int:
-    """The first suspect among labels; 0 if there is none."""
-    if isinstance(labels, Tensor):
-        suspects = labels[labels > 0]
-        return int(suspects.min()) if suspects.numel() else 0
-    return max(labels, 0)
+def first_of(labels: int | Tensor | Iterable[int]) -> int:
+    """The first suspect among labels; if there is none, the lowest label, or :data:`MEANT`."""
+    if isinstance(labels, int):
+        return labels
+    found = labels.unique().tolist() if isinstance(labels, Tensor) else labels
+    return min(found, key=lambda label: (label <= MEANT, label), default=MEANT)
