@@ -20,8 +20,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 ROWS = 4
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.health import LayerHealth
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
@@ -175,8 +175,8 @@ class NumericsCallback(TrainerCallback):
         known = [r for r in reports if r.step > self._measured and not math.isnan(r.lost)]
         if known:
             self._measured = max(report.step for report in known)
-            updates = sum(r.elements * (1 - r.zero) for r in known)
-            lost = sum(r.lost * r.elements * (1 - r.zero) for r in known)
+            updates = sum(r.updates for r in known)
+            lost = sum(r.lost * r.updates for r in known)
             found["lost_updates"] = lost / updates if updates else 0.0
         return found
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.health import LayerHealth
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
 from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned

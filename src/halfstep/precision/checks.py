@@ -37,7 +37,7 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
     if ema is not None:
         ema.require([name for name, p in module.named_parameters() if p.requires_grad])
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    allowed = "a torch.optim.Optimizer over its parameters, or several: Precision(policy, model, o)"
+    allowed = "an Optimizer over its parameters, or several: Precision(policy, model, optimizer)"
     for one in several or [None]:
         require(one, Optimizer, "Precision(optimizer)", allowed)
         if isinstance(one, torch.optim.LBFGS):

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
-from halfstep.diagnostics.meter import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LOUD, GroupReport, LostUpdateMeter, lost_share
 from halfstep.diagnostics.metrics import (
     CAPTURES,
     CAUSES,
     HEALTH,
     METRICS,
     NUMERICS,
-    MetricsFile,
     Record,
     append_line,
     keep_lines,
@@ -94,9 +92,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
-    news: list[str] = []
+    books, news = _Books(session, path), list[str]()
     with (
-        _Books(session, path) as books,
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
         _watched(session, path),
@@ -187,26 +184,19 @@ class _Books:
     def __init__(self, session: Session, path: Path) -> None:
         self._session = session
         self._folder = path / CHECKPOINTS
-        self._metrics: MetricsFile | None = None
+        self._metrics = path / METRICS
         if session.world.is_main:
-            self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+            keep_lines(self._metrics, session.step)
         config = session.config
         self.capturing: Any = None
         if isinstance(config, TrainConfig) and config.run.capture:
             capturing = part("trainer.replay:Capturing")
             self.capturing = capturing(session, path, config.run.capture)
 
-    def __enter__(self) -> _Books:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-
     def write(self, record: Record) -> None:
-        """Append a step to the metrics file, which only rank 0 has open."""
-        if self._metrics is not None:
-            self._metrics.write(record)
+        """Append a step to the metrics file, which rank 0 writes."""
+        if self._session.world.is_main:
+            append_line(self._metrics, record.line())
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due, and return its path."""
@@ -275,9 +265,7 @@ class _Losses:
         run = session.config.run
         # rank 0 measures, on the parts of the weights that it holds itself
         every = run.lost_update_every if session.world.is_main else 0
-        self._meter = LostUpdateMeter(
-            session.precision, every=every, seed=run.seed, start=session.applied
-        )
+        self._meter = LostUpdateMeter(session.precision, every, start=session.applied)
         self._session = session
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
@@ -455,11 +443,9 @@ has already sent to its ranks."""
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets ``requested``.
 
-    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
-    has ended by then. A later one restores the old handlers and acts at once; without one, the old
-    handlers come back when the block ends.
-
-    In another thread than the main one nothing is handled.
+    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, and a later one
+    restores the old handlers and acts at once, even if the block has ended by then. Where no signal
+    came, the block's end restores them. In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -474,19 +460,16 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._may_repeat():
+        if not self.requested:
             self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested = signal.Signals(number).name
             self._first = time.monotonic()
-        elif not self._may_repeat():
+        elif time.monotonic() - self._first >= REPEAT_SECONDS:
             self._restore()
             signal.raise_signal(number)
-
-    def _may_repeat(self) -> bool:
-        return bool(self.requested) and time.monotonic() - self._first < REPEAT_SECONDS
 
     def _restore(self) -> None:
         while self._old:

@@ -447,12 +447,10 @@ _REDUCTIONS = ("none", "sum", "mean")
 
 
 def may_run() -> bool:
-    """Whether kernels may run here: not where something wants to see torch's operators.
-
-    Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
-    """
+    """Whether kernels may run: not where a compiler, tracer, mode, functorch or AD looks on."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0
