@@ -75,9 +75,6 @@ REMEDIES = {
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
 
-OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation", "inf - inf")
-"""How the classes begin that weights make which a learning rate has thrown out."""
-
 OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
         "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
@@ -270,7 +267,8 @@ class Cause:
     @property
     def diverged(self) -> bool:
         """Whether the loss had left its past, no sample is to blame, and weights make such."""
-        return bool(self.slower) and not self.samples and self.cause_class.startswith(OF_DIVERGED)
+        of_weights = "overflow", "weight not finite", "log or div", "invalid operation", "inf - inf"
+        return bool(self.slower) and not self.samples and self.cause_class.startswith(of_weights)
 
     @property
     def remedy(self) -> str:
@@ -286,11 +284,6 @@ class Cause:
         text = remedy_of(self.cause_class, form, base, largest, fits=fits)
         named = self.cause_class == "data not finite" and self.samples
         return f"{text}: {self._where()[0]}" if named else text
-
-    def same(self, other: Cause) -> bool:
-        """Whether another run's cause is the same operation at the same line, for one reason."""
-        mine, its = (self.op, self.source, self.cause_class), (other.op, other.source)
-        return mine == (*its, other.cause_class)
 
     @property
     def place(self) -> str:

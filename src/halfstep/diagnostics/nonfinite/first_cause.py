@@ -43,6 +43,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     MEANT,
     NEWS,
     OUTSIDE,
+    READS_MASKS,
     UNWRITTEN,
     Call,
     Flow,
@@ -140,7 +141,7 @@ class trace_nonfinite(TorchDispatchMode):
             found = [self._flow.first_in(tensor) for tensor in floating([*tensors])]
         labels = [label for label in found if label is not None]
         if self._cause is None and labels:
-            self._cause = self._causes.get(first_of(labels))
+            self._cause = self._causes.get(first_of(torch.tensor(labels)))
 
     def _backward_has_ended(self) -> None:
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
@@ -254,9 +255,10 @@ class trace_nonfinite(TorchDispatchMode):
         for tensor, part in zip(outputs, parts, strict=True):
             broken = part[not_finite(tensor).reshape(-1).to(part.device)]
             if broken.numel():
-                least, most = torch.aminmax(broken)
-                shaped = part.view(dense(tensor).shape).to(tensor.device)
-                self._flow.write(int(least) if least == most else shaped, tensor)
+                part = (
+                    broken[0] if bool((broken == broken[0]).all()) else part.view_as(dense(tensor))
+                )
+                self._flow.write(part, tensor)
 
     def _suspect(
         self,
@@ -290,7 +292,7 @@ class trace_nonfinite(TorchDispatchMode):
         self._causes[number] = self._cause_of(kind, call.known, given, outputs, called, counts)
         return number
 
-    def _label(self, given: Input, tensor: Tensor, known: Operation) -> int | Tensor:
+    def _label(self, given: Input, tensor: Tensor, known: Operation) -> Tensor:
         """Where the elements of an input that are not finite come from."""
         counts = given.counts
         unnamed = "", isinstance(tensor, nn.Parameter)
@@ -300,17 +302,11 @@ class trace_nonfinite(TorchDispatchMode):
         outside = NEWS if not mask else MEANT if is_buffer else OUTSIDE
         labels = self._flow.of(tensor)
         if labels is None:
-            labels = outside
-        written = given.argument in known.writes
-        swaps = {
-            UNWRITTEN: UNWRITTEN if written else outside,
-            OUTSIDE: OUTSIDE if known.reads_masks else NEWS,
-        }
-        if isinstance(labels, int):
-            return swaps.get(labels, labels)
-        for label, other in swaps.items():
-            labels = torch.where(labels == label, other, labels)
-        return labels
+            labels = torch.full_like(dense(tensor), outside, dtype=torch.int32)
+        if given.argument not in known.writes:
+            labels = torch.where(labels == UNWRITTEN, outside, labels)
+        masks = known.softmax or known.base in READS_MASKS or known.allocates
+        return labels if masks else torch.where(labels == OUTSIDE, NEWS, labels)
 
     def _cause_of(
         self,
@@ -362,7 +358,7 @@ class trace_nonfinite(TorchDispatchMode):
             elif isinstance(given.original._base, nn.Parameter):  # of another model
                 role = "parameter"
             label = self._flow.of(given.original)
-            if counts.nan and isinstance(label, int) and label == UNWRITTEN:
+            if counts.nan and label is not None and bool((label == UNWRITTEN).all()):
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 
@@ -501,11 +497,10 @@ def search(
 
 
 def _all_finite(batch: Any) -> bool:
-    """Whether a batch is of tensors, besides numbers and words, and all of them are finite."""
+    """Whether a batch is of tensors, and all of them are finite."""
     leaves = tree_leaves(batch)
-    known = all(leaf is None or isinstance(leaf, Tensor | int | float | str) for leaf in leaves)
-    given = known and any(isinstance(leaf, Tensor) for leaf in leaves)
-    return given and all(is_finite(stored(tensor)) for tensor in floating(leaves))
+    tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
+    return tensors and all(is_finite(stored(tensor)) for tensor in floating(leaves))
 
 
 _OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
@@ -547,8 +542,8 @@ def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int
         causes = [cause_of([row]) for row in found[: _FEW + 1]]
     except Exception:  # a part of the batch cannot run: that proves nothing
         return None
-    proved = len(causes) <= _FEW and all(one is not None and one.same(cause) for one in causes)
-    return tuple(found) if proved else ()
+    of_one = {(c.op, c.source, c.cause_class) if c else None for c in [cause, *causes]}
+    return tuple(found) if len(of_one) == 1 and len(found) <= _FEW else ()
 
 
 def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:

@@ -71,8 +71,8 @@ _POLES = {  # arguments at which a function of one operand is infinite
     **dict.fromkeys(["log1p", "special_xlog1py"], (-1.0,)),
 }
 _DIVISORS = {"div": ("other", "scalar", "scalars"), "addcdiv": ("tensor2", "tensors2")}
-# What reads the -inf of a mask, or only moves it.
-_READS_MASKS = frozenset(
+# What reads the -inf of a mask, as softmaxes do, or only moves it; to others it is data.
+READS_MASKS = frozenset(
     [
         *("add", "sub", "where", "masked_fill", "minimum", "maximum", "max", "min", "amax", "amin"),
         *("logsumexp", "logaddexp", "exp", "sigmoid", "clamp", "nan_to_num", "triu", "tril"),
@@ -107,11 +107,6 @@ class Operation:
             return True
         only = not any(True for _ in floating(result)) and isinstance(result, Tensor)
         return only and self.base not in ("_to_copy", "to")
-
-    @property
-    def reads_masks(self) -> bool:
-        """Whether -inf from outside is a mask to it; to others it is data."""
-        return self.softmax or self.base in _READS_MASKS or self.allocates
 
     @property
     def softmax(self) -> bool:
@@ -275,7 +270,10 @@ def kind_of(
         return "x / 0 or log 0" if _at_pole(known, given, outputs) else "overflow"
     minus = any(i.counts.minus_inf for i in given)
     masks = known.softmax and not any(i.counts.plus_inf for i in given)
-    if masks and (known.base == "_masked_softmax" or (minus and _masks_a_row(known, given))):
+    rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
+    # but for an attention there is no other way to NaN from finite scores and -inf
+    row = minus and (not known.attention or any(bool(row.all(dim=-1).any()) for row in rows))
+    if masks and (known.base == "_masked_softmax" or row):
         return "fully masked row"
     if meant and not known.attention:
         return "inf - inf or 0 * inf"
@@ -286,14 +284,6 @@ def kind_of(
     sums = product or known.attention or known.base in (MATMULS | SUMS) - {"mean"}
     read = any(isinstance(i.value, Tensor) for i in given)
     return "overflow" if sums and read else "0 / 0 or invalid"
-
-
-def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
-    """Whether some row of a softmax that made NaN was wholly masked."""
-    if not known.attention:  # there is no other way to NaN from finite scores and -inf
-        return True
-    rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
-    return any(bool(row.all(dim=-1).any()) for row in rows)
 
 
 def _at_pole(known: Operation, given: Sequence[Input], outputs: Sequence[Tensor]) -> bool:
@@ -317,21 +307,15 @@ def divides_by_zero(known: Operation, given: Sequence[Input]) -> bool:
     return any(i.counts.zero for i in given if i.argument in _DIVISORS.get(known.base, ()))
 
 
-_LOWEST = tuple(torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32))
-
-
 def overflows_a_mask(outputs: Sequence[Tensor], given: Sequence[Input]) -> bool:
     """Whether infinities are those of an additive mask that was added twice or cast too narrow.
 
-    Such an operation makes nothing but -inf, and the lowest value of an input is, to 1 %, the
-    lowest number of a format, or its only one besides 0.
+    They are -inf alone, and the lowest value of an input is a format's lowest number, to 1 %.
     """
-    for i in given:
-        values = stored(torch.as_tensor(i.value)).double()
-        lowest = float(values[values.isfinite()].min()) if bool(values.isfinite().any()) else 0.0
-        near = any(abs(lowest / low - 1) < 0.01 for low in _LOWEST)
-        two = bool(((values == 0) | (values == lowest) | (values == -math.inf)).all())
-        if lowest <= -1e4 and (near or (two and values.numel() > 1)):
+    lows = [torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    for values in (stored(torch.as_tensor(i.value)).double() for i in given):
+        least = float(torch.where(values.isfinite(), values, 0).min())
+        if any(abs(least / low - 1) < 0.01 for low in lows):
             return not any(bool((stored(output) == math.inf).any()) for output in outputs)
     return False
 
@@ -368,7 +352,7 @@ class Call:
         return floating(given if self.known.names else self.args)
 
     def sources(
-        self, bad: Tensor, labels: Mapping[int, int | Tensor], given: Sequence[Input]
+        self, bad: Tensor, labels: Mapping[int, Tensor], given: Sequence[Input]
     ) -> list[tuple[int | None, Tensor]]:
         """Where elements that are not finite come from: labels, or None for the operation itself.
 
@@ -377,11 +361,8 @@ class Call:
         """
         present: set[int] = set()
         for i in given:
-            label = labels.get(id(i.original))
-            if isinstance(label, Tensor) and isinstance(i.value, Tensor):
-                present.update(label[not_finite(i.value)].tolist())
-            elif isinstance(label, int):
-                present.add(label)
+            if id(i.original) in labels and isinstance(i.value, Tensor):
+                present.update(labels[id(i.original)][not_finite(i.value)].unique().tolist())
         # an early suspect explains an element better than a late one
         order = sorted(present, key=lambda label: (label > 0, label == NEWS, -label))
         if len(order) == 1 and bool(bad.all()):
@@ -395,9 +376,7 @@ class Call:
             found += [] if reached is None else [(label, reached)]
         return found
 
-    def _again(
-        self, bad: Tensor, labels: Mapping[int, int | Tensor], keep: int | None
-    ) -> Tensor | None:
+    def _again(self, bad: Tensor, labels: Mapping[int, Tensor], keep: int | None) -> Tensor | None:
         """What is not finite of finite inputs, or what one label's elements reach.
 
         All that is not finite is replaced, or all but the elements of that label: by 0, and then by
@@ -412,12 +391,9 @@ class Call:
             def copied(leaf: Any, fill: float = fill, copies: dict[int, Tensor] = copies) -> Any:
                 if not isinstance(leaf, Tensor) or not any(True for _ in floating(leaf)):
                     return leaf
-                value, label = self.before.get(id(leaf), leaf), labels.get(id(leaf))
-                kept = not_finite(value)
-                if keep is None:
-                    kept = ~kept
-                else:
-                    kept &= torch.as_tensor(label == keep, device=kept.device)
+                value = self.before.get(id(leaf), leaf)
+                bad = not_finite(value)
+                kept = ~bad if keep is None else bad & (labels.get(id(leaf), bad * 0) == keep)
                 return copies.setdefault(id(leaf), torch.where(kept, value, fill))
 
             try:
@@ -436,27 +412,26 @@ def bad_elements(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Flow:
-    """Which suspect each value that is not finite descends from: a label for each element.
-
-    They are kept by storage: one number where all such elements of a storage have the same label.
-    """
+    """Which suspect each value that is not finite descends from: labels of a storage's elements."""
 
     def __init__(self) -> None:
         # Weak references keep the key of freed memory from being reused.
-        self._labels: dict[int, tuple[StorageWeakRef, int | Tensor]] = {}
+        self._labels: dict[int, tuple[StorageWeakRef, Tensor]] = {}
         self._unread: dict[int, int] = {}  # first suspects in storages that nothing has read
         self._prune_at = 1024
 
-    def of(self, tensor: Tensor) -> int | Tensor | None:
-        """The labels of a tensor's elements, or of all of them; None if nothing seen wrote it."""
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The labels of a tensor's elements; None if nothing seen wrote it."""
         value = stored(tensor)
         labels = self._labels.get(value.untyped_storage()._cdata, (None, None))[1]
-        if not isinstance(labels, Tensor):
-            return labels
+        if labels is None:
+            return None
         if labels.numel() * value.element_size() != value.untyped_storage().nbytes():
-            return int(labels.max())  # it is viewed in another dtype
-        view = labels.as_strided(value.shape, value.stride(), int(value.storage_offset()))
-        return view.amax(-1) if tensor.is_complex() else view
+            labels = labels.max().expand(value.shape)  # it is viewed in another dtype
+        else:
+            place = value.shape, value.stride(), int(value.storage_offset())
+            labels = labels.contiguous().as_strided(*place)
+        return labels.amax(-1) if tensor.is_complex() else labels
 
     def write(self, labels: int | Tensor, *tensors: Tensor) -> None:
         """Label what an operation has written; only elements that are not finite matter."""
@@ -465,21 +440,18 @@ class Flow:
             storage = value.untyped_storage()
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._unread.pop(ref.cdata, None)
-            if (first := first_of(labels)) > MEANT:
+            new = torch.as_tensor(labels, dtype=torch.int32, device=value.device)
+            if (first := first_of(new)) > MEANT:
                 self._unread[ref.cdata] = first
-            before = self._labels.get(ref.cdata, (None, None))[1]
+            table = self._labels.get(ref.cdata, (None, None))[1]
             elements = storage.nbytes() // value.element_size()
-            table: int | Tensor = labels
-            whole = value.numel() == elements or before is None
-            same = isinstance(before, int) and before == labels
-            if isinstance(labels, Tensor) or not (whole or same):
-                if isinstance(before, Tensor) and before.numel() == elements:
-                    table = before
-                else:
-                    fill = before if isinstance(before, int) else MEANT
-                    table = torch.full((elements,), fill, dtype=torch.int32, device=value.device)
+            if not new.dim() and (table is None or value.numel() == elements):
+                table = new.expand(elements)  # which takes no memory
+            else:
+                if table is None or table.numel() != elements:
+                    table = torch.full((elements,), MEANT, dtype=torch.int32, device=value.device)
+                table = table.contiguous()
                 view = table.as_strided(value.shape, value.stride(), int(value.storage_offset()))
-                new = torch.as_tensor(labels)
                 view.copy_(new.unsqueeze(-1) if new.dim() and tensor.is_complex() else new)
             self._labels[ref.cdata] = ref, table
         if len(self._labels) > self._prune_at:
@@ -506,12 +478,10 @@ class Flow:
         labels = self.of(tensor)
         if labels is None or is_finite(stored(tensor)):
             return None
-        return first_of(labels[not_finite(tensor)] if isinstance(labels, Tensor) else labels)
+        return first_of(labels[not_finite(tensor)])
 
 
-def first_of(labels: int | Tensor | Iterable[int]) -> int:
+def first_of(labels: Tensor) -> int:
     """The first suspect among labels; if there is none, the lowest label, or :data:`MEANT`."""
-    if isinstance(labels, int):
-        return labels
-    found = labels.unique().tolist() if isinstance(labels, Tensor) else labels
+    found = labels.unique().tolist()
     return min(found, key=lambda label: (label <= MEANT, label), default=MEANT)
