@@ -25,8 +25,8 @@ REMEDIES = {
         "made them"
     ),
     "not finite outside the batch": (
-        "look where the operand was made: not in the batch, which is finite, nor by an operation "
-        "in sight, but in NumPy, another thread, or data that the batch does not hold"
+        "look where it was made: the batch is finite, and no operation in sight made it, as where "
+        "NumPy or another thread did, or it is data that the batch does not hold"
     ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
     "unwritten memory": "write it before it is read: torch.zeros(...), not torch.empty(...)",
@@ -54,10 +54,8 @@ REMEDIES = {
     "fully masked row": (
         "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),
-    "log or division of zero": "keep what this operation reads off its pole, as by x + eps",
-    "invalid operation": (
-        "keep what this operation reads in its domain, as by x.clamp(least, most)"
-    ),
+    "log or division of zero": "keep what it reads off its pole, as by x + eps",
+    "invalid operation": "keep what it reads in its domain, as by x.clamp(least, most)",
     "inf - inf": (
         "use a large finite number in place of the infinity, such as torch.finfo(dtype).min / 4"
     ),
@@ -75,47 +73,35 @@ REMEDIES = {
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
 
-OF_OPERATION = {
-    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
-        "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
-    )),
-    "acosh": "keep the operand above 1: x.clamp_min(1 + eps).acosh()",
-    **dict.fromkeys(("logit", "special_ndtri"), (
-        "keep the operand off 0 and 1, and within: x.clamp(eps, 1 - eps)"
-    )),
+_ROWS = [
+    ("acos asin atanh erfinv",
+     "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"),
+    ("acosh", "keep the operand above 1: x.clamp_min(1 + eps).acosh()"),
+    ("logit special_ndtri", "keep the operand off 0 and 1, and within: x.clamp(eps, 1 - eps)"),
     # eps, not 0: at 0 the gradient of a root is infinite
-    "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
-    **dict.fromkeys(("pow", "rsqrt", "lgamma", "digamma", "polygamma"), (
-        "keep the operand above zero: x.clamp_min(eps)"
-    )),
-    **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
-        "leave out what is empty, and give a variance of one element correction=0"
-    )),
-    **dict.fromkeys(("log", "log2", "log10", "xlogy"), (
-        "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
-    )),
-    **dict.fromkeys(("log1p", "special_xlog1py"), (
-        "keep the operand of the logarithm above its pole, -1: x.clamp_min(eps - 1).log1p()"
-    )),
-    "_ctc_loss": "leave out inputs too short for their targets, or set zero_infinity=True",
-    "_linalg_slogdet": "the matrix is singular: add eps * torch.eye(n) to it",
-    **dict.fromkeys(("_linalg_svd", "_linalg_eigh", "linalg_eig"), (
-        "the gradient of the vectors divides by differences of singular values or eigenvalues, "
-        "and some are equal: add noise, x + eps * torch.randn_like(x), or use the values alone"
-    )),
-    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm",
-                     "cudnn_batch_norm", "_fused_rms_norm"), (
-        "raise the normalisation's eps, as to 1e-5: it divides by the root of variance + eps, "
-        "which is not above 0"
-    )),
-    "_weight_norm_interface": "a row of the weight's direction is 0: initialise it off zero",
-    **dict.fromkeys(("bmm", "baddbmm"), (
-        "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
-    )),
-    **dict.fromkeys(("div", "reciprocal", "remainder", "fmod"), (
-        "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)"
-    )),
-}  # fmt: skip
+    ("sqrt", "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()"),
+    ("pow rsqrt lgamma digamma polygamma", "keep the operand above zero: x.clamp_min(eps)"),
+    ("mean var std var_mean std_mean",
+     "leave out what is empty, and give a variance of one element correction=0"),
+    ("log log2 log10 xlogy",
+     "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"),
+    ("log1p special_xlog1py",
+     "keep the operand of the logarithm above its pole, -1: x.clamp_min(eps - 1).log1p()"),
+    ("_ctc_loss", "leave out inputs too short for their targets, or set zero_infinity=True"),
+    ("_linalg_slogdet", "the matrix is singular: add eps * torch.eye(n) to it"),
+    ("_linalg_svd _linalg_eigh linalg_eig",
+     "the gradient of the vectors divides by differences of singular values or eigenvalues, and "
+     "some are equal: add noise, x + eps * torch.randn_like(x), or use the values alone"),
+    ("native_layer_norm native_batch_norm native_group_norm cudnn_batch_norm _fused_rms_norm",
+     "raise the normalisation's eps, as to 1e-5: it divides by the root of variance + eps, which "
+     "is not above 0"),
+    ("_weight_norm_interface", "a row of the weight's direction is 0: initialise it off zero"),
+    ("bmm baddbmm",
+     "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"),
+    ("div reciprocal remainder fmod",
+     "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)"),
+]  # fmt: skip
+OF_OPERATION = {name: text for names, text in _ROWS for name in names.split()}
 """An operation to what to do at its pole, outside of its domain, or where it overflows."""
 
 Role = Literal["", "parameter", "buffer", "unwritten", "number"]

@@ -11,7 +11,7 @@ or a softmax may take them out again. Such elements carry the number of their su
       a part of the outputs       is not finite was made here; of one suspect's alone, it reaches it
     the loss, a leaf's gradient   the first suspect that they descend from is the cause
       or a weight is not finite
-    no backward runs at all       what nothing has read takes their place
+    no backward runs at all       what the last operation made takes their place
 
 Intended infinities have no suspect: -inf as an input (a mask) or a literal, +inf as the literal of
 a fill or in a buffer. A NaN made from them has.
@@ -67,14 +67,15 @@ from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.scaling import gradients
 from halfstep.precision.scaling.gradients import is_finite
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 _TRACING: Any = torch._C._TorchDispatchModeKey.PROXY  # a graph is being traced
-# Code that looks for overflows, so that it is never the cause.
-_CHECKS = gradients.__file__
+
+
+def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any] = ()) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
 
 
 class trace_nonfinite(TorchDispatchMode):
@@ -112,6 +113,7 @@ class trace_nonfinite(TorchDispatchMode):
         self._cause: Cause | None = None
         self._causes: dict[int, Cause] = {}  # suspects from 1, and infinities that are meant
         self._flow = Flow()
+        self._last = MEANT  # the first suspect of what the last operation made
         self._tasks: set[int] = set()  # the backwards that have begun; -1 once one was asked for
         self._leaves: list[weakref.ref[Tensor]] = []  # of the newest loss
         # by the number of an autograd node: where the forward called, and whether it is a suspect
@@ -123,13 +125,15 @@ class trace_nonfinite(TorchDispatchMode):
     def first_cause(self) -> Cause | None:
         """The first operation from which a loss or gradient that is not finite descends, if any.
 
-        Before any backward, what nothing has read takes the place of the loss.
+        Before any backward, what the last operation made takes the place of the loss.
         """
         if self._cause is None and self._causes:
+            number = self._last  # before the checks, which are operations too
             ends = [p.grad for p in self._model.parameters() if p.grad is not None]
             self._end([*ends, *self._model.parameters()])
             if self._cause is None and not self._tasks:
-                return self._causes.get(self._flow.unread or UNWRITTEN)
+                self._last = number
+                return self._causes.get(number) if number > MEANT else None
         return self._cause
 
     def _end(self, tensors: Iterable[Tensor]) -> None:
@@ -138,10 +142,11 @@ class trace_nonfinite(TorchDispatchMode):
         Where there is none, an infinity that was meant is, since it was not meant for this.
         """
         with torch.no_grad():
-            found = [self._flow.first_in(tensor) for tensor in floating([*tensors])]
-        labels = [label for label in found if label is not None]
-        if self._cause is None and labels:
-            self._cause = self._causes.get(first_of(torch.tensor(labels)))
+            broken = [t for t in floating([*tensors]) if not is_finite(stored(t))]
+            known = [(label, t) for t in broken if (label := self._flow.of(t)) is not None]
+            found = [label[not_finite(t)].cpu() for label, t in known]
+        if self._cause is None and found:
+            self._cause = self._causes.get(first_of(torch.cat(found)))
 
     def _backward_has_ended(self) -> None:
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
@@ -154,7 +159,10 @@ class trace_nonfinite(TorchDispatchMode):
             if not nn.parameter.is_lazy(tensor):
                 self._names[storage_key(tensor)] = name, isinstance(tensor, nn.Parameter)
         self._modules.hook()
-        self._eager.enter_context(_uncompiled())
+        # Under a dispatch mode torch.compile skips code, and then its cache fills wrongly.
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._eager.callback(setattr, torch, "cond", torch.cond)
+        torch.cond = _branch  # which cannot run backward where it does not compile its branches
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -215,9 +223,8 @@ class trace_nonfinite(TorchDispatchMode):
             self._flow.write(MEANT, *[t for t in every if self._flow.of(t) is None])
         elif known.allocates:
             self._flow.write(UNWRITTEN, *outputs)
-        else:
-            if self._causes and not known.looks(result):
-                self._flow.read(call.read())
+        elif outputs:
+            self._last = MEANT
             with torch.no_grad():
                 if not all(is_finite(stored(output)) for output in outputs):
                     self._judge(call, outputs)
@@ -251,14 +258,11 @@ class trace_nonfinite(TorchDispatchMode):
                 if label not in self._causes:
                     rest = mask & ~nan
                     found[rest] = suspect(rest, "infinity that is meant", number=label)
+        self._last = first_of(found)
         parts = torch.split(found, [dense(t).numel() for t in outputs])
         for tensor, part in zip(outputs, parts, strict=True):
-            broken = part[not_finite(tensor).reshape(-1).to(part.device)]
-            if broken.numel():
-                part = (
-                    broken[0] if bool((broken == broken[0]).all()) else part.view_as(dense(tensor))
-                )
-                self._flow.write(part, tensor)
+            if bool(not_finite(tensor).any()):
+                self._flow.write(part.view_as(dense(tensor)), tensor)
 
     def _suspect(
         self,
@@ -274,7 +278,7 @@ class trace_nonfinite(TorchDispatchMode):
     ) -> int:
         """The label of the suspect that has made these elements of the outputs, or a new one."""
         size, called = int(mask.sum()), caller(self._thread)
-        if not size or called.source.startswith(_CHECKS):
+        if not size:
             return MEANT if number is None else number
         made = int((nan & mask).sum())
         kind = kind or kind_of(call.known, given, outputs, nan=made > 0, meant=meant)
@@ -282,9 +286,7 @@ class trace_nonfinite(TorchDispatchMode):
         forward = None if node is None else self._forwards.get(node._sequence_nr())
         if forward and kind in ("0 / 0 or invalid", "x / 0 or log 0"):
             return forward  # the backward of a pole
-        parts = torch.split(mask, [dense(t).numel() for t in outputs])
-        elements = sum(len(part) for part in parts if bool(part.any()))
-        counts = {"nan": made, "inf": size - made, "elements": elements}
+        counts = {"nan": made, "inf": size - made, "elements": len(mask)}
         if kind == "infinity that is meant":
             number = FIRST_MEANT - len(self._causes) if number is None else number
         else:
@@ -361,21 +363,6 @@ class trace_nonfinite(TorchDispatchMode):
             if counts.nan and label is not None and bool((label == UNWRITTEN).all()):
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
-
-
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Inside the block torch compiles nothing: under a dispatch mode its cache fills wrongly.
-
-    ``torch.cond`` compiles its branches, and fails in the backward where it cannot.
-    """
-    cond = torch.cond
-    with torch.compiler.set_stance("force_eager"):
-        torch.cond = lambda pred, yes, no, operands=(): (yes if pred else no)(*operands)
-        try:
-            yield
-        finally:
-            torch.cond = cond
 
 
 # A batch run again under the trace: forward and backward are those of the step that failed.
@@ -482,29 +469,22 @@ def search(
             clear()
         return traced.first_cause, result
 
-    named = cause.cause_class not in _OF_NO_ROW
-    samples, fits = _samples(again, cause, batches[at]) if named else None, ()
+    of_no_row = cause.cause_class.startswith(("weight", "buffer", "literal", "unwritten"))
+    samples = None if of_no_row else _samples(again, cause, batches[at])
+    fits: tuple[Any, ...] = ()
     if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
             unlike, value = again(batches[at], wide)
             fits = () if unlike else (value,)
     # a loss in fp32 may be that of a single sample, unless these were tried
     told = "" if slower is None else slower(*(() if samples is None else fits))
-    if cause.cause_class == "data not finite" and _all_finite(batches[at]):
+    leaves = tree_leaves(batches[at])
+    known = all(isinstance(leaf, Tensor | int | str) for leaf in leaves)
+    fine = known and all(is_finite(stored(tensor)) for tensor in floating(leaves))
+    if cause.cause_class == "data not finite" and fine:
         cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
     return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
-
-
-def _all_finite(batch: Any) -> bool:
-    """Whether a batch is of tensors, and all of them are finite."""
-    leaves = tree_leaves(batch)
-    tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
-    return tensors and all(is_finite(stored(tensor)) for tensor in floating(leaves))
-
-
-_OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
-_FEW = 8  # more rows than these are no accident of some samples
 
 
 def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.scaling.gradients import in_fp64, is_finite
+from halfstep.precision.masters.local_part import dense
+from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal[
     "overflow",
@@ -310,14 +310,11 @@ def divides_by_zero(known: Operation, given: Sequence[Input]) -> bool:
 def overflows_a_mask(outputs: Sequence[Tensor], given: Sequence[Input]) -> bool:
     """Whether infinities are those of an additive mask that was added twice or cast too narrow.
 
-    They are -inf alone, and the lowest value of an input is a format's lowest number, to 1 %.
+    They are -inf alone, and the largest value of an input is a format's largest, to 1 %.
     """
-    lows = [torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)]
-    for values in (stored(torch.as_tensor(i.value)).double() for i in given):
-        least = float(torch.where(values.isfinite(), values, 0).min())
-        if any(abs(least / low - 1) < 0.01 for low in lows):
-            return not any(bool((stored(output) == math.inf).any()) for output in outputs)
-    return False
+    most = [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    near = any(abs(i.counts.largest / m - 1) < 0.01 for i in given for m in most)
+    return near and not any(bool((stored(output) == math.inf).any()) for output in outputs)
 
 
 # Labels of values that are not finite, besides the numbers of suspects, from 1.
@@ -344,13 +341,6 @@ class Call:
         every = list({id(t): t for t in (*floating(result), *written)}.values())
         return every[:1] if self.known.first_counts else every
 
-    def read(self) -> Iterator[Tensor]:
-        """The tensors whose values it may have read."""
-        by_name = [*zip(self.known.names, self.args, strict=False), *self.kwargs.items()]
-        overwritten = () if self.known.reads_what_it_writes else self.known.writes
-        given = [value for name, value in by_name if name not in overwritten]
-        return floating(given if self.known.names else self.args)
-
     def sources(
         self, bad: Tensor, labels: Mapping[int, Tensor], given: Sequence[Input]
     ) -> list[tuple[int | None, Tensor]]:
@@ -362,7 +352,7 @@ class Call:
         present: set[int] = set()
         for i in given:
             if id(i.original) in labels and isinstance(i.value, Tensor):
-                present.update(labels[id(i.original)][not_finite(i.value)].unique().tolist())
+                present.update(labels[id(i.original)][not_finite(i.value)].tolist())
         # an early suspect explains an element better than a late one
         order = sorted(present, key=lambda label: (label > 0, label == NEWS, -label))
         if len(order) == 1 and bool(bad.all()):
@@ -392,8 +382,9 @@ class Call:
                 if not isinstance(leaf, Tensor) or not any(True for _ in floating(leaf)):
                     return leaf
                 value = self.before.get(id(leaf), leaf)
-                bad = not_finite(value)
-                kept = ~bad if keep is None else bad & (labels.get(id(leaf), bad * 0) == keep)
+                kept = not_finite(value)
+                label = labels.get(id(leaf), kept * MEANT)
+                kept = ~kept if keep is None else kept & (label == keep)
                 return copies.setdefault(id(leaf), torch.where(kept, value, fill))
 
             try:
@@ -417,8 +408,6 @@ class Flow:
     def __init__(self) -> None:
         # Weak references keep the key of freed memory from being reused.
         self._labels: dict[int, tuple[StorageWeakRef, Tensor]] = {}
-        self._unread: dict[int, int] = {}  # first suspects in storages that nothing has read
-        self._prune_at = 1024
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The labels of a tensor's elements; None if nothing seen wrote it."""
@@ -439,10 +428,7 @@ class Flow:
             value = stored(tensor)
             storage = value.untyped_storage()
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._unread.pop(ref.cdata, None)
             new = torch.as_tensor(labels, dtype=torch.int32, device=value.device)
-            if (first := first_of(new)) > MEANT:
-                self._unread[ref.cdata] = first
             table = self._labels.get(ref.cdata, (None, None))[1]
             elements = storage.nbytes() // value.element_size()
             if not new.dim() and (table is None or value.numel() == elements):
@@ -454,34 +440,13 @@ class Flow:
                 view = table.as_strided(value.shape, value.stride(), int(value.storage_offset()))
                 view.copy_(new.unsqueeze(-1) if new.dim() and tensor.is_complex() else new)
             self._labels[ref.cdata] = ref, table
-        if len(self._labels) > self._prune_at:
-            self._prune()
-
-    def read(self, tensors: Iterable[Tensor]) -> None:
-        """An operation has read these."""
-        for tensor in tensors:
-            self._unread.pop(storage_key(tensor), None)
-
-    def _prune(self) -> None:
-        for key, (ref, _) in list(self._labels.items()):
-            if key not in self._unread and ref.expired():  # type: ignore[no-untyped-call]
-                del self._labels[key]
-        self._prune_at = 1024 + 2 * len(self._labels)
-
-    @property
-    def unread(self) -> int:
-        """The first suspect of values that nothing has read; 0 if there is none."""
-        return min(self._unread.values(), default=0)
-
-    def first_in(self, tensor: Tensor) -> int | None:
-        """The label of the first suspect of a tensor's NaN and infinities; None: has none."""
-        labels = self.of(tensor)
-        if labels is None or is_finite(stored(tensor)):
-            return None
-        return first_of(labels[not_finite(tensor)])
+        if len(self._labels) % 1024 == 0:
+            rows = self._labels.items()
+            self._labels = {k: row for k, row in rows if not row[0].expired()}  # type: ignore[no-untyped-call]
 
 
 def first_of(labels: Tensor) -> int:
     """The first suspect among labels; if there is none, the lowest label, or :data:`MEANT`."""
-    found = labels.unique().tolist()
-    return min(found, key=lambda label: (label <= MEANT, label), default=MEANT)
+    suspects = labels[labels > MEANT]
+    found = suspects if suspects.numel() else labels
+    return int(found.min()) if found.numel() else MEANT
