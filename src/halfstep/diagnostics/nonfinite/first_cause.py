@@ -137,10 +137,7 @@ class trace_nonfinite(TorchDispatchMode):
         return self._cause
 
     def _end(self, tensors: Iterable[Tensor]) -> None:
-        """Take the suspect of what should be finite, where it is not, for the cause.
-
-        Where there is none, an infinity that was meant is, since it was not meant for this.
-        """
+        """Take the suspect of what should be finite for the cause, or else a meant infinity."""
         with torch.no_grad():
             broken = [t for t in floating([*tensors]) if not is_finite(stored(t))]
             known = [(label, t) for t in broken if (label := self._flow.of(t)) is not None]
@@ -485,6 +482,9 @@ def search(
         cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
     return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
+
+
+_FEW = 8  # more rows than these are no accident of some samples
 
 
 def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:
