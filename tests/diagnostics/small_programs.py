@@ -285,7 +285,7 @@ FAULTS = [
     Program("lists", lambda m, x: sum(torch._foreach_div([m(x), x], [1.0, 0.0])).mean(), rows(),
             ("aten._foreach_div", POLE, "y / (x + eps)")),
     Program("complex", lambda m, x: torch.complex(m(x), m(x) * 0).log().abs().mean(), zero(4),
-            ("aten.log", POLE, "z + eps"), (4,), no_bias),
+            ("aten.log", POLE, "x + eps"), (4,), no_bias),
     Program("no eps", lambda m, x: m(x).mean(), rows({4: 1}, fill=1.0),
             ("aten.native_layer_norm", "invalid operation", "eps, as to 1e-5"), (),
             lambda: nn.LayerNorm(6, eps=0)),

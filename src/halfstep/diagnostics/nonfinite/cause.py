@@ -159,7 +159,7 @@ def remedy_of(
     if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
         text = OF_OPERATION.get(base, text)
         if form.startswith("complex") and "clamp_min(eps)" in text:  # which torch cannot
-            text = "keep the operand off zero: z + eps"
+            text = REMEDIES["log or division of zero"]
     if not name.startswith("overflow") or name == "overflow of a mask":
         return text
     size = f"{largest.name} is up to {short(largest.largest)}" if largest else "its operand"
