@@ -72,6 +72,7 @@ from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 _TRACING: Any = torch._C._TorchDispatchModeKey.PROXY  # a graph is being traced
+_FEW = 8  # more rows than these are no accident of some samples
 
 
 def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any] = ()) -> Any:
@@ -446,14 +447,12 @@ def search(
     try:
         with undisturbed(model), trace:
             for number, batch in enumerate(batches):
-                if trace.first_cause is not None:
-                    break
-                at = number
-                run(number, batch)
+                if trace.first_cause is None:
+                    at = number
+                    run(number, batch)
     finally:
         clear()
-    cause = trace.first_cause
-    if cause is None:
+    if (cause := trace.first_cause) is None:
         return None
 
     def again(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Cause | None, Any]:
@@ -466,8 +465,7 @@ def search(
             clear()
         return traced.first_cause, result
 
-    of_no_row = cause.cause_class.startswith(("weight", "buffer", "literal", "unwritten"))
-    samples = None if of_no_row else _samples(again, cause, batches[at])
+    samples = _samples(again, cause, batches[at])
     fits: tuple[Any, ...] = ()
     if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
@@ -475,16 +473,16 @@ def search(
             fits = () if unlike else (value,)
     # a loss in fp32 may be that of a single sample, unless these were tried
     told = "" if slower is None else slower(*(() if samples is None else fits))
-    leaves = tree_leaves(batches[at])
-    known = all(isinstance(leaf, Tensor | int | str) for leaf in leaves)
-    fine = known and all(is_finite(stored(tensor)) for tensor in floating(leaves))
-    if cause.cause_class == "data not finite" and fine:
+    if cause.cause_class == "data not finite" and _all_finite(batches[at]):
         cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
     return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
 
 
-_FEW = 8  # more rows than these are no accident of some samples
+def _all_finite(batch: Any) -> bool:
+    leaves = tree_leaves(batch)
+    known = all(isinstance(leaf, Tensor | int | str) for leaf in leaves)
+    return known and all(is_finite(stored(tensor)) for tensor in floating(leaves))
 
 
 def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:
@@ -494,7 +492,8 @@ def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int
     another reason: a deviation of one row, or a class without any.
     """
     tables = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    if len({len(table) for table in tables}) != 1:
+    of_no_row = cause.cause_class.startswith(("weight", "buffer", "literal", "unwritten"))
+    if of_no_row or len({len(table) for table in tables}) != 1:
         return None
     fine: list[int] = []
 
