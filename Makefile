@@ -29,7 +29,9 @@ test test-unit test-all test-slow test-strangers test-without-bf16 test-distribu
 
 demo:
 	@VENV=$(VENV) scripts/setup-venv.sh train plot
-	@$(BIN)/halfstep demo
+	@for each in fp32 auto fp16-mixed; do \
+	  $(BIN)/halfstep train --max-steps 80 --warmup-steps 5 --precision $$each --output-dir runs/demo-$$each; \
+	done; $(BIN)/halfstep report runs/demo-*
 
 test:
 	@VENV=$(VENV) scripts/setup-venv.sh test

@@ -20,7 +20,7 @@ from typing import Any
 from figures import fonts_of, standalone_svg
 from halfstep import parse_policy
 from halfstep.precision.explain import bytes_per_parameter
-from halfstep.report.figures import (
+from halfstep.report.page import (
     COLOURS,
     GRID,
     INK,

@@ -19,7 +19,8 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from halfstep.trainer.config.run import ScheduleConfig
-from halfstep.trainer.data.config import LabelledConfig, LabelledTexts
+from halfstep.trainer.data.batches import LabelledTexts
+from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import read_labelled
 from halfstep.trainer.step import learning_rate
 

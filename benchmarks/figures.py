@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from halfstep.report.figures import GRID, INK, PAPER
+from halfstep.report.page import GRID, INK, PAPER
 
 # A picture that stands alone is a white card, which is read on light and on dark pages alike.
 _ALONE = {INK: "#24292f", PAPER: "#ffffff", GRID: "#d8dee4"}

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 import docstring_data
 from common import save, summary
 from english_encoder import pretrained_folder
-from halfstep.trainer.config.use import Use
+from halfstep.trainer.config.tasks import Use
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import read_labelled
 from halfstep.trainer.run import run_config

@@ -24,7 +24,7 @@ from scipy import stats
 from charts import TEXTS, Say
 from common import RESULTS
 from figures import fonts_of, standalone_svg
-from halfstep.report.figures import GRID, INK, PAPER, new_figure
+from halfstep.report.page import GRID, INK, PAPER, new_figure
 from recipes import KEPT, LAST, LINEARS, POLICIES
 
 STUDIES = [RESULTS / f"recipes-{text}.json" for text in ("tinyshakespeare", "standard-library")]

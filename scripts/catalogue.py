@@ -14,14 +14,21 @@ from babel.messages.extract import extract_from_dir
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
-from halfstep.diagnostics.nonfinite.cause import OF_OPERATION, REMEDIES, remedy_of
+from halfstep.diagnostics.health import WORDS
+from halfstep.diagnostics.nonfinite.cause import OF_OPERATION, REMEDIES
 
 REPORT = Path(__file__).parents[1] / "src/halfstep/report"
 PO = REPORT / "locale/zh/LC_MESSAGES/halfstep.po"
 MO = PO.with_suffix(".mo")
 METHODS = [("**.py", "python"), ("templates/**.j2", "jinja2")]
-WIDER = [remedy_of(name, "fp16") for name in REMEDIES]
-QUOTED = (*REMEDIES, *REMEDIES.values(), *OF_OPERATION.values(), *WIDER)
+WITH_FIGURES = (
+    " is up to ", ": ", "its operand",
+    "clamp or scale down what it reads", "clamp the argument", "reload or shrink the weight",
+    "scale the loss down, or clamp what this operation reads",
+)  # fmt: skip
+QUOTED = (
+    *REMEDIES, *REMEDIES.values(), *OF_OPERATION.values(), *WITH_FIGURES, *WORDS.values()
+)  # fmt: skip
 """What other packages say and a page translates."""
 
 

@@ -5,11 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-from halfstep import watch
-from halfstep.diagnostics.metrics import MetricsFile, keep_lines
-from halfstep.diagnostics.statistics.numerics import StepNumerics
+from halfstep.diagnostics.metrics import keep_lines
 from halfstep.errors import CheckpointError
 from halfstep.files import write_whole
 
@@ -53,16 +50,5 @@ def test_a_resume_on_a_full_disk_loses_no_line(tmp_path, full_disk):
     with path.open("w") as file:
         file.write("\n".join(LINES))
     with pytest.raises(CheckpointError, match="No space"):
-        MetricsFile(path, 5)
+        keep_lines(path, 5)
     assert path.read_text().splitlines() == LINES
-
-
-def test_a_watch_that_goes_on_with_a_file_loses_no_line(tmp_path, full_disk):
-    path = tmp_path / "numerics.jsonl"
-    step = {"applied": True, "loss_scale": 1.0, "policy": "", "tensors": ()}
-    lines = [StepNumerics(step=n, **step).to_json() for n in (1, 2, 4)]
-    with path.open("w") as file:
-        file.write("\n".join(lines))
-    with pytest.raises(CheckpointError, match="No space"):
-        watch(nn.Linear(2, 1), every=2, to=path, start=2).__enter__()
-    assert path.read_text().splitlines() == lines

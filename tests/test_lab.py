@@ -222,16 +222,6 @@ def test_an_experiment_says_what_it_does_and_finds_what_is_true(name, lang, tmp_
         assert bool(re.search(">[^<]*[\u4e00-\u9fff]", svg)) == (suffix == ".zh")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_notebook_has_the_cells_of_the_script(name):
-    script = jupytext.read(LAB / f"{name}.py")
-    book = jupytext.reads(jupytext.writes(script, fmt="ipynb"), fmt="ipynb")
-    assert [cell.source for cell in book.cells] == [cell.source for cell in script.cells]
-    words = [cell for cell in script.cells if cell.cell_type == "markdown"]
-    assert [cell.metadata["lang"] for cell in words] == ["en", "zh", "en", "zh"]
-    assert script.cells[-3].source.splitlines()[-1].startswith("lab.figure(draw, ")
-
-
 def test_a_notebook_shows_the_figure(monkeypatch):
     monkeypatch.syspath_prepend(str(LAB))
     monkeypatch.setitem(sys.modules, "ipykernel", sys)

@@ -14,7 +14,7 @@ from tests.docs.blocks import reader
 
 import halfstep
 from every import every
-from halfstep.cli.grammar import read_words
+from halfstep.cli.commands import read_words
 from halfstep.precision.explain import bytes_per_parameter
 from halfstep.precision.policy.policy import ALIASES, POLICIES
 

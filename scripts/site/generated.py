@@ -8,10 +8,11 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from functools import cache
+from inspect import getdoc
 from pathlib import Path
 from typing import get_args, get_origin
 
-from halfstep.cli import grammar
+from halfstep.cli import commands as grammar
 from halfstep.cli.commands import COMMANDS, Start
 from halfstep.report import LANGUAGES as LANGUAGES
 from halfstep.trainer.config.run import BaseConfig
@@ -39,7 +40,7 @@ def commands(language: str) -> str:
     parts = [f"# {words['commands']}", words["commands_text"]]
     for name, kind in COMMANDS.items():
         parts.append(f"## halfstep {name} {{: #{name.replace(' ', '-')} }}")
-        parts.append(plain(grammar.purpose(kind)))
+        parts.append(plain(getdoc(kind)))
         runs = issubclass(kind, BaseConfig)
         options = list(grammar.leaves(Start if runs else kind))
         rows = [_row(one, _spelling(one), language) for one in options]

@@ -3,8 +3,8 @@
 from . import distributed as distributed, formats as formats, optim as optim
 from .diagnostics.estimate import estimate as estimate
 from .diagnostics.health import LayerHealth as LayerHealth
+from .diagnostics.lost_updates import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.memory import MemoryMeter as MemoryMeter
-from .diagnostics.meter import LostUpdateMeter as LostUpdateMeter
 from .diagnostics.nonfinite.cause import Cause as Cause
 from .diagnostics.nonfinite.first_cause import (
     first_cause as first_cause,

@@ -1,8 +1,8 @@
 """Every error that halfstep raises on purpose.
 
 Each message says in one line what is wrong, what was found, what is allowed and what to do; that of
-a NaN has four: the loss, its first cause, what to do, what to type. The command line leaves with
-the class's ``exit_code``; a library user catches :class:`HalfstepError` or one of its children.
+a NaN has up to four. The command line leaves with the class's ``exit_code``; a library user catches
+:class:`HalfstepError` or one of its children.
 """
 
 from __future__ import annotations
@@ -42,7 +42,29 @@ class CheckpointError(HalfstepError, RuntimeError):
     """A checkpoint or model folder that is damaged, foreign, incompatible or cannot be written."""
 
 
-class NonFiniteError(HalfstepError, ArithmeticError):
+class _Stopped(HalfstepError, ArithmeticError):
+    """What stops a run; its text has up to four lines, of which the last says what to type."""
+
+    exit_code = 3
+    first_cause: Any = None
+    to_do = typed = ""
+
+    def __init__(self, message: str, *, cause: str, parameters: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.cause, self.parameters = cause, parameters
+
+    def __str__(self) -> str:
+        found = self.first_cause
+        first, to_do = (found.summary, found.remedy) if found else ("", self.to_do)
+        lines = {"first cause": first, "to do": to_do, "try": self.typed}
+        return "\n".join([*self.args, *(f"{key}: {line}" for key, line in lines.items() if line)])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
+        return partial(type(self), cause=self.cause, parameters=self.parameters), (str(self),)
+
+
+class NonFiniteError(_Stopped):
     """A run stopped because a value overflowed or became NaN and continuing could not help.
 
     Attributes:
@@ -51,39 +73,16 @@ class NonFiniteError(HalfstepError, ArithmeticError):
             ``"weights"`` (a checkpoint was about to be written from them).
         parameters: Names of the parameters whose gradients were not finite, as far as known.
         first_cause: The :class:`halfstep.Cause`, where the step was run again to find it, else
-            None. It does not travel to another process; the message holds its line.
+            None. It does not travel to another process; the text holds its line.
     """
 
-    exit_code = 3
 
-    def __init__(self, message: str, *, cause: str, parameters: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.cause = cause
-        self.parameters = parameters
-        self.first_cause: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the keyword arguments, so that a worker process can send it to its parent."""
-        kept = partial(type(self), cause=self.cause, parameters=self.parameters)
-        return kept, self.args
-
-
-class SpikeError(HalfstepError, ArithmeticError):
+class SpikeError(_Stopped):
     """A run stopped because a finite loss or gradient norm was far above those of the steps before.
 
     Attributes:
         cause: ``"loss_spike"`` or ``"gradient_spike"``, by which of the two was further out.
     """
-
-    exit_code = 3
-
-    def __init__(self, message: str, *, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle with the keyword argument, as :class:`NonFiniteError` does."""
-        return partial(type(self), cause=self.cause), self.args
 
 
 class PeerError(HalfstepError, RuntimeError):

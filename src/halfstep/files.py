@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from halfstep.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-_HASHED = 16 << 20  # bytes hashed at once; hashlib releases the GIL meanwhile
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -45,7 +43,6 @@ def sync_folder(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file with one JSON object, in which no key occurs twice; or raise CheckpointError."""
-    require_plain(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
@@ -55,35 +52,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def require_plain(path: Path) -> None:
-    """Refuse anything but a regular file: a link leads elsewhere, reading a pipe waits for ever.
-
-    Raises:
-        CheckpointError: If the path is a symbolic link, a folder, a pipe, a socket or a device.
-    """
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if stat.S_ISLNK(mode):
-        raise CheckpointError(
-            f"{path}: is a symbolic link; checkpoints and captures are read from plain files of "
-            "their own folder only: copy the file there"
-        )
-    if not stat.S_ISREG(mode):
-        raise CheckpointError(
-            f"{path}: is not a regular file; checkpoints and captures are read from plain files "
-            f"only. Remove {path.parent} to go on from the checkpoint before it"
-        )
-
-
 def require_sha256(path: Path, expected: str) -> None:
     """Refuse a file whose SHA-256 differs from the manifest's.
 
     Raises:
         CheckpointError: Naming the file.
     """
-    require_plain(path)
     try:
         actual = sha256(path)
     except OSError as error:
@@ -97,12 +71,8 @@ def require_sha256(path: Path, expected: str) -> None:
 
 def sha256(path: Path) -> str:
     """Compute a file's SHA-256 as hex digits."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(_HASHED, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(folder: Path) -> None:

@@ -23,23 +23,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "halfstep"
 BUDGET = Path(__file__).with_name("budget.toml")
-TARGETS = {
-    "lines.total": "33,000",
-    "statements.total": "17,500",
-    "source.files": "180",
-    "source.toml_lines": "400",
-    "source.cpp_lines": "1,850",
-    "source.one_importer": "fewer than 20",
-    "source.functions_over_50_lines": "0",
-    "source.public_names": "40",
-    "tests.lines": "40,000",
-    "step_mixed.files": "8",
-    "step_mixed.calls": "250",
-    "step_split.files": "10",
-    "step_split.calls": "300",
-    "train.modules": "90",
-    "train.parses": "1",
-}
 Figures = dict[str, dict[str, int]]
 
 
@@ -254,8 +237,6 @@ def write(figures: Figures, budget: Figures) -> None:
         elsewhere = budget.get(table, {}) if table.startswith("step") else {}
         text += f"\n[{table}]\n"
         for name, number in sorted((elsewhere | values).items(), key=lambda item: item[0]):
-            target = TARGETS.get(f"{table}.{name}")
-            text += f"# to reach: {target}\n" if target else ""
             text += f"{name} = {number}\n"
     BUDGET.write_text(text, encoding="utf-8")
 

@@ -48,8 +48,8 @@ OPTIONAL = {
     ("integrations/lightning.py", "lightning.pytorch.plugins"),
     ("integrations/lightning.py", "lightning.pytorch.trainer.states"),
     ("integrations/lightning.py", "lightning.pytorch.utilities"),
-    ("report/figures.py", "matplotlib.figure"),
-    ("report/figures.py", "matplotlib"),
+    ("report/page.py", "matplotlib.figure"),
+    ("report/page.py", "matplotlib"),
     (
         "optim/kernels/cuda.py",
         "halfstep.optim.kernels.triton_kernels",

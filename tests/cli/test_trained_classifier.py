@@ -90,7 +90,7 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
         assert label == NAMES[row.argmax()]
         # other neighbours, other padding
         assert probability == pytest.approx(row.max(), rel=1e-5)
-    assert len({label for _, label, _ in found}) > 1
+    assert len({round(probability, 4) for _, _, probability in found}) > 9  # so order shows
     assert list(predictor.classify([], 3)) == []
     read = []
 
@@ -103,14 +103,9 @@ def test_order_is_kept_and_texts_are_read_as_they_are_needed(runs):
     assert len(read) <= 64
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
-def test_every_input_gives_every_text_unchanged(runs, tmp_path, predict, kind):
-    file, out = tmp_path / f"in.{kind}", tmp_path / "out.jsonl"
-    if kind == "csv":
-        write_csv(file, [(t, "x") for t in UNICODE])
-    else:
-        lines = UNICODE if kind == "txt" else [json.dumps({"text": t}) for t in UNICODE]
-        file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+def test_a_file_and_a_stream_give_every_text_unchanged(runs, tmp_path, predict):
+    file, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    file.write_text("".join(f"{line}\n" for line in UNICODE), "utf-8")
     expected = list(opened(runs["scratch"]).classify(UNICODE, 64))
     done = predict("--run", runs["scratch"], "--input", file, "--output", out)
     assert done == (0, f"Labels of 4 texts written: {out}\n", "")

@@ -183,7 +183,7 @@ def images(model=None, optimizer=None, rows=lambda i: 16) -> Program:
     return steps(net, loss, optimizer and optimizer(net.parameters()))
 
 
-def regression(scale=lambda i: 1.0, model=None, truth=None) -> Program:
+def regression(scale=lambda i: 1.0, model=None, truth=None, rate=1e-3) -> Program:
     net, g = model or mlp(8, 32, 32, 32, 1), torch.Generator().manual_seed(0)
     w = torch.randn(8, generator=g)
     truth = truth or (lambda x: (x @ w).sin())
@@ -192,7 +192,7 @@ def regression(scale=lambda i: 1.0, model=None, truth=None) -> Program:
         x = torch.randn(32, 8, generator=g) * scale(i)
         return (net(x)[:, 0] - truth(x)).square().mean()
 
-    return steps(net, loss)
+    return steps(net, loss, torch.optim.AdamW(net.parameters(), rate))
 
 
 def gan() -> Program:
@@ -247,16 +247,21 @@ def autoencoder() -> Program:
     return steps(net, loss)
 
 
-def diffusion() -> Program:
-    net, g = mlp(3, 64, 64, 64, 2, act=nn.SiLU), torch.Generator().manual_seed(0)
+class Gated(nn.Module):
+    """A residual branch whose gain, a parameter, begins at 0."""
 
-    def loss(i: int) -> Tensor:
-        angle, t = torch.rand(64, 1, generator=g) * 6.28, torch.rand(64, 1, generator=g)
-        noise = torch.randn(64, 2, generator=g)
-        x = (1 - t).sqrt() * torch.cat([angle.cos(), angle.sin()], 1) + t.sqrt() * noise
-        return (net(torch.cat([x, t], 1)) - noise).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.gain = mlp(16, 32, 16), nn.Parameter(torch.zeros(1))
 
-    return steps(net, loss)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.branch(x)
+
+
+def gated() -> Program:
+    net = nn.Sequential(nn.Linear(8, 16), *(Gated() for _ in range(6)), nn.Linear(16, 1))
+    truth = lambda x: x[:, 0] * x[:, 1]  # noqa: E731
+    return regression(model=net, truth=truth, rate=3e-3)
 
 
 def pinn() -> Program:
@@ -356,7 +361,7 @@ HEALTHY: dict[str, Callable[[], Program]] = {
     "curriculum of length": lambda: language(sizes=lambda i: (8, 4 if i < 150 else 32)),
     "batch size": lambda: images(Convolutions(), sgd(0.02), lambda i: 2 if i < 150 else 64),
     "VAE": autoencoder,
-    "diffusion": diffusion,
+    "gains from 0": gated,
     "PINN": pinn,
     "contrastive": contrastive,
     "LoRA": lora,

@@ -20,11 +20,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 ROWS = 4
-INF = math.inf
 
 
 def gpt() -> nn.Module:
@@ -107,12 +106,9 @@ class Fault:
     name: str
     model: str
     """Key of ``MAKERS``."""
-    plant: Callable[[nn.Module, dict[str, torch.Tensor]], None]
-    cause_class: str
-    op: str
-    """The beginning of the operation's name."""
-    remedy: str
-    """Words of the remedy."""
+    plant: Callable[[Any, dict[str, torch.Tensor]], None]
+    told: tuple[str, str, str]
+    """Beginning of the operation's name, class, and words of the remedy."""
     module: str | None = None
     """The module; None: not checked."""
     policy: str = "fp16-mixed"
@@ -120,63 +116,29 @@ class Fault:
     samples: tuple[int, ...] = ()
 
 
-@torch.no_grad()
-def fill(parameter: torch.Tensor, value: float) -> None:
-    parameter.fill_(value)
-
-
-def scaled(path: str, factor: float) -> Callable[[nn.Module, Any], None]:
-    """Multiply one parameter."""
+def filled(values: dict[str, float]) -> Callable[[nn.Module, Any], None]:
+    """Fill parameters."""
 
     @torch.no_grad()
-    def plant(model: nn.Module, batch: Any) -> None:
-        model.get_parameter(path).mul_(factor)
-
-    return plant
-
-
-def filled(**values: float) -> Callable[[nn.Module, Any], None]:
-    """Fill parameters, whose dots are written as two underscores."""
-
     def plant(model: nn.Module, batch: Any) -> None:
         for path, value in values.items():
-            fill(model.get_parameter(path.replace("__", ".")), value)
+            model.get_parameter(path).fill_(value)
 
     return plant
 
 
-def both(*plants: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    def plant(model: nn.Module, batch: Any) -> None:
-        for each in plants:
-            each(model, batch)
-
-    return plant
+@torch.no_grad()
+def nan_weight(model: nn.Module, batch: Any) -> None:
+    model.get_parameter("model.layers.0.self_attn.v_proj.weight").view(-1)[3] = math.nan
 
 
-def nan_in(path: str) -> Callable[[nn.Module, Any], None]:
-    @torch.no_grad()
-    def plant(model: nn.Module, batch: Any) -> None:
-        model.get_parameter(path).view(-1)[3] = math.nan
-
-    return plant
-
-
-def broken_pixel(row: int, value: float = math.nan) -> Callable[[nn.Module, Any], None]:
-    def plant(model: nn.Module, batch: Any) -> None:
-        batch["pixel_values"][row, 1, 2, 3] = value
-
-    return plant
-
-
-def mask_twice(model: nn.Module, batch: Any) -> None:
+def mask_twice(model: Any, batch: Any) -> None:
     """Add the additive mask of the lowest number twice, in every layer; mask all of row 1."""
     batch["attention_mask"][1] = 0
 
     def double(module: nn.Module, args: Any, kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
-        if mask is None:
-            return args, kwargs
-        return args, {**kwargs, "attention_mask": mask + mask}
+        return args, kwargs if mask is None else {**kwargs, "attention_mask": mask + mask}
 
     for layer in model.bert.encoder.layer:
         layer.attention.self.register_forward_pre_hook(double, with_kwargs=True)
@@ -194,58 +156,25 @@ class NoBackward(torch.autograd.Function):
         return grad / 0
 
 
-def through(function: Any) -> Callable[[nn.Module, Any], None]:
-    """Let the classifier's input pass through an autograd function."""
-
-    def plant(model: nn.Module, batch: Any) -> None:
-        layer = model.classifier
-        layer.register_forward_pre_hook(lambda m, args: (function.apply(args[0]),))
-
-    return plant
+def own_backward(model: Any, batch: Any) -> None:
+    model.classifier.register_forward_pre_hook(lambda m, args: (NoBackward.apply(args[0]),))
 
 
-PRODUCT = "scale an operand down before the matmul"
-SCORES = "q = q * head_dim ** -0.5"
-SUM = "x.float() + y.float()"
-
-
+ATTENTION = "bert.encoder.layer.0.attention.self"
 FAULTS = [
-    # overflow in the output of an MLP
-    Fault("gpt-mlp", "gpt",
-          filled(layers__1__mlp__up__bias=2e4, layers__1__mlp__down__weight=1.0),
-          "overflow in a matmul", "aten.", PRODUCT, "layers.1.mlp.down"),
-    Fault("bert-mlp", "bert",
-          filled(bert__encoder__layer__1__intermediate__dense__bias=2e4,
-                 bert__encoder__layer__1__output__dense__weight=1.0),
-          "overflow in a matmul", "aten.addmm", PRODUCT, "bert.encoder.layer.1.output.dense"),
-    Fault("llama-gate", "llama",
-          both(scaled("model.layers.1.mlp.gate_proj.weight", 1e5),
-               scaled("model.layers.1.mlp.up_proj.weight", 1e5)),
-          "overflow", "aten.mul", "x.float()", "model.layers.1.mlp"),
-    # overflow in a residual sum
     Fault("gpt-residual", "gpt",
-          filled(layers__0__mlp__down__bias=4e4, layers__1__attn__proj__bias=4e4),
-          "overflow in a sum", "aten.add", SUM, "layers.1", "fp16-master"),
-    # overflow in attention scores
+          filled({"layers.0.mlp.down.bias": 4e4, "layers.1.attn.proj.bias": 4e4}),
+          ("aten.add", "overflow in a sum", "x.float() + y.float()"), "layers.1", "fp16-master"),
     Fault("bert-scores", "bert",
-          filled(bert__encoder__layer__0__attention__self__query__bias=1e3,
-                 bert__encoder__layer__0__attention__self__key__bias=1e3),
-          "overflow in a matmul", "aten.bmm", SCORES,
-          "bert.encoder.layer.0.attention.self"),
-    Fault("gpt-fused-loss", "gpt",
-          both(scaled("wte.weight", 50), filled(final_norm__weight=1e4)),
-          "overflow in a matmul", "aten.mm", PRODUCT),
-    Fault("vit-nan-pixel", "vit", broken_pixel(2), "data not finite", "aten.",
-          "torch.nan_to_num(x)", None, "bf16-mixed", samples=(2,)),
-    Fault("vit-large-pixel", "vit", broken_pixel(3, 1e6), "overflow in a cast", "aten._to_copy",
-          "clamp before the cast", None, samples=(3,)),
-    Fault("llama-nan-weight", "llama", nan_in("model.layers.0.self_attn.v_proj.weight"),
-          "weight not finite", "aten.", "go back to a checkpoint",
+          filled({f"{ATTENTION}.query.bias": 1e3, f"{ATTENTION}.key.bias": 1e3}),
+          ("aten.bmm", "overflow in a matmul", "q = q * head_dim ** -0.5"), ATTENTION),
+    Fault("llama-nan-weight", "llama", nan_weight,
+          ("aten.", "weight not finite", "go back to a checkpoint"),
           "model.layers.0.self_attn.v_proj", "bf16-mixed"),
-    # masks
-    Fault("bert-mask-twice", "bert", mask_twice, "overflow of a mask", "aten.add",
-          "add the mask once", None, "bf16-mixed", samples=(1,)),
-    # the backward
-    Fault("vit-own-backward", "vit", through(NoBackward), "own autograd.Function", "aten.div",
-          "gradcheck", "classifier", "bf16-mixed", direction="backward"),
+    Fault("bert-mask-twice", "bert", mask_twice,
+          ("aten.add", "overflow of a mask", "add the mask once"), None, "bf16-mixed",
+          samples=(1,)),
+    Fault("vit-own-backward", "vit", own_backward,
+          ("aten.div", "own autograd.Function", "gradcheck"), "classifier", "bf16-mixed",
+          direction="backward"),
 ]  # fmt: skip

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 INF, NAN = math.inf, math.nan
 EXP = ("aten.exp", "overflow", "x.clamp(max=88.7)")
-DATA = ("data not finite", "nan_to_num")
+DATA = ("data not finite", "leave these rows out")
 WEIGHT = ("aten._to_copy", "overflow in a cast", "shrink the weight")
 POLE = "log or division of zero"
 NONE = ("", "", "")
@@ -52,13 +51,6 @@ def zero(row: int, *shape: int) -> Tensor:
     return x
 
 
-class Equalised(nn.Linear):
-    """StyleGAN: weights of unit variance, scaled where they are used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight * 22 / math.sqrt(self.in_features), self.bias)
-
-
 def large(model: nn.Module, path: str, factor: float, *, one: bool = False) -> nn.Module:
     """Multiply a weight, or set its first number."""
     with torch.no_grad():
@@ -78,15 +70,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 1, 3))
-
-
-def tables() -> nn.Module:
-    """DLRM, at torch's own initialisation."""
-    return nn.ModuleList([*(nn.EmbeddingBag(50, 128) for _ in range(3)), nn.Linear(128, 1)])
-
-
 def no_bias() -> nn.Module:
     return nn.Linear(6, 6, bias=False)
 
@@ -97,11 +80,6 @@ def pooled(x: Tensor, keep: Tensor) -> Tensor:
 
 def attend(q: Tensor, mask: Tensor | float = 0.0) -> Tensor:
     return ((q @ q.transpose(-1, -2) + mask).softmax(-1) @ q).float().mean()
-
-
-def vae(model: Any, x: Tensor) -> Tensor:
-    mean, log_var = (model(x) + x[:, :1]).chunk(2, -1)
-    return (log_var.exp() + mean.square() - 1 - log_var).sum(-1).mean()
 
 
 def broken_norm() -> nn.Module:
@@ -181,11 +159,6 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4], [5, 5, 5, 5, 5]])
 
 FAULTS = [
     # overflows
-    Program("equalised learning rate", lambda m, x: (m(x) * x[:, :1].exp()).mean(),
-            rows({5: 100}), EXP, (5,), lambda: nn.Sequential(Equalised(6, 64), Equalised(64, 1))),
-    Program("embedding bags",
-            lambda m, b: (m[3](sum(t(b[0]) for t in m[:3])) * b[1].exp()).mean(),
-            (torch.arange(24).view(8, 3), rows({5: 100}, 1)), EXP, (5,), tables),
     Program("Fourier features", lambda m, x: (m((x * 16).sin()) + x.exp()).mean(),
             rows({5: 1e3}), EXP, (5,), lambda: large(nn.Linear(6, 6), "weight", 50)),
     Program("messages of a graph",
@@ -193,16 +166,12 @@ FAULTS = [
             (rows(fill=3e38), EDGES), ("aten.index_add", "overflow in a sum", "scale down")),
     Program("a weight of a down projection", lambda m, x: m(x).square().mean(), rows(), WEIGHT,
             (), lambda: large(net(), "2.weight", 4e6, one=True), "2", "fp16-mixed"),
-    Program("a weight of a convolution", lambda m, x: m(x).square().mean(), rows(None, 3, 8, 8),
-            WEIGHT, (), lambda: large(convolutions(), "2.weight", 4e6, one=True), "2",
-            "fp16-mixed"),
     Program("a large feature", lambda m, x: m(x).square().mean(), rows({5: 1e6}),
             ("aten._to_copy", "overflow in a cast", "x.clamp(-m, m)"), (5,), policy="fp16-mixed"),
     Program("a cast by hand", by_hand, rows({3: 1e6}),
             ("aten._to_copy", "overflow in a cast", "x.clamp(-m, m)"), (3,)),
     Program("ratio of PPO", lambda m, b: ((m(b[0]) - b[1]).exp() * b[0]).mean(),
             (rows(), rows({2: -200}, 1)), EXP, (2,)),
-    Program("variance of a VAE", vae, rows({2: 120}), EXP, (2,)),
     Program("exp in fp16", lambda m, x: (m(x) + x[:, :1]).half().exp().float().mean(),
             rows({2: 13}), ("aten.exp", "overflow", "x.clamp(max=11.09)"), (2,)),
     Program("cumulative product", lambda m, x: m(x.cumprod(-1)).mean(), LARGE_4,
@@ -216,13 +185,9 @@ FAULTS = [
     Program("one layer of six", lambda m, x: m(x * 1e4).square().mean(), rows(None, 16),
             ("aten.addmm", "overflow in a matmul", "shrink the weight"), (),
             lambda: large(six(), "4.weight", 1e38), "4"),
-    Program("one layer of six in fp16", lambda m, x: m(x).square().mean(), rows(None, 16), WEIGHT,
-            (), lambda: large(six(), "4.weight", 3e6), "4", "fp16-mixed"),
     Program("scores in fp16", lambda m, x: attend(m(x)), rows(None, 5, 6),
             ("aten.bmm", "overflow in a matmul", "q = q * head_dim"), (),
             lambda: large(nn.Linear(6, 6), "weight", 2e3), policy="fp16-mixed"),
-    Program("checkpointed", lambda m, x: checkpoint(lambda x: m(x.exp()), x, use_reentrant=False)
-            .mean(), rows({2: 100}), EXP, (2,)),
     Program("compiled", compiled, rows({2: 100}), EXP, (2,)),
     Program("recurrent", lambda m, x: (m(x)[0].mean() + x.exp()).mean(), rows({6: 90}, 5, 6), EXP,
             (6,), lambda: nn.LSTM(6, 8, batch_first=True)),
@@ -238,8 +203,6 @@ FAULTS = [
             ("aten._linalg_slogdet", POLE, "singular"), (), lambda: nn.Linear(9, 9)),
     Program("pooled without an element", lambda m, b: pooled(m(b[0]), b[1]).mean(),
             (rows(None, 5, 6), KEEP), ("aten.div", "invalid operation", "clamp_min(1)"), (2,)),
-    Program("all labels ignored", lambda m, b: F.cross_entropy(m(b[0]), b[1]), (rows(), IGNORED),
-            ("aten.nll_loss", "every target is ignored", "ignore_index")),
     Program("all labels ignored, beside a harmless NaN",
             lambda m, b: F.cross_entropy(m(pooled(b[0], b[1]).nan_to_num(0)), b[2]),
             (rows(None, 5, 6), KEEP, IGNORED),
@@ -250,20 +213,18 @@ FAULTS = [
     Program("log of zero in where",
             lambda m, x: torch.where(m(x).abs() > 0, m(x).abs().log(), 0).mean(), zero(4),
             ("aten.log", POLE, "above its pole"), (4,), no_bias),
-    Program("norm of zero", lambda m, x: (m(x) / m(x).norm(dim=-1, keepdim=True)).mean(), zero(4),
-            ("aten.div", "invalid operation", "y / (x + eps)"), (4,), no_bias),
     Program("gradient penalty", penalty, rows(), ("aten.div", POLE, "(x + eps).sqrt()")),
     Program("root of a negative", lambda m, x: (m(x).tanh() + 2 + x[:, :1].clamp_max(0)).sqrt()
             .mean(), rows({3: -9}, fill=0.1), ("aten.sqrt", "invalid operation", "clamp_min(eps)"),
             (3,)),
     Program("angle", lambda m, x: (m(x).tanh() / 2 + x[:, :1]).acos().mean(),
-            rows({3: -9}, fill=0.1), ("aten.acos", "invalid operation", "within -1 and 1"), (3,)),
+            rows({3: -9}, fill=0.1), ("aten.acos", "invalid operation", "within: x.clamp"), (3,)),
     Program("angle of 1", lambda m, x: (x[:, :1].clamp(-1, 1) + m(x) * 0).acos().mean(), rows(),
             ("aten.", POLE, "1 - eps"), (0, 4)),
     Program("deviation of one", lambda m, x: m(x)[:1].std(0).mean(), rows(),
-            ("aten.std", "invalid operation", "variance of one element")),
+            ("aten.std", "invalid operation", "correction=0")),
     Program("mean of nothing", lambda m, x: m(x)[x[:, 0] > 1e9].mean(), rows(),
-            ("aten.mean", "invalid operation", "mean of nothing")),
+            ("aten.mean", "invalid operation", "leave out what is empty")),
     Program("eps of Adam in fp16", adam, rows(),
             ("aten.addcdiv", "eps too small", "raise the optimizer's eps"), (),
             lambda: nn.Linear(6, 6).half()),
@@ -328,21 +289,16 @@ HEALTHY = [
         [
             lambda m, x: m((x * ROW / ROW).nan_to_num(0)).mean(),
             lambda m, x: m(torch.where(x > 0, x.log(), 0)).mean(),
-            lambda m, x: m(torch.where(x > 0, x.sqrt(), 0)).mean(),
             lambda m, x: torch.where(m(x).relu() > 0, m(x).relu().sqrt(), 0).mean(),
             lambda m, x: m(x).mean() + x.log().nanmean().detach().nan_to_num(0),
-            lambda m, x: m(x).masked_fill(UPPER[:, :6], -INF).softmax(-1).mean(),
             lambda m, x: (m(x) @ m(x).t()).masked_fill(UPPER, -INF).softmax(-1).mean(),
             lambda m, x: m((1 / (x * 0)).clamp(-1, 1)).mean(),
-            lambda m, x: m((x * 0).log().exp()).mean(),
-            lambda m, x: m(x)[(x[:, 0] / x[:, 0] == 1)].mean(),
             lambda m, x: m(torch.stack([x, x / 0]).select(0, 0)).mean(),
             lambda m, x: (m(x) * torch.where((x / 0).isfinite(), 0, 1)).mean(),
             lambda m, x: m(x.masked_fill(ROW == 0, -INF).topk(6, 0).values).mean(),
             lambda m, x: m(x).cumsum(0).mean() + (x.exp() * 1e38).argmax(),
             lambda m, x: m(x).logsumexp(-1).mean() + ((x / 0) > 0).sum(),
             lambda m, x: m(torch.cat([x, x * 0 / 0])[:8]).mean(),
-            lambda m, x: m((x.abs() * 1e39).tanh()).mean(),
             lambda m, x: (m(x).relu() + (x.detach() * 0 / 0).nansum()).mean(),
             lambda m, x: m(1 / (1 + (x * 100).exp())).mean(),
             lambda m, x: m((x * 1e30).square().reciprocal()).mean(),
@@ -363,7 +319,6 @@ HEALTHY = [
             lambda m, x: m(torch.where(x.isnan(), 0, x)).mean(),
             lambda m, x: m(x[~x.isnan().any(-1)]).mean(),
             lambda m, x: m((x - x.nanmean(0)).nan_to_num(0)).mean(),
-            lambda m, x: m(x.masked_fill(x.isnan(), 0)).mean(),
             lambda m, x: (m(x.nan_to_num(0)) - x)[~x.isnan()].square().mean(),
             lambda m, x: m(x.index_select(0, torch.tensor([0, 1, 2]))).mean(),
         ]

@@ -68,55 +68,6 @@ def trace_of(function, *args, model=None) -> Cause | None:
     return trace.first_cause
 
 
-class Reading(nn.Module):
-    """fp32 in the model's first step, whatever the policy: a large number for the blocks."""
-
-    def __init__(self, *biases: float) -> None:
-        super().__init__()
-        self.read = nn.Linear(8, 8)
-        self.blocks = Net(*biases)
-
-    def forward(self, x):
-        return self.blocks(self.read(x))
-
-
-# D: an fp16 residual sum that overflows
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
-@pytest.mark.parametrize("outside", [True, False])
-def test_a_residual_sum_in_fp16_is_named_with_its_block(policy, outside):
-    model = Reading(0.0, 32000.0, 0.0)
-    nn.init.constant_(model.read.bias, 41000.0)
-    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    trace = trace_nonfinite(model)
-    if outside:
-        with trace, precision.autocast():
-            model(torch.zeros(4, 8))
-    else:
-        with precision.autocast(), trace:
-            model(torch.zeros(4, 8))
-    cause = trace.first_cause
-    assert (cause.op, cause.kind, cause.direction) == ("aten.add.Tensor", "overflow", "forward")
-    assert (cause.module, cause.class_name) == ("blocks.layers.1", "Block")
-    assert (cause.dtype, cause.inf, cause.nan) == (torch.float16, cause.elements, 0)
-    assert cause.nan + cause.inf == cause.elements
-    stream, branch = cause.inputs
-    # The stream holds 41000 plus what block 0 adds, at most 8 / sqrt(8); the branch 32000 plus that
-    assert stream.largest == pytest.approx(41000, abs=32)  # 32: the gap of fp16 there
-    assert branch.largest == pytest.approx(32000, abs=16)
-    text = str(cause)
-    assert text.startswith("overflow: aten.add.Tensor in fp16, forward of blocks.layers.1 (Block)")
-    assert "test_first_cause.py:" in text.splitlines()[-2]
-    assert text.splitlines()[-1].startswith("  to do: overflow in a sum: add in fp32")
-
-
-# C: a loss that is NaN from the forward on
-
-
-# Kinds
-
 X = torch.tensor([0.0, 3.0])
 
 
@@ -124,14 +75,11 @@ X = torch.tensor([0.0, 3.0])
     ("function", "op", "kind"),
     [
         (lambda: X.half() * 30000, "aten.mul.Tensor", "overflow"),
-        (lambda: X.mul(1e30).square(), "aten.pow.Tensor_Scalar", "overflow"),
         (lambda: (X * 1e6).half(), "aten._to_copy.default", "overflow"),
         (lambda: X.half().mul_(30000), "aten.mul_.Tensor", "overflow"),
         (lambda: torch.empty(2, dtype=torch.half).copy_(X * 1e6), "aten.copy_.default", "overflow"),
         (lambda: torch.full((2,), INF).half().copy_(X * 1e6), "aten.copy_.default", "overflow"),
         (lambda: torch.exp(X * 100, out=torch.empty(2)), "aten.exp.out", "overflow"),
-        (lambda: torch.exp(X * 100, out=torch.full((2,), INF)), "aten.exp.out", "overflow"),
-        (lambda: torch._foreach_mul([X, X], 2e38), "aten._foreach_mul.Scalar", "overflow"),
         (lambda: torch.zeros(2).sub_(1).div_(X), "aten.div_.Tensor", "x / 0 or log 0"),
         (lambda: X / 0, "aten.div.Tensor", "0 / 0 or invalid"),
         (lambda: (X + 1) / 0, "aten.div.Tensor", "x / 0 or log 0"),
@@ -140,20 +88,15 @@ X = torch.tensor([0.0, 3.0])
         (lambda: torch.complex(X, X * 1e30) ** 2, "aten.pow.Tensor_Scalar", "overflow"),
         (lambda: X.log(), "aten.log.default", "x / 0 or log 0"),
         (lambda: 1 / X, "aten.reciprocal.default", "x / 0 or log 0"),
-        (lambda: torch.ones(2) / X, "aten.div.Tensor", "x / 0 or log 0"),
-        (lambda: (torch.ones(2) * 1e20).half() / 1, "aten._to_copy.default", "overflow"),
         (lambda: X / X, "aten.div.Tensor", "0 / 0 or invalid"),
         (lambda: (-X).sqrt(), "aten.sqrt.default", "0 / 0 or invalid"),
         (lambda: X[:0].mean(), "aten.mean.default", "0 / 0 or invalid"),
         (lambda: X * -INF, "aten.mul.Tensor", "inf - inf or 0 * inf"),
         (lambda: torch.full((2,), -INF) - torch.full((2,), -INF), "aten.sub.Tensor", "inf - inf"),
-        (lambda: torch.full((2,), INF) * 0, "aten.mul.Tensor", "inf - inf or 0 * inf"),
         (lambda: X + math.nan, "aten.add.Tensor", "not finite in the input data"),
         (lambda: X + INF, "aten.add.Tensor", "not finite in the input data"),
         (lambda: torch.tensor([1.0, math.nan]) + 1, "aten.add.Tensor", "not finite in the input"),
-        (lambda: X + torch.tensor(INF), "aten.add.Tensor", "not finite in the input data"),
         (lambda: torch.full((2, 2), -INF).softmax(-1), "aten._softmax.default", "fully masked"),
-        (lambda: torch.full((2, 2), -INF).log_softmax(-1), "aten._log_softmax.default", "fully"),
     ],
 )
 def test_kinds(function, op, kind):
@@ -327,24 +270,6 @@ def test_an_overflow_while_gradients_add_up():
     assert (cause.op, cause.direction) == ("aten.add_.Tensor", "backward")
     assert cause.node == "AccumulateGrad of weight"
     assert cause.inputs[0].largest == pytest.approx(3e38)  # before the sum
-
-
-@pytest.mark.parametrize("policy", ["fp16-mixed", "fp16-master"])
-def test_an_overflow_by_the_loss_scale_names_the_simulated_product(policy):
-    """Gradients of 2^16 / 32 fit in fp16; times a weight of 100, 8 of them do not."""
-    model = Net(0.0, 0.0)
-    nn.init.constant_(model.layers[1].fc.weight, 100.0)
-    precision = Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.0))
-    with trace_nonfinite(model) as trace:
-        with precision.autocast():
-            loss = model(torch.randn(4, 8)).mean()
-        assert precision.step(loss).reason in ("overflow", "nan_gradients")
-    cause = trace.first_cause
-    assert (cause.op, cause.kind, cause.dtype) == ("aten.mm.default", "overflow", torch.float16)
-    assert (cause.module, cause.direction) == ("layers.1.fc", "backward")
-    assert cause.node == "AddmmBackward0"
-    assert [i.largest for i in cause.inputs] == [2048.0, 100.0]
-    assert [i.dtype for i in cause.inputs] == [torch.float16] * 2
 
 
 class Again(nn.Module):

@@ -25,9 +25,10 @@ from tests.diagnostics.health_programs import (
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from halfstep import LayerHealth, Precision, PrecisionError, SpikeError
+from halfstep import LayerHealth, NonFiniteError, Precision, SpikeError
+from halfstep.diagnostics.health import _Past
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.models.shapes import GPTConfig
 
 AT = 100  # the step at which a fault begins
 
@@ -281,18 +282,100 @@ def test_a_spike_names_the_layer_that_is_furthest_out():
         assert health.alarms[0].layer == "2"
 
 
+@pytest.mark.parametrize("every", [1, 100])
+@pytest.mark.parametrize("dead", [(4,), (0, 2, 4)])
+def test_a_layer_that_dies_at_once_is_named_where_the_run_ends(every, dead):
+    """If others have died as well, it cannot be told which was first."""
+    model, precision = small()
+    with LayerHealth(model, precision, every=every, tell=str) as health:
+        train(model, precision, 0, 60)
+        for i in dead:
+            model[i].weight.data.mul_(10.0 ** (21 + i))  # the loss is infinite on this very step
+        with pytest.raises(NonFiniteError):
+            train(model, precision, 60, 61)
+    told = [(a.layer, a.quantity, a.since, a.step) for a in health.alarms]
+    assert told == [("4", "weight", 61, 61)] * (len(dead) == 1)
+
+
+@pytest.mark.filterwarnings("ignore:the step is left out")
+def test_a_layer_is_named_on_a_skipped_step_and_once(tmp_path):
+    file = tmp_path / "health.jsonl"
+    model, precision = small(on_nonfinite="skip:9")
+    with LayerHealth(model, precision, every=1, to=file, tell=str) as health:
+        train(model, precision, 0, 60)
+        model[4].weight.data.mul_(1e25)
+        train(model, precision, 60, 64)
+    assert [(a.layer, a.step) for a in health.alarms] == [("4", 61)]
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert (last["step"], last["layers"]) == (64, {})  # no past for a resumed run
+
+
+def test_one_extreme_update_counts_at_once_and_a_batch_does_not():
+    for rate, told in ((0.05, []), (500.0, [("2", "update", 61, 61)])):
+        model, precision = small()
+
+        def wild(step, model, usual=rate < 1):  # the gradient of one layer alone is 1e5 times
+            bias = model[2].bias
+            return 1 + usual * 1e6 * (bias - bias.detach()).sum()
+
+        with LayerHealth(model, precision, every=1, tell=str) as health:
+            train(model, precision, 0, 60)
+            (group,) = precision.optimizers[0].param_groups
+            own = {**group, "params": group["params"][2:3], "lr": rate}
+            group["params"] = group["params"][:2] + group["params"][3:]
+            precision.optimizers[0].param_groups.append(own)
+            train(model, precision, 60, 61, wild)
+        assert [(a.layer, a.quantity, a.since, a.step) for a in health.alarms] == told
+
+
+def test_what_grows_to_what_is_usual_among_layers_is_not_out():
+    for times, out in ((300, False), (30_000, True)):
+        past = _Past("abc")
+        usual = {name: {"update": 1e-2, "activation": 1.0, "weight": 1.0} for name in "abc"}
+        usual["b"] = {quantity: value / 1e3 for quantity, value in usual["b"].items()}
+        for step in range(20):
+            assert not past.judge(step, past.row(usual), applied=True)
+        for quantity, value in usual["b"].items():
+            risen = past.row({**usual, "b": {**usual["b"], quantity: value * times}})
+            assert past._out(risen)[0].any() == out, quantity
+
+
+def test_a_skipped_step_between_does_not_end_what_is_out():
+    past = _Past("abc")
+    usual = {name: {"gradient": 1.0, "weight": 1.0} for name in "abc"}
+    for step in range(20):
+        assert not past.judge(step, past.row(usual), applied=True)
+    found = []
+    for step in range(20, 24):
+        skipped = step == 21
+        rise = {"gradient": math.inf if skipped else 20.0, "weight": 1.0}
+        found += past.judge(step, past.row({**usual, "b": rise}), applied=not skipped)
+    assert [(a.layer, a.quantity, a.since, a.step) for a in found] == [("b", "gradient", 20, 23)]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_where_nothing_was_seen_before_the_end_it_says_so(scaled):
+    torch.manual_seed(0)
+    model = mlp(4, 8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with LayerHealth(model, optimizer, scaler=scaler if scaled else None, every=1) as health:
+        for step in range(1, 41):
+            by = math.nan if (step == 20 and scaled) or step == 40 else 1.0
+            scaler.scale(model(torch.randn(16, 4)).square().mean() * by).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 39:
+                assert str(health) == "no layer has left its own past in 39 steps"
+    assert str(health) == (
+        "no layer was seen to leave its own past before step 40, which was skipped or not finite"
+    )
+
+
 def test_the_first_alarm_warns_once():
     model, precision = small()
     warns = pytest.warns(UserWarning, match="layer health: 2: largest weight")
     with warns as told, LayerHealth(model, precision, every=1):
         train(model, precision, 0, 90, diverge)
     assert len(told) == 1
-
-
-def test_wrong_arguments_are_refused():
-    model, precision = small()
-    for wrong in ({"every": 0}, {"start": -1}, {"scaler": object()}):
-        with pytest.raises(PrecisionError, match="LayerHealth"):
-            LayerHealth(model, precision, **wrong)
-    with pytest.raises(PrecisionError, match=r"allowed: a halfstep.Precision, an optimizer"):
-        LayerHealth(model, 3)

@@ -28,39 +28,26 @@ def made():
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def train(policy, folder, steps, bad, times=300.0, *, parts=1, on_spike="off"):
-    """Train with a Recorder, without one if ``folder`` is None; a bad step has large targets."""
+def train(policy, folder, on_spike):
+    """Train 36 steps of two micro-batches with a Recorder; step 30 has large targets."""
     model, optimizer = made()
     draw = torch.Generator().manual_seed(5)
     precision = Precision(policy, model, optimizer, on_spike=on_spike)
-    recorder = folder and Recorder(precision, folder)
     results = []
-
-    def loop():
-        for step in range(1, steps + 1):
-            for _ in range(parts):
+    with Recorder(precision, folder) as recorder:
+        for step in range(1, 37):
+            for _ in range(2):
                 x = torch.randn(8, 6, generator=draw)
-                y = x.sum(1, keepdim=True) * (times if step == bad else 1)
+                y = x.sum(1, keepdim=True) * (300 if step == 30 else 1)
                 with precision.autocast():
-                    loss = (model(x) - y).square().mean() / parts
+                    loss = (model(x) - y).square().mean() / 2
                 precision.backward(loss)
-            result = precision.step(max_norm=1.0)
-            results.append(recorder.step(result) if recorder else result)
-
-    if recorder:
-        with recorder:
-            loop()
-    else:
-        loop()
-    return precision, results
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+            results.append(recorder.step(precision.step(max_norm=1.0)))
+    return results
 
 
 def test_the_folder_is_what_the_report_reads(tmp_path):
-    _, results = train("bf16-mixed", tmp_path, 36, 30, parts=2, on_spike="skip:4")
+    results = train("bf16-mixed", tmp_path, "skip:4")
     record = read_run(tmp_path)
     assert record.policy == "bf16-mixed"
     assert [line["step"] for line in record.skipped] == [30]
@@ -71,8 +58,9 @@ def test_the_folder_is_what_the_report_reads(tmp_path):
 
 def test_a_stop_writes_the_last_line(tmp_path):
     with pytest.raises(SpikeError):
-        train("fp32", tmp_path, 40, 30, on_spike="stop")
-    assert lines(tmp_path / "metrics.jsonl")[-1]["skip_reason"] in ("loss_spike", "gradient_spike")
+        train("fp32", tmp_path, "stop")
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["skip_reason"] in ("loss_spike", "gradient_spike")
 
 
 @pytest.mark.parametrize("leave", [True, False])

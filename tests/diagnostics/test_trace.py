@@ -13,17 +13,22 @@ from halfstep.optim import AdamW
 from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
 
 
-def traced(name, spec, optimizer=torch.optim.AdamW, steps=1, plant=lambda model: None):
+def traced(name, spec, plant=lambda model: None):
     torch.manual_seed(0)
     model, batch = MAKERS[name](), batch_for(name)
     plant(model)
-    precision = Precision(spec, model, optimizer(model.parameters(), lr=1e-3))
-    for _ in range(steps):
-        with trace(model, precision) as ran:
-            with precision.autocast():
-                loss = loss_of(name, model, batch)
-            precision.step(loss)
-    return ran, model, precision
+    return step_of(spec, model, lambda: loss_of(name, model, batch))
+
+
+def step_of(spec, model, loss, plant=lambda model: None):
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    precision = Precision(spec, model, optimizer)
+    plant(model)
+    with trace(model, precision) as ran:
+        with precision.autocast():
+            value = loss()
+        precision.step(value)
+    return ran
 
 
 def rows(ran, op, direction="forward"):
@@ -34,7 +39,7 @@ def rows(ran, op, direction="forward"):
 @pytest.mark.parametrize("name", [*MAKERS])
 @pytest.mark.parametrize("spec", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master"])
 def test_what_runs_is_what_the_policy_says(name, spec):
-    ran, _, _ = traced(name, spec)
+    ran = traced(name, spec)
     assert ran.differences() == []
     low = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}[spec.partition("-")[0]]
     products = [row for op in ("mm", "addmm", "bmm") for row in rows(ran, op)]
@@ -52,7 +57,7 @@ def test_simulated_products_and_compiled_kernels_show_as_what_they_mean(
     spec, low, native, monkeypatch
 ):
     monkeypatch.setattr(halfstep.precision.casting.autocast, "cpu_has_bf16", lambda: native)
-    ran, _, _ = traced("gpt", spec)
+    ran = traced("gpt", spec)
     (attention,) = {(row.inputs, row.outputs) for row in rows(ran, "attention")}
     assert attention == ((low,) * 3, (low,))
     linears = [row for row in rows(ran, "addmm") if row.class_name == "Linear"]
@@ -81,12 +86,12 @@ def test_an_operation_that_leaves_the_policy_is_named():
     def plant(model):
         model.classifier = Aside(model.classifier)
 
-    ran, _, _ = traced("bert", "bf16-mixed", plant=plant)
+    ran = traced("bert", "bf16-mixed", plant=plant)
     found = ran.differences()
     assert len(found) == 2  # one product forward, two calls backward
     assert all("of classifier (Aside): 2 fp32 -> fp32" in line for line in found)
     assert all(line.endswith("bf16-mixed says bf16") for line in found)
-    ran, _, _ = traced("bert", "bf16-mixed,keep_fp32=classifier*", plant=plant)
+    ran = traced("bert", "bf16-mixed,keep_fp32=classifier*", plant=plant)
     assert ran.differences() == []
 
 
@@ -101,12 +106,8 @@ def test_a_matmul_of_experts_is_one_in_the_compute_dtype(spec):
             offs = torch.tensor([2, len(x)], dtype=torch.int32)
             return nn.functional.grouped_mm(x, self.weight, offs=offs)
 
-    model = Experts()
-    precision = Precision(spec, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with trace(model, precision) as ran:
-        with precision.autocast():
-            loss = model(torch.randn(5, 8)).float().square().mean()
-        precision.step(loss)
+    model, x = Experts(), torch.randn(5, 8)
+    ran = step_of(spec, model, lambda: model(x).float().square().mean())
     low = spec[:4]
     found = {row.inputs for row in ran.operations if row.op == "grouped_mm"}
     assert found == {(low, low)}
@@ -115,11 +116,11 @@ def test_a_matmul_of_experts_is_one_in_the_compute_dtype(spec):
 
 def test_a_golden_file_tells_what_changed(tmp_path):
     golden = tmp_path / "golden.txt"
-    ran, _, _ = traced("gpt", "bf16-mixed")
+    ran = traced("gpt", "bf16-mixed")
     ran.save(golden)
-    again, _, _ = traced("gpt", "bf16-mixed")
+    again = traced("gpt", "bf16-mixed")
     again.check(golden)
-    other, _, _ = traced("gpt", "bf16-mixed,keep_fp32=layers.1.mlp.up")
+    other = traced("gpt", "bf16-mixed,keep_fp32=layers.1.mlp.up")
     with pytest.raises(PrecisionError, match=r"differs from .*golden\.txt in \d+ lines") as error:
         other.check(golden)
     lines = str(error.value).splitlines()[1:]
@@ -168,16 +169,10 @@ def low_bit_model():
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
 
-def traced_below_16_bits(policy, model=None, count=1, plant=lambda model: None, **given):
-    model = low_bit_model() if model is None else model
-    precision = Precision(policy, model, AdamW(model.parameters(), lr=1e-3), **given)
-    plant(model)
-    for _ in range(count):
-        with trace(model, precision) as ran:
-            with precision.autocast():
-                loss = model(torch.randn(32, 64)).square().mean()
-            precision.step(loss)
-    return ran, model, precision
+def traced_below_16_bits(policy, model=None, plant=lambda model: None):
+    model = model or low_bit_model()
+    x = torch.randn(32, 64)
+    return step_of(policy, model, lambda: model(x).square().mean(), plant)
 
 
 def schemes(ran):
@@ -196,7 +191,7 @@ def test_a_trace_shows_what_each_product_below_16_bits_ran_in(scheme, bf16, monk
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 256), nn.Linear(256, 64))
     policy = f"bf16-mixed,rules=2:{scheme}/bf16/{scheme},simulate=yes"
-    ran, _, _ = traced_below_16_bits(policy, model)
+    ran = traced_below_16_bits(policy, model)
     how = f"{scheme} simulated"
     assert schemes(ran) == {("2", "fprop"): how, ("2", "dgrad"): "bf16", ("2", "wgrad"): how}
     assert ran.differences() == []
@@ -208,11 +203,11 @@ def test_a_trace_shows_what_each_product_below_16_bits_ran_in(scheme, bf16, monk
 
 def test_a_layer_that_ran_in_bf16_against_its_recipe_is_a_difference():
     policy = "mxfp8,simulate=yes"
-    ran, _, _ = traced_below_16_bits(policy, plant=lambda m: m[2].__dict__.pop("forward"))
+    ran = traced_below_16_bits(policy, plant=lambda m: m[2].__dict__.pop("forward"))
     found = ran.differences()
     assert len(found) == 2  # forward, and two products backward
     assert all("of 2 (Linear)" in line and line.endswith("says mxfp8") for line in found)
-    ran, _, _ = traced_below_16_bits(policy)
+    ran = traced_below_16_bits(policy)
     assert ran.differences() == []
     (line,) = [x for x in ran.differences("nvfp4,rules=0:mxfp8/mxfp8/nvfp4") if "of 0 " in x]
     assert line.startswith("wgrad in backward of 0 (Linear): 2 mxfp8 simulated -> bf16, 1 call")

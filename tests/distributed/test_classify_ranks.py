@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tests.trainer.classifiers import (
-    SPELLED,
     checkpoint_of,
     classify_config,
     column,
@@ -19,7 +18,7 @@ from tests.trainer.classifiers import (
 
 from halfstep.distributed.world import World
 from halfstep.trainer import loop
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
@@ -56,7 +55,7 @@ def run_here(rank, files, path, overrides):
         if rank:
             patch.setattr(classify_task, "report_table", forbidden)
             patch.setattr("halfstep.trainer.tasks.epochs.new_folder", forbidden)
-            patch.setattr(loop, "MetricsFile", forbidden)
+            patch.setattr(loop, "append_line", forbidden)
         config = with_run_folder(classify_config(files, **overrides), path)
         session = open_session(config, no_progress, world=world)
         folder = world.main_only(lambda: create_run(path, session))
@@ -98,14 +97,13 @@ def metrics_without_layout(path):
     [
         pytest.param("fp32", "scratch:tiny", marks=pytest.mark.slow),
         ("bf16-split", "bert"),
-        (f"{SPELLED['fp16-mixed']},scale=dynamic,init_scale=16777216,growth_interval=3", "bert"),
+        ("params=fp32,compute=fp16,scale=dynamic,init_scale=16777216,growth_interval=3", "bert"),
     ],
 )
 def test_two_ranks_are_two_micro_batches(pool2, files, bert, tmp_path, precision, source):
     overrides = {
         "precision": precision,
         "model__source": bert if source == "bert" else source,
-        "model__dropout": 0.2,
     }
     pool2.run(run_here, files=files, path=tmp_path / "two", overrides=overrides)
     alone(files, tmp_path / "one", **overrides, run__grad_accum=2)

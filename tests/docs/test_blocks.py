@@ -28,7 +28,7 @@ from tests.trainer.classifiers import write_bert
 from tests.trainer.lm_folders import alpaca, save_base, write
 
 from every import every
-from halfstep.cli.grammar import command_of, read_words
+from halfstep.cli.commands import command_of, read_words
 from halfstep.cli.main import main
 
 PAGES = pages()
@@ -238,9 +238,6 @@ SHORT = {
 }
 """What makes a command short: the last of an option that is given twice counts."""
 
-ELSEWHERE = ("ways", "demo", "bench")
-"""Commands whose own tests run them."""
-
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
@@ -283,7 +280,7 @@ LONG = [
     case for case in COMMANDS
     if case.values[1][0] == "halfstep" and not case.values[0].not_run
     and not {"...", "--help", "--version"} & set(case.values[1])
-    and command_of(bare(case.values[1])) not in (*PRINTS, *ELSEWHERE)
+    and command_of(bare(case.values[1])) not in PRINTS
 ]  # fmt: skip
 
 

@@ -21,8 +21,7 @@ from tests.docs.blocks import DOCS, ROOT, pages
 
 import halfstep
 from every import every
-from halfstep.cli.commands import COMMANDS
-from halfstep.cli.grammar import leaves as options_of, option_name, parser_of
+from halfstep.cli.commands import COMMANDS, leaves as options_of, option_name, parser_of
 from halfstep.trainer.config.run import BaseConfig
 
 AWAITED: set[str] = set()

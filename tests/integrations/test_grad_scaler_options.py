@@ -30,7 +30,7 @@ def test_the_scale_never_falls_where_gradients_are_destroyed(options):
     assert scaler.get_scale() == (1.0 if "strict" in options else 2.0**-126)
     assert stopped.cause == "loss_scale_floor"
     assert stopped.parameters == ("first",)
-    assert "overflow (inf) in the gradients of first" in str(stopped)
+    assert "inf in the gradients of first" in str(stopped)
     step(model, optimizer, scaler)
     # SGD, lr 0.1, gradients 1, 2, 3, 4; scaling by a power of two is exact
     assert torch.equal(model.first, torch.tensor([1.0, 1.0]) - 0.1 * torch.tensor([1.0, 2.0]))

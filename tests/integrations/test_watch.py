@@ -90,7 +90,7 @@ def by_lightning(path, **precision):
 def check(loop, path, prefix=""):
     plain, watched = loop(None), loop(path)
     assert all(map(torch.equal, plain.parameters(), watched.parameters()))
-    steps = load_numerics(path).steps
+    steps = load_numerics(path)
     assert [step.step for step in steps] == [1, 2, 4]
     name = f"{prefix}bert.encoder.layer.0.output.dense"
     for step in steps:

@@ -78,7 +78,7 @@ BY_HAND = {
     "gru_cell": (torch.gru_cell, (3, 2), (3, 2), *weights(3)),
     "gumbel_softmax": (F.gumbel_softmax, (3, 4)),
     "gamma": (lambda x: torch._standard_gamma(x.abs() + 0.5), (3,)),
-    "dirichlet": (lambda x: torch._sample_dirichlet(x.abs() + 0.5), (3, 4)),
+    "dirichlet": (lambda x: torch.distributions.Dirichlet(x.abs() + 0.5).rsample(), (3, 4)),
     "bicubic": (lambda x: F.interpolate(x, scale_factor=0.5, mode="bicubic", antialias=True),
                 (1, 1, 6, 6)),
     "interpolate": (lambda x: F.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),

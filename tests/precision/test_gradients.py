@@ -7,11 +7,13 @@ import torch
 
 from halfstep.precision.scaling.gradients import (
     NonFinite,
+    Progress,
     exact_global_norm,
     find_nonfinite,
     global_norm,
     is_finite,
 )
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 
 INF, NAN = math.inf, math.nan
 
@@ -108,3 +110,23 @@ def test_one_element_makes_a_tensor_not_finite(dtype, bad):
         assert is_finite(x)
         x[place] = bad
         assert not is_finite(x)
+
+
+@pytest.mark.parametrize(
+    ("losses", "rose"),
+    [
+        ([6.96, 27, 50], "6.96 at step 1 to 50 at step 3"),
+        ([6.96, 54.4], "6.96 at step 1 to 54.4 at step 2"),
+        ([3.2] * 30 + [3.0, 11.5, 30], "3 at step 31 to 30 at step 33"),
+        ([52, 1476, 1200, 1400], "52 at step 1 to 1400 at step 4"),
+        ([-5, -5.2, -1, 40, 50], "-5.2 at step 2 to 50 at step 5"),
+        ([], ""), ([3.0], ""), ([5, 4, 3, 3.1, 3.2], ""), ([0, 0, 0.1, 0.2], ""),
+        ([3, 2.5, 2.6, 2.4, 2.6, 30], ""), ([3.0, 4.1, 4.4], ""),
+        ([1, -1, 2, -2, 1.5], ""), ([11, 5, 3, 13, 14], ""),
+    ],
+)  # fmt: skip
+def test_a_loss_that_leaves_its_past_is_told_from_noise(losses, rose):
+    progress = Progress(LossScaleConfig())
+    progress.losses.extend(enumerate(losses, 1))
+    expected = rose and f"lower the learning rate: the loss rose from {rose}"
+    assert progress.slower() == expected

@@ -7,21 +7,18 @@ The grid of injected infinities follows apex tests/L0/run_amp/test_multiple_mode
 import contextlib
 import itertools
 import math
-import random
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from halfstep import NonFiniteError, Precision, PrecisionError
-from reference.loss_scale import exponents
 from reference.training import (
     CPU_POLICIES,
     DYNAMIC,
     OPTIMIZERS,
     batches,
     differences,
-    loss_of,
     mlp,
     mse,
     scaled,
@@ -90,7 +87,7 @@ def bad_step(loop: Loop, name: str, data, micro: int, parameter: str, value: flo
         assert not math.isfinite(result.grad_norm)
         assert math.isfinite(result.loss)
     else:
-        message = "no loss scale to lower.*weights are unchanged"
+        message = f"gradients of {parameter} under a finite .* no loss scale to lower; the weights"
         with pytest.raises(NonFiniteError, match=message) as caught:
             loop.step(data, (micro, [(parameter, value)]))
         assert caught.value.cause == "gradients"
@@ -118,30 +115,6 @@ def test_one_bad_gradient_anywhere_changes_nothing_now_or_later(name, optimizer)
         assert result.skipped_total == len(grid) * (i + 1)  # counted in every precision
         assert (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm)
         assert differences(clean.state(), loop.state()) == []
-
-
-@pytest.mark.parametrize("name", DYNAMIC)
-def test_a_random_history_of_overflows_follows_the_oracle_and_loses_nothing(name):
-    picker = random.Random(7)
-    flags = [picker.random() < 0.3 for _ in range(24)]
-    options = {"init_scale": 2**12, "growth_interval": 3, "hysteresis": 2, "max_scale": 2**13}
-    loop = Loop(scaled(name, **options))
-    twin = Loop(scaled(name, **options))
-    expected = exponents(flags, start=12, interval=3, hysteresis=2, ceiling=13)
-    total, row = 0, 0
-    scale = 2.0**12
-    for i, flag in enumerate(flags):
-        data = STEPS[i % 3]
-        inject = (i % 2, [(NAMES[i % 4], (INF, -INF, NAN)[i % 3])]) if flag else None
-        result = loop.step(data, inject)
-        total, row = total + flag, row + 1 if flag else 0
-        assert result.applied is not flag
-        assert (result.skipped_total, result.skipped_in_a_row) == (total, row)
-        assert (result.loss_scale, result.next_loss_scale) == (scale, 2.0 ** expected[i])
-        scale = result.next_loss_scale
-        if not flag:
-            twin.step(data)
-    assert differences(twin.state(), loop.state()) == []
 
 
 # --- clipping meets infinity ----------------------------------------------------------------------
@@ -204,63 +177,22 @@ def test_a_finite_loss_beyond_fp32_only_when_scaled_is_an_overflow_and_no_forwar
     assert math.isfinite(result.loss)
 
 
-class NanBackward(torch.autograd.Function):
-    """A custom operator whose forward is right and whose backward has a bug."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> Tensor:
-        return g * NAN
-
-
-class Buggy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(4, 8)
-        self.outer = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(NanBackward.apply(self.inner(x)))
-
-
-def buggy_step(model, precision):
-    x, y = STEPS[0][0]
-    return precision.step(loss_of(model, precision, (x, y)))
-
-
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_nan_gradients_under_a_finite_loss_back_off_and_stop_at_the_floor(name):
-    model = Buggy()
-    optimizer = OPTIMIZERS["adamw-loop"](model.parameters())
-    precision = Precision(scaled(name, init_scale=8, min_scale=2), model, optimizer)
-    before = snapshot(model, optimizer, precision)
+    loop, bad = Loop(scaled(name, init_scale=8, min_scale=2)), (1, [("0.weight", NAN)])
+    before = loop.state()
     for i, (scale, after) in enumerate([(8.0, 4.0), (4.0, 2.0)]):
-        result = buggy_step(model, precision)
+        result = loop.step(STEPS[0], bad)
         assert (result.applied, result.reason) == (False, "nan_gradients")
         assert (result.loss_scale, result.next_loss_scale) == (scale, after)
-        assert result.nonfinite_parameters == ("inner.weight", "inner.bias")
+        assert result.nonfinite_parameters == ("0.weight",)
         assert result.skipped_in_a_row == i + 1
-    with pytest.raises(NonFiniteError, match=r"NaN .* smallest loss scale 2:.*unchanged") as caught:
-        buggy_step(model, precision)
-    assert caught.value.cause == "loss_scale_floor"
-    assert caught.value.parameters == ("inner.weight", "inner.bias")
-    assert "inner.weight" in str(caught.value)
-    assert precision.loss_scale.value == 2.0
-    assert precision.progress.skipped_total == precision.progress.skipped_in_a_row == 3
-    assert differences(before, snapshot(model, optimizer, precision)) == []
-
-
-def test_the_skip_limit_counts_only_skips_in_a_row():
-    loop = Loop(scaled("fp16-mixed", init_scale=2**16, max_consecutive_skips=3))
-    bad = (0, [("0.bias", INF)])
-    for i in range(4):
-        for _ in range(2):
-            assert not loop.step(STEPS[0], bad).applied
-        assert loop.step(STEPS[0]).skipped_total == 2 * (i + 1)
+    with pytest.raises(NonFiniteError, match=r"NaN .* smallest loss scale 2 .*unchanged") as caught:
+        loop.step(STEPS[0], bad)
+    assert (caught.value.cause, caught.value.parameters) == ("loss_scale_floor", ("0.weight",))
+    assert "0.weight" in str(caught.value)
+    assert loop.precision.loss_scale.value == 2.0
+    assert differences(before, loop.state()) == []
 
 
 def test_a_static_scale_skips_and_stops_at_the_limit():

@@ -1,14 +1,14 @@
-"""Which of several runs is ahead, and by what."""
+"""Which of several runs is ahead, and by what measure."""
 
 from dataclasses import replace
 
 import pytest
 
-from halfstep.report.compare import compare, grouped
+from halfstep.report.page import compare
 from halfstep.report.record import read_run
 from report.conftest import line
 
-CONFIG = """task = "{task}"
+CONFIG = """{task}
 precision = "{precision}"
 [run]
 seed = {seed}
@@ -23,9 +23,9 @@ train = ["{data}"]
 def made(folder):
     """A run that ends with a validation loss."""
 
-    def make(precision, seed, loss, *, task="pretrain", data="a.txt", step=20, key="val_loss"):
-        name = f"{precision}-{seed}-{task}-{data}-{loss}"
-        lines = [line(s) for s in range(1, step)] + [line(step, **{key: loss})]
+    def make(precision, loss, *, task='task = "pretrain"', data="a.txt", steps=(20,), seed=1):
+        name = f"{precision}-{loss}-{len(steps)}"
+        lines = [line(s, **({"val_loss": loss} if s in steps else {})) for s in range(1, 21)]
         path = folder(lines, name)
         text = CONFIG.format(task=task, precision=precision, seed=seed, name=name, data=data)
         (path / "config.toml").write_text(text, encoding="utf-8")
@@ -34,73 +34,60 @@ def made(folder):
     return make
 
 
-def said(runs, language="en"):
-    return " ".join(compare(runs, language).verdict)
+def said(*runs, language="en"):
+    return compare(runs, language).verdict
 
 
-def test_runs_that_differ_in_their_seed_are_one_group(made):
-    runs = [made(p, s, 3 + s / 100) for p in ("fp32", "bf16-mixed") for s in (1, 2, 3)]
-    assert [(g.name, len(g.runs)) for g in grouped(runs)] == [("fp32", 3), ("bf16-mixed", 3)]
-    one = compare(runs[:3])
-    assert "All runs repeat one configuration: 3.0200 ± 0.0100 at step 20" in one.verdict[0]
+def test_runs_are_ranked_at_the_last_common_step_and_one_of_nan_is_last(made):
+    runs = [made("fp16-pure", "nan"), made("bf16-pure", 4.0, steps=(10, 20)), made("fp32", 3.005)]
+    found = compare(runs)
+    assert found.verdict.startswith(
+        "Validation loss at step 20, best first: fp32-3.005-1 3.0050, bf16-pure-4.0-2 4.0000, "
+        "fp16-pure-nan-1 nan."
+    )
+    assert found.differs == {"precision": ["fp16-pure", "bf16-pure", "fp32"]}
     assert compare(runs[:1]) is None
 
 
-def test_groups_are_told_by_mean_deviation_and_number(made):
-    runs = [made("bf16-pure", s, v) for s, v in ((1, 4.0), (2, 4.01), (3, 4.02))]
-    runs += [made("fp32", s, v) for s, v in ((4, 3.0), (5, 3.01))]
-    found = compare(runs)
-    assert [group.name for group in found.groups] == ["fp32", "bf16-pure"]
-    assert found.verdict[0] == (
-        "fp32 (3.0050 ± 0.0071; seeds: 2) is ahead of bf16-pure (4.0100 ± 0.0100; seeds: 3) by "
-        "1 at step 20. Of one seed nobody can tell whether that is more than its noise."
-    )
-    assert found.differs == {"precision": ["fp32", "bf16-pure"]}
+def test_accuracies_are_better_when_higher(folder):
+    runs = [read_run(folder([line(1, val_accuracy=v)], str(v))) for v in (0.5, 0.9)]
+    assert [value for _, value in compare(runs).values] == ["90.00%", "50.00%"]
 
 
 def test_what_cannot_be_ranked_says_why(made, folder):
-    runs = [made("fp32", 1, 3.0), made("fp32", 1, 0.5, task="classify", data="b.csv")]
-    assert "cannot be ranked: they differ in task, data.train, so" in said(runs)
-    runs[1] = made("bf16-pure", 1, 3.5, step=15)
-    assert said(runs).endswith(
-        "fp32-1-pretrain-a.txt-3.0 was evaluated at step 20; "
-        "bf16-pure-1-pretrain-a.txt-3.5 was evaluated at step 15."
+    first = made("fp32", 3.0)
+    assert "cannot be ranked: they differ in data.train, so" in said(
+        first, made("bf16", 3.0, data="b")
+    )
+    often = made("bf16-pure", 3.5, steps=(3, 6, 9, 12))
+    assert said(first, often).endswith(
+        "fp32-3.0-1 was last evaluated at step 20 (evaluations: 1); "
+        "bf16-pure-3.5-4 was last evaluated at step 12 (evaluations: 4)."
     )
     broken = read_run(folder([line(s) for s in range(1, 5)], "nan", steps=20))
     table = {**broken.config, "run": {"max_steps": 20, "eval_every": "x"}}
-    assert "before its first" in said([runs[0], replace(broken, config=table)])
-    assert "cannot be ranked: nan ended at step 4, before its first" in said([runs[0], broken])
+    assert "before its first" in said(first, replace(broken, config=table))
     loop = read_run(folder([line(s) for s in range(1, 30)], "loop"))
-    text = said([runs[0], loop, broken])
-    assert "loop has no validation results; nan ended at step 4" in text
-    assert "无法排序：nan 在第 4 步" in said([runs[0], broken], "zh")
+    text = said(first, loop, broken)
+    assert "loop has no validation results; nan ended at step 4, before its first" in text
+    assert "无法排序：nan 在第 4 步" in said(first, broken, language="zh")
+
+
+def test_runs_of_different_tasks_are_told_so_in_a_line(made):
+    """Of such runs nearly every key differs."""
+    runs = [made("fp32", 3.0), made("bf16", 0.5, task='task = "classify"', data="b.csv")]
+    runs += [made("fp32", 1.0, task="")]  # of halfstep.Recorder
+    assert said(*runs).endswith(
+        "ranked: fp32-3.0-1 is a run of train; bf16-0.5-1 is a run of finetune classify; "
+        "fp32-1.0-1 is a run of your program."
+    )
+    assert compare(runs).differs == {}
 
 
 def test_the_same_seed_with_other_contents_is_not_ranked(made):
-    first, second = (replace(made(p, 1, 3.0), made_with={"data": p, "model": p})
+    first, second = (replace(made(p, 3.0), made_with={"data": p, "model": p})
                      for p in ("fp32", "bf16-pure"))  # fmt: skip
-    assert "they differ in what their data held" in said([first, second])
-    other = replace(made("bf16-pure", 2, 3.1), made_with={"data": "b"})
-    assert "is ahead" in said([first, other])
-    assert "is ahead" in said([first, replace(second, made_with={"model": 3})])
-
-
-def test_a_seed_that_comes_twice_is_no_repetition(made):
-    one = made("fp32", 1, 3.0)
-    assert "fp32 (3.0000; seeds: 1)" in said([one, one, made("bf16-pure", 1, 4.0)])
-
-
-def test_accuracies_are_better_when_higher(made):
-    found = compare([made("fp32", s, 0.5 + s / 1000, key="val_accuracy") for s in (1, 2, 3)]
-                    + [made("bf16-pure", s, 0.9 + s / 1000, key="val_accuracy") for s in (1, 2, 3)]
-                    )  # fmt: skip
-    assert found.groups[0].name == "bf16-pure"
-    assert found.verdict[0].startswith("bf16-pure (90.20% ± 0.10%; seeds: 3) is ahead")
-
-
-def test_a_run_that_became_nan_is_named_and_never_the_best(made):
-    runs = [made("fp32", s, 3 + s / 100) for s in (1, 2)] + [made("fp16-pure", 1, "nan")]
-    found = compare(runs)
-    assert "No finite validation result at step 20: fp16-pure-1" in found.verdict[0]
-    assert found.groups[0].name == "fp32"
-    assert len(found.verdict) == 1
+    assert "they differ in what their data held" in said(first, second)
+    other = replace(made("bf16-pure", 3.1, seed=2), made_with={"data": "b"})
+    assert "best first" in said(first, other)
+    assert "best first" in said(first, replace(second, made_with={"model": 3}))

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from halfstep.cli.main import main
 from halfstep.errors import ConfigError
-from halfstep.report.figures import MOST_POINTS, thinned
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line
@@ -120,15 +120,17 @@ def test_a_name_that_cannot_be_written(folder, tmp_path):
     report = make_report([read_run(folder([line(1)]))])
     with pytest.raises(ConfigError, match=r"ends in \.html"):
         report.write(tmp_path / "r.pdf")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        report.write(tmp_path / "file" / "r.html")
 
 
-def test_long_curves_keep_their_extremes():
-    values = [float(i % 97) for i in range(100_000)]
-    values[54_321], values[12_345] = 1e6, -1e6
-    steps, kept = thinned(range(100_000), values)
-    assert len(kept) <= MOST_POINTS + 2
-    assert {max(kept), min(kept)} == {1e6, -1e6}
-    assert steps == sorted(steps)
+def test_several_runs_are_a_table_and_a_page(folder, tmp_path, capsys):
+    runs = [folder([line(s, val_loss=s) for s in range(1, n)], f"r{n}") for n in (9, 30)]
+    page = tmp_path / "r.html"
+    assert main(["report", *map(str, runs), "--lang", "zh", "--out", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "r30: 数值正常" in out
+    assert re.search(r"^r9 +bf16-mixed +8 / 8 +0 ", out, re.M)
+    assert 'lang="zh-CN"' in page.read_text()
+    assert main(["report", str(runs[0])]) == 0
+    assert capsys.readouterr().out.endswith(f"Written: {runs[0] / 'report.html'}\n")
+    assert main(["report"]) == 2
+    assert "give the folder of a run" in capsys.readouterr().err

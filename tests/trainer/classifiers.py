@@ -10,7 +10,7 @@ from tests.trainer.runs import metrics, start
 
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.use import Use
+from halfstep.trainer.config.tasks import Use
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import finish_run, run_config
 from halfstep.trainer.tasks.classify import TrainedClassifier
@@ -21,11 +21,6 @@ TELLING = {
     "怒": ("气", "火", "骂", "恨"),
 }
 FILLING = ("the", "day", "was", "a", "bit", "and", "so", "we", "went", "home")
-SPELLED = {
-    "fp16-mixed": "params=fp32,compute=fp16",
-    "fp16-master": "params=fp16",
-    "fp16-pure": "params=fp16,master=fp16",
-}
 
 
 def rows(count, seed, most=14, weights=(4, 2, 1)):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from halfstep.trainer.config.use import Use
+from halfstep.trainer.config.tasks import Use
 from halfstep.trainer.data.instructions import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from halfstep.trainer.models.pretrained import quiet
 from halfstep.trainer.run import run_config

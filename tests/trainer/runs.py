@@ -10,12 +10,12 @@ import torch
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.use import Use
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.config.tasks import Use
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,
-    reopen_run,
+    lock_run,
     resume,
     run_config,
     with_run_folder,
@@ -72,7 +72,7 @@ def start(config, path):
 def run(config, path, until=None):
     """Train, or go on with the run in the folder, to the step ``until``; session and ticks."""
     session = open_session(with_run_folder(config, path), no_progress)
-    folder = reopen_run(path) if path.exists() else create_run(path, session)
+    folder = lock_run(path) if path.exists() else create_run(path, session)
     ticks = []
     with closing(folder):
         resume(session, path / "checkpoints")

@@ -10,7 +10,7 @@ import torch
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
-from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
+from halfstep.trainer.config.config import load_config
 from halfstep.trainer.run import default_run_folder, run_config
 
 CPU = torch.device("cpu")
@@ -33,13 +33,6 @@ def cpu(monkeypatch):
 def train(corpus, path, *words):
     return main(["train", "--config", "gpt-tiny", "--data", str(corpus), "--output-dir", str(path),
                  *SIZES, *words])  # fmt: skip
-
-
-@pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_configuration_leaves_the_policy_to_the_device(name):
-    config = load_config(name)
-    assert config.precision == "auto"
-    assert 'precision = "auto"' in config_to_toml(config)
 
 
 @pytest.mark.parametrize(("flags", "policy"), [({"avx2"}, "fp32"), ({"bf16"}, "bf16-mixed")])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.trainer.classifiers import (
-    SPELLED,
     checkpoint_of,
     checkpoint_steps,
     classify_config,
@@ -26,11 +25,10 @@ from tests.trainer.classifiers import (
 from tests.trainer.runs import assert_same_tensors, metrics, start
 from torch.nn import functional
 
-from halfstep.errors import NonFiniteError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
-from halfstep.trainer.run import finish_run, reopen_run, resume, with_run_folder
+from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
 from halfstep.trainer.step import Judge
 
@@ -89,6 +87,7 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
         record["val_accuracy"], record["val_macro_f1"],
     )  # fmt: skip
     assert report["labels"] == ["joy", "sad", "怒"]
+    assert report["loss_of_a_guess"] == math.log(3)
     assert sum(map(sum, report["confusion"])) == 41
     # the model in the folder is the one that was measured
     dev = rows(41, seed=2)
@@ -96,13 +95,6 @@ def test_a_run_learns_and_leaves_what_it_promises(files, bert, tmp_path, source)
     right = sum(label == mine for (_, label), (_, mine, _) in zip(dev, found, strict=True))
     assert right / 41 == report["accuracy"]
     lines = [json.loads(x) for x in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    always = {
-        "step", "loss", "learning_rate", "grad_norm", "loss_scale", "applied", "skipped_total",
-        "tokens", "tokens_per_second", "peak_memory_bytes",
-    }  # fmt: skip
-    for line in lines:
-        extra = {"val_loss", "val_accuracy", "val_macro_f1"} if line["step"] % 9 == 0 else set()
-        assert set(line) == always | extra
     counts = [int(session.task.batch(s, range(99))[1].sum()) for s in range(45)]
     assert [line["tokens"] for line in lines] == [sum(counts[: i + 1]) for i in range(45)]
     written = load_config(str(tmp_path / "r" / "config.toml"))
@@ -115,12 +107,13 @@ def test_the_loss_is_torchs_over_the_whole_batch(files, tmp_path, smoothing, acc
     config = classify_config(
         files,
         model__label_smoothing=smoothing,
-        model__dropout=0.0,
         run__grad_accum=accum,
         run__max_steps=3,
         run__eval_every=0,
     )
     session, folder = start(config, tmp_path / "r")
+    for module in session.task.model.modules():  # without dropout
+        module.p = 0.0
     expected = []
     for tick in train(session, tmp_path / "r"):
         # the next step's batch, whose sizes of 22 and 23 make uneven micro-batches of 7 and 8
@@ -206,13 +199,15 @@ def test_outputs_that_are_not_finite_have_no_score_and_no_report(files, tmp_path
 
 
 def graded(session, scores, monkeypatch):
-    """Evaluations get these scores in turn, whatever the model does."""
+    """Evaluations get these scores in turn, or scores with losses, whatever the model does."""
     real, given = session.task.evaluate, iter(scores)
-    monkeypatch.setattr(
-        session.task,
-        "evaluate",
-        lambda judge: dataclasses.replace(real(judge), score=next(given)),
-    )
+
+    def evaluate(judge):
+        score = next(given)
+        told = score if isinstance(score, dict) else {"score": score}
+        return dataclasses.replace(real(judge), **told)
+
+    monkeypatch.setattr(session.task, "evaluate", evaluate)
 
 
 def run_graded(config, path, scores, monkeypatch):
@@ -228,7 +223,8 @@ def run_graded(config, path, scores, monkeypatch):
     ("scores", "save_every", "keep", "best", "left"),
     [
         ((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), 1, 2, 4, [4, 11, 12]),
-        ((0.5,) * 6, 0, 3, 2, [2, 8, 10, 12]),  # the first of equals
+        # of equal scores the lowest loss, and the first of equals
+        ([{"score": 0.5, "loss": x} for x in (3, 1, 2, 1, math.nan, 4)], 0, 3, 4, [4, 8, 10, 12]),
         ((math.nan, 0.2, math.nan, 0.1, 0.1, 0.0), 0, 1, 4, [4, 12]),
     ],
 )
@@ -277,7 +273,7 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     scores = (0.3, 0.1, 0.2, 0.25)
     precision = policy
     if policy == "fp16-mixed":  # a scale that overflows at first and grows soon
-        precision = f"{SPELLED[policy]},scale=dynamic,init_scale=16777216,growth_interval=3"
+        precision = "params=fp32,compute=fp16,scale=dynamic,init_scale=16777216,growth_interval=3"
     config = classify_config(
         files, precision=precision, run__max_steps=12, run__eval_every=3, run__keep=2
     )
@@ -289,9 +285,9 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     assert not (tmp_path / "cut" / "model").exists()
 
     session = session_of(with_run_folder(config, tmp_path / "cut"))
-    folder = reopen_run(tmp_path / "cut")
+    folder = lock_run(tmp_path / "cut")
     assert resume(session, Path(folder.name).parent / "checkpoints").name == f"step-{done:08d}"
-    assert session.best == before.best
+    assert (session.best.step, session.best.score) == (before.best.step, before.best.score)
     graded(session, scores[done // 3 :], monkeypatch)
     ticks = list(train(session, Path(folder.name).parent))
     finish_run(session, Path(folder.name).parent)
@@ -311,20 +307,3 @@ def test_a_resumed_run_is_the_undisturbed_one(files, tmp_path, monkeypatch, poli
     ).read_text()
     if policy == "fp16-mixed":
         assert a.state["precision"]["skipped_total"] > 0
-
-
-# --- precision ---
-
-
-def test_a_loss_that_is_nan_stops_the_run_and_keeps_the_best(files, tmp_path, monkeypatch):
-    config = classify_config(files, run__max_steps=6, run__eval_every=2, run__save_every=1)
-    session, folder = start(config, tmp_path / "r")
-    graded(session, (0.9, 0.1, 0.1), monkeypatch)
-    ticks = train(session, tmp_path / "r")
-    assert [next(ticks).record.step for _ in range(5)] == [1, 2, 3, 4, 5]
-    with torch.no_grad():
-        next(session.task.model.model.classifier.parameters()).fill_(math.nan)
-    with pytest.raises(NonFiniteError, match=r"step 6: .*last checkpoint is .*step-00000005"):
-        next(ticks)
-    folder.close()
-    assert checkpoint_steps(tmp_path / "r") == [2, 4, 5]

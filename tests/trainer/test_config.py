@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.errors import ConfigError
 from halfstep.trainer.config.config import config_to_toml, load_config, shipped_configs
 from halfstep.trainer.models.gpt import GPT
 
@@ -98,11 +98,6 @@ def test_each_mistake_is_named(name, key, value, words):
         assert word in str(error.value)
 
 
-def test_a_bad_policy_is_refused_with_the_configuration():
-    with pytest.raises(PrecisionError, match="fp32"):
-        load_config("gpt-tiny", [("precision", "fp31")])
-
-
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"did you mean 'gpt-tiny'.*path to a \.toml"):
         load_config("gpt-tinny")
@@ -110,7 +105,7 @@ def test_files_that_cannot_be_read(tmp_path):
         load_config(str(tmp_path / "missing.toml"))
     bad = tmp_path / "bad.toml"
     bad.write_text("a = = 1")
-    with pytest.raises(ConfigError, match=r"bad\.toml: not valid TOML"):
+    with pytest.raises(ConfigError, match=r"bad\.toml: cannot be read"):
         load_config(str(bad))
     bad.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -135,11 +130,6 @@ def test_epochs_become_steps(epochs, per_epoch, steps):
     assert (run.max_steps, run.eval_every, run.epochs) == (steps, per_epoch, epochs)
 
 
-def test_max_steps_wins_over_epochs():
-    found = resolved(7, epochs=9, max_steps=5, eval_every=2)
-    assert (found.run.max_steps, found.run.eval_every) == (5, 2)
-
-
 @pytest.mark.parametrize(
     ("ratio", "given", "steps", "warmup"),
     [(0.06, 0, 100, 6), (0.06, 0, 10, 0), (0.5, 0, 9, 4), (0.06, 17, 100, 17), (0.0, 0, 100, 0)],
@@ -156,5 +146,5 @@ def test_a_small_file_gets_steps_enough_to_learn_from():
     assert load_config("lm-lora").resolved(2).run.max_steps == 100
     large = load_config("classify-scratch").resolved(100).run
     assert (large.max_steps, large.eval_every) == (400, 100)
-    assert resolved(5, max_steps=7).run.max_steps == 7
+    assert resolved(5, epochs=9, max_steps=7).run.max_steps == 7
     assert resolved(5, epochs=2, min_steps=12).run.max_steps == 12

@@ -23,10 +23,10 @@ from tests.trainer.classifiers import (
 from tests.trainer.lm_folders import POSITIONS, alpaca, opened, save_base, write
 from tests.trainer.runs import small_config
 
-import halfstep.trainer.models.gpt2_folder as gpt2_folder
+import halfstep.trainer.models.causal_lm as causal_lm
 from halfstep.errors import CheckpointError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.use import Exporting
+from halfstep.trainer.config.tasks import Exporting
 from halfstep.trainer.models.causal_lm import add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
 from halfstep.trainer.run import finish_run, run_config
@@ -150,14 +150,14 @@ def test_a_wrong_file_is_not_left_by_a_run(name, sessions, place, monkeypatch):
 
 
 def test_a_wrong_file_is_not_exported(sessions, place, tmp_path, monkeypatch):
-    real = gpt2_folder.to_hf
+    real = causal_lm.to_hf
     for change in FAULTS.values():
 
         def wrong(name, parameter, heads, by=change):
             found = real(name, parameter, heads)
             return by(found) if "layers.0.attn.proj.weight" in name else found
 
-        monkeypatch.setattr(gpt2_folder, "to_hf", wrong)
+        monkeypatch.setattr(causal_lm, "to_hf", wrong)
         with pytest.raises(CheckpointError, match="the files are not the model"):
             export(place / "gpt", tmp_path / "o")
     assert not any(tmp_path.iterdir())
@@ -192,7 +192,13 @@ def test_targets_that_cannot_be_merged_are_refused_first(tmp_path):
             ["lm_head"],
             "head shares its table. Targets that can be merged: c_attn, c_fc, c_",
         ),
-        ("Mixtral", ["all-linear"], "experts' could not be merged|gate' could not be merged"),
+        (
+            "Mixtral",
+            ["all-linear"],
+            "gate' could not be merged.* merged: embed_tokens, k_proj, .*j$",
+        ),
+        ("Mamba", ["out_proj"], "is incompatible .* can be merged: dt_proj, in_proj, x_proj$"),
+        ("Mamba", ["all-linear"], "can be merged: dt_proj, in_proj, x_proj$"),
     ):
         base = tmp_path / kind
         if not base.exists():

@@ -103,6 +103,19 @@ def test_one_broken_row_is_named_by_micro_batch(tmp_path, broken, precision, cau
     assert last["loss"] in ("nan", "inf")
 
 
+def test_an_exploded_run_has_four_lines_and_a_learning_rate_to_type(tmp_path):
+    trainer, _ = train_rows(tmp_path / "r", 0.0, precision="fp32", learning_rate=1e12)
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train()
+    what, first, to_do, typed = str(error.value).splitlines()
+    assert what.startswith("step ")
+    assert first.startswith("first cause: ")
+    assert to_do.startswith("to do: lower the learning rate: the loss rose from ")
+    assert typed == "try: Trainer(learning_rate=1e+11, ...).train()"
+    (line,) = causes(tmp_path / "r")
+    assert line["remedy"] == to_do.removeprefix("to do: ")
+
+
 # What a search leaves
 
 

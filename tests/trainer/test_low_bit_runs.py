@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from halfstep.cli.main import main
 from halfstep.trainer.config.config import config_to_toml
-from trainer.runs import assert_same_tensors, metrics, newest, run, small_config
+from trainer.runs import small_config
 
 NVFP4 = "nvfp4,simulate=yes"
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        NVFP4,
-        "bf16-split,recipe=mxfp8,simulate=yes,moments=8bit",
-        "fp8,simulate=yes",
-    ],
-)
-@pytest.mark.filterwarnings("ignore:the second moments of parameter")  # they may become bf16
-def test_a_run_below_16_bits_resumes_bit_for_bit(corpus, tmp_path, policy):
-    config = small_config(corpus, policy, model__dropout=0.1, run__grad_accum=2)
-    _, whole = run(config, tmp_path / "whole")
-    run(config, tmp_path / "cut", until=4)
-    run(config, tmp_path / "cut")
-    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
-    a, b = newest(tmp_path / "whole"), newest(tmp_path / "cut")
-    assert_same_tensors(a.weights, b.weights)
-    assert a.state["precision"] == b.state["precision"]
-    assert whole[-1].record.step == 8
 
 
 def test_commands_on_a_run_below_16_bits(corpus, tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 from tests.trainer.runs import opened_run
 
 import halfstep.optim
-from halfstep.cli.grammar import parser_of
+from halfstep.cli.commands import parser_of
 from halfstep.cli.main import main
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.rules import Algorithm

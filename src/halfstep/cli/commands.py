@@ -1,19 +1,28 @@
-"""The arguments of each command, as a dataclass whose fields are the command's options.
+"""The command line: the arguments of each command, as a dataclass whose fields are its options.
 
-The grammar derives options, types, defaults and help from the fields; for commands that start a run
-it uses the task's configuration. Nothing here imports torch, so that --help is quick.
+Every field is an option, described by its type, default and help; a command that starts a run has
+the keys of its task's configuration, too. argparse splits the words and prints help; words are
+converted to values by the code for TOML files, with the same errors. Nothing here imports torch, so
+that --help is quick. docs/decisions/0003-command-line.md says why this is not tyro or jsonargparse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import argparse
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from importlib import resources
+from inspect import getdoc
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.option import AtLeast1, Count, option
-from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.tasks import TASKS
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting
+from halfstep.errors import ConfigError
+from halfstep.option import Count, option
+from halfstep.trainer.config.run import BaseConfig, build, did_you_mean
+from halfstep.trainer.config.tasks import TASKS, Evaluating, Exporting, Generating, Predicting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +37,8 @@ class Start:
     )
     resume: bool = option(False, "Go on with the run in --output-dir, bit for bit.")
     quiet: bool = option(False, "Show no progress on stderr.")
-    nproc: int | None = option(
-        None,
+    nproc: Count = option(
+        0,
         "Start this many ranks on this machine; options of torchrun may follow after --, such as "
         "-- --max-restarts 3, or -- --nnodes 2 --node-rank 0 --master-addr HOST.",
     )
@@ -131,33 +140,23 @@ class Doctor:
 class Estimate:
     """Estimate the memory of training, by part and policy, before there is a run.
 
-    With --params: weights, gradients and optimizer state of any model of that size. With --config:
-    also what a step of that GPT saves for its backward, and the largest batch that fits.
+    Weights, gradients and optimizer state of any model of that size; for what a batch adds, give
+    halfstep.estimate the model and the batch.
     """
 
     params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
-    lora: str = option(
-        "", "With --params: parameters of the adapters, which alone are trained: 40M."
-    )
+    lora: str = option("", "Parameters of the adapters, which alone are trained: 40M.")
     base: Literal["", "4bit"] = option(
         "",
         "With --lora, how the frozen weights are held: 4bit (NF4, as QLoRA); default: in the "
         "dtype that the policy computes in.",
-    )
-    config: str = option(
-        "", "A configuration of halfstep train; default, without --params: gpt-small-cpu."
     )
     precision: tuple[str, ...] = option(
         (),
         "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
         "bf16-split, also with moments=8bit.",
     )
-    optimizer: str = option(
-        "", "The optimizer, as --optimizer.name of halfstep train; default: the configuration's."
-    )
-    batch_size: Count = option(
-        0, "Sequences of one micro-batch on one rank; 0: the configuration's."
-    )
+    optimizer: Literal["adamw", "lion", "muon", "sgd"] = option("adamw", "The optimizer.")
     parallel: str = option(
         "",
         'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '
@@ -170,41 +169,10 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure precision policies on this machine, with your model, shapes and data.
-
-    Each policy trains for a moment in a process of its own, one after the other. Options of the
-    training follow after --, as in halfstep bench -- --data book.txt --batch-size 16.
-    """
-
-    words: tuple[str, ...] = option(
-        (), "Options of the configuration's command (train or finetune), after --.", positional=True
-    )
-    config: str = option("gpt-small-cpu", "A shipped configuration or a TOML file, of any task.")
-    precision: tuple[str, ...] = option(
-        ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", "bf16-split,moments=8bit"),
-        "Policies, separated by spaces.",
-    )
-    steps: AtLeast1 = option(30, "Optimizer steps under each policy.")
-    out: str = option("", "Folder for the runs; default: runs/ and the command with the time.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demo(Bench):
-    """Train the same model in several precisions, one after the other, and draw them together."""
-
-    precision: tuple[str, ...] = option(
-        (), "Policies to train in; default: fp32, what suits this device (auto), and fp16-mixed."
-    )
-    steps: AtLeast1 = option(80, "Optimizer steps under each policy.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """Write one page about one or several runs: what happened to them, and what to do.
 
-    The page is a single file without scripts or network. The curves of runs that differ in their
-    seed alone share a colour.
+    The page is a single file without scripts or network.
     """
 
     runs: tuple[str, ...] = option((), "Folders of runs.", positional=True)
@@ -238,8 +206,6 @@ COMMANDS: Mapping[str, type[Any]] = {
     "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
-    "demo": Demo,
-    "bench": Bench,
     "report": Report,
     "replay": Replay,
 }
@@ -247,10 +213,190 @@ COMMANDS: Mapping[str, type[Any]] = {
 
 MODULES: Mapping[str, str] = {
     **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
-    "demo": "bench",
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",
 }
 """First word of a command to the module of ``halfstep.cli`` that runs it, where that has another
 name."""
+
+
+# --- the grammar ---------------------------------------------------------------------------------
+
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"
+    "guard, 4 interrupted with a checkpoint written; with --nproc, that of a rank that failed"
+)
+_VALUES = {int: "N", float: "X"}
+
+
+class Option(NamedTuple):
+    """A command-line option: a field of a dataclass, or of a section in it."""
+
+    key: str
+    hint: Any
+    field: Field[Any]
+    text: str
+
+
+def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
+    """Parse a command line: return the command's name, and its dataclass or a request.
+
+    A command that takes a configuration's keys has a ``Request``.
+
+    Raises:
+        ConfigError: For words that do not parse, with a suggestion.
+        SystemExit: With code 0, after printing help.
+    """
+    words, launcher = list(arguments), None
+    name = command_of(words)
+    kind = COMMANDS[name]
+    runs = issubclass(kind, BaseConfig)
+    if runs and "--" in words:
+        cut = words.index("--")
+        words, launcher = words[:cut], words[cut + 1 :]
+    parser = parser_of(name)
+    given = vars(parser.parse_args(_spelled(words[len(name.split()) :], parser)))
+    if not runs:
+        return name, build(kind, given, named=option_name)
+    own = {one.name: given.pop(one.name) for one in fields(Start) if one.name in given}
+    start = build(Start, own, named=option_name)
+    if launcher is not None and not start.nproc:
+        raise ConfigError("what stands after -- is for torchrun, and needs --nproc N before it")
+    return name, Request(kind=kind, start=start, given=given, words=words, launcher=launcher or [])
+
+
+def command_of(words: Sequence[str]) -> str:
+    """Return the command that words begin with; with --help instead, print the commands and exit.
+
+    Raises:
+        ConfigError: If there is no such command, with a suggestion.
+    """
+    first, given = " ".join(words[:1]), " ".join(words[:2])
+    if given in COMMANDS or first in COMMANDS:
+        return given if given in COMMANDS else first
+    if {"-h", "--help"} & {*words[:2]}:
+        rows = [f"  {name:<18}{(getdoc(kind) or '').splitlines()[0]}"
+                for name, kind in COMMANDS.items()]  # fmt: skip
+        print("usage: halfstep COMMAND [--help] [options]; halfstep --version\n", *rows, sep="\n")
+        print(f"\n{EXIT_CODES}")
+        raise SystemExit(0)
+    hint = did_you_mean(given, [*COMMANDS, "--version"])
+    raise ConfigError(f"unknown COMMAND {given!r:.80}{hint}; allowed: {', '.join(COMMANDS)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+@cache
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Make the parser of one command; its result has only options that are given, as text."""
+    kind = COMMANDS[name]
+    runs = issubclass(kind, BaseConfig)
+    parser = _Parser(
+        prog=f"halfstep {name}",
+        usage="%(prog)s [options] [-- options of torchrun]" if runs else None,
+        description=getdoc(kind),
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
+    parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
+    for each in leaves(Start if runs else kind):
+        _add(parser, each, [option_name(each.key)], each.field.default)
+    if runs:
+        _add_keys(parser, kind)
+    return parser
+
+
+def _add_keys(parser: _Parser, kind: type[BaseConfig]) -> None:
+    """Add a configuration's keys, with the defaults of the one that the command starts from."""
+    file = resources.files("halfstep").joinpath("configs", f"{kind.shipped({})}.toml")
+    shipped = tomllib.loads(file.read_text(encoding="utf-8"))
+    shorts = short_options(kind)
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for each in leaves(kind):
+        section, _, last = each.key.rpartition(".")
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section)
+        short = [f"--{short}" for short, key in shorts.items() if key == each.key]
+        names = list(dict.fromkeys([*short, option_name(each.key)]))
+        default = (shipped.get(section, {}) if section else shipped).get(last)
+        _add(groups[section], each, names, each.field.default if default is None else default)
+
+
+def _add(parser: Any, each: Option, names: list[str], default: Any) -> None:
+    """Add one option, whose help says the default where its text does not."""
+    hint = get_args(each.hint)[0] if get_origin(each.hint) is UnionType else each.hint
+    several = get_origin(hint) is tuple
+    text = each.text
+    if default not in (MISSING, "", None, ()) and default is not False and "efault" not in text:
+        items = default if isinstance(default, tuple | list) else [default]
+        text += f" Default: {' '.join(map(str, items))}."
+    more: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if choices_of(hint):
+        more["metavar"] = "|".join(choices_of(hint))
+    elif hint is not bool:
+        more["metavar"] = _VALUES.get(hint, each.key.rpartition(".")[2].upper())
+    if "positional" in each.field.metadata:
+        if each.field.default is not MISSING:
+            more["nargs"] = "*" if several else "?"
+        parser.add_argument(each.key, **more)
+        return
+    if hint is bool:
+        more |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+    elif several:
+        more["nargs"] = "+"
+    elif "bare" in each.field.metadata:  # what the option means without a value
+        more |= {"nargs": "?", "const": each.field.metadata["bare"]}
+    parser.add_argument(*names, dest=each.key, **more)
+
+
+def choices_of(hint: Any) -> list[str]:
+    """Return the words allowed for a field, or for each item of a tuple; empty if any is."""
+    one = get_args(hint)[0] if get_origin(hint) is tuple else hint
+    return [word for word in get_args(one) if word] if get_origin(one) is Literal else []
+
+
+def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
+    """Yield the fields of a dataclass and of its sections as options, in order."""
+    hints = get_type_hints(cls)
+    for one in fields(cls):
+        hint, key = hints[one.name], prefix + one.name
+        if is_dataclass(hint):
+            yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
+        else:
+            yield Option(key, hint, one, one.metadata.get("help", ""))
+
+
+def short_options(kind: type[BaseConfig]) -> dict[str, str]:
+    """Map short options to keys: each key's last part (first section wins), and ``SHORT``."""
+    short = dict(kind.SHORT)
+    for each in leaves(kind):
+        short.setdefault(option_name(each.key.rpartition(".")[2])[2:], each.key)
+    return short
+
+
+def option_name(key: str) -> str:
+    """Spell a key as an option: ``run.max_steps`` as ``--run.max-steps``."""
+    return f"--{key.replace('_', '-')}"
+
+
+def _spelled(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Spell options with hyphens instead of underscores; ConfigError for unknown options."""
+    done: list[str] = []
+    for i, word in enumerate(words):
+        if word == "--":
+            return [*done, *words[i:]]
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            name = name.replace("_", "-")
+            if name not in parser._option_string_actions:
+                hint = did_you_mean(name, parser._option_string_actions)
+                raise ConfigError(f"unknown option {name:.80}{hint}; see {parser.prog} --help")
+        done.append(name + equals + value)
+    return done

@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from halfstep.cli.commands import Request
 from halfstep.cli.main import INTERRUPTED
-from halfstep.errors import ConfigError
 
 _PROGRAM = ("-m", "halfstep")  # what each rank runs
 _SAVING_SECONDS = 600
@@ -24,14 +23,7 @@ _SAVING_SECONDS = 600
 
 def run(request: Request) -> int:
     """Train on ``--nproc`` ranks of this machine; return the code of a rank that failed."""
-    nproc = request.start.nproc or 0
-    if nproc < 1:
-        raise ConfigError(f"--nproc {nproc}; allowed: integers >= 1, the ranks on this machine")
-    if "RANK" in os.environ:
-        raise ConfigError(
-            f"--nproc {nproc} inside a process that is a rank already (RANK is set); give the "
-            "number of ranks to the outer launcher only"
-        )
+    nproc = request.start.nproc
     # torchrun's own default is one thread a rank, however many cores there are
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // nproc)))

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from halfstep import __version__
-from halfstep.cli.commands import MODULES, Request
-from halfstep.cli.grammar import read_words
+from halfstep.cli.commands import MODULES, Request, read_words
 from halfstep.errors import HalfstepError, NonFiniteError, lost_contact
 
 INTERRUPTED = 4
@@ -40,7 +39,7 @@ def _run(argv: Sequence[str]) -> int:
         name, arguments = read_words(argv)
         word = name.split()[0]
         module = MODULES.get(word, word)
-        if isinstance(arguments, Request) and arguments.start.nproc is not None:
+        if isinstance(arguments, Request) and arguments.start.nproc:
             module = "launch"
         code = int(importlib.import_module(f"halfstep.cli.{module}").run(arguments))
         sys.stdout.flush()
@@ -60,11 +59,12 @@ def describe(error: BaseException) -> tuple[str, int]:
     """Return the message for an error, and the exit code."""
     match error:
         case HalfstepError():
-            return str(error), error.exit_code
+            return re.sub(r"\[Errno -?\d+\] ", "", str(error)), error.exit_code
         case KeyboardInterrupt():
-            return "interrupted; what was not saved is lost", 130
+            return f"interrupted; {error or 'what was not saved is lost'}", 130
         case OSError(filename=str()):  # a name or a place that the user has given
-            return str(error), 1 if error.errno == errno.ENOSPC else 2
+            told = f"{error.filename}: {error.strerror}"
+            return told, 1 if error.errno == errno.ENOSPC else 2
         case ModuleNotFoundError():
             return f"{error}; all that commands need: pip install 'halfstep[train,hf]'", 2
     if rank_of_many() is not None and lost_contact(error):
@@ -83,8 +83,7 @@ def _complain(text: str, code: int) -> int:
         plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(line.split()))
         if len(plain) > _LONGEST:
             plain = f"{plain[:1500]} ... {plain[-400:]}"
-        broken = plain.replace("; ", ";\n    ") if len(lines) > 1 else plain
-        print(f"{start}{broken}", file=sys.stderr)
+        print(f"{start}{plain}", file=sys.stderr)
         start = "  "
     return code
 

@@ -9,7 +9,6 @@ from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.spelling import parse_later
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
@@ -18,10 +17,10 @@ from halfstep.trainer.run import (
     default_run_folder,
     execute,
     is_run,
-    keeping_policy,
     require_fresh,
-    require_resumable,
+    resumed,
     run_config,
+    way_on,
     with_run_folder,
 )
 from halfstep.trainer.session import Session, open_session
@@ -63,7 +62,7 @@ def _train(
             resuming=resuming,
         )
         if outcome.interrupted:
-            display.say(f"saved: go on by the same command with --resume --output-dir {path}")
+            display.say(f"saved; {way_on(config)}")
     if world.is_main:
         print(_summary(session, path, outcome.last))
         if outcome.verdict:
@@ -85,39 +84,23 @@ def _requested(request: Request) -> BaseConfig:
     if type(config) is not request.kind:
         raise ConfigError(
             f"configuration {request.start.config} is of the task {config.TASK}: use "
-            f"{_started_by(config)}"
+            f"{f'halfstep {config.COMMAND}' if config.COMMAND else 'halfstep.Trainer'}"
         )
     return config
-
-
-def _started_by(config: BaseConfig, words: str = "", call: str = "") -> str:
-    """Name what trains such a configuration: a command, or the user's own program."""
-    own = f"halfstep.Trainer(...){call} in your program"
-    return f"halfstep {config.COMMAND}{words}" if config.COMMAND else own
 
 
 def _resumed(request: Request, path: Path) -> BaseConfig:
     given, named = dict(request.given), request.start.config
     saved = run_config(path)
     if type(saved) is not request.kind:
-        command = _started_by(saved, " --resume", ".train(resume=True)")
-        raise ConfigError(f"{path} is a run of the task {saved.TASK}: go on with it by {command}")
-    if "precision" in given and not _has_recipe(given["precision"]):
-        given.setdefault("run.simulate", "false")  # which was said of the saved precision
+        raise ConfigError(f"{path} is a run of the task {saved.TASK}; {way_on(saved)}")
     if "run.epochs" in given:
         given.setdefault("run.max_steps", 0)  # otherwise the saved max_steps would override epochs
     own = str(path / "config.toml")
     wanted = load_config(named or own, list(given.items()), unknown=None if named else {})
     if named:  # the command line of the first start, repeated
         wanted = wanted.filled(saved)
-    wanted = keeping_policy(wanted, saved)
-    require_resumable(saved, wanted, other_precision="precision" in given)
-    return with_run_folder(wanted, path)
-
-
-def _has_recipe(precision: str) -> bool:
-    policy = parse_later(precision)
-    return not isinstance(policy, str) and bool(policy.recipes())
+    return resumed(saved, wanted, path, other_precision="precision" in given)
 
 
 def _summary(session: Session, path: Path, last: Tick | None) -> str:

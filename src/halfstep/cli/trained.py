@@ -12,8 +12,17 @@ from typing import TextIO
 
 from halfstep.cli.console import RunDisplay
 from halfstep.trainer import part
-from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, ModuleConfig, TrainConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.config.tasks import (
+    ClassifyConfig,
+    Evaluating,
+    Exporting,
+    Generating,
+    LMConfig,
+    ModuleConfig,
+    Predicting,
+    TrainConfig,
+    Use,
+)
 from halfstep.trainer.data.labelled import read_texts
 from halfstep.trainer.run import run_config
 from halfstep.trainer.tasks.task import Trained

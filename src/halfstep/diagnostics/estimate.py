@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from halfstep.diagnostics.memory import Memory, SavedTensors, sums
+from halfstep.diagnostics.memory import Bytes, Memory, SavedTensors, sums
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK
 from halfstep.precision.border import as_device, require_model
@@ -74,15 +74,13 @@ def estimate(
     require_model(model, "estimate(model)")
     value = parse_policy(policy, default_device() if device is None else as_device(device))
     state = estimate_state(model, value, ranks, averages, micro_batches)
-    if batch is None or not any(True for _ in tensors_in(batch)):
+    tensors = [] if batch is None else list(tensors_in(batch))
+    if not tensors:
         return state
-
-    def run(model: nn.Module, batch: Any) -> Tensor:
-        if isinstance(batch, Mapping):
-            return _loss_of(model(**batch), loss)
-        return _loss_of(model(*batch) if isinstance(batch, tuple) else model(batch), loss)
-
-    return with_saved(state, model, value, batch, run, logits)
+    saved = _saved_bytes(model, value, batch, loss, logits)
+    sizes = sums(("batch", dtype_name(t.dtype), t.nbytes) for t in tensors)
+    rows = len(tensors[0]) if tensors[0].dim() else 0
+    return Memory(state.policy, False, {**state.bytes, **saved, **sizes}, rows, state.ranks)
 
 
 def estimate_state(
@@ -128,19 +126,10 @@ def _moment_bytes(count: float, form: str) -> float:
     return count * {"fp32": 4, "bf16": 2, "fp16": 2}[form]
 
 
-def with_saved(
-    state: Memory,
-    model: nn.Module,
-    policy: PrecisionPolicy,
-    batch: object,
-    run: Callable[[nn.Module, Any], Tensor],
-    logits: int = 0,
-) -> Memory:
-    """Add to a state what one forward of a batch saves; ``run`` makes the loss of both.
-
-    Raises:
-        PrecisionError: If the forward cannot be run on shapes alone.
-    """
+def _saved_bytes(
+    model: nn.Module, policy: PrecisionPolicy, batch: Any, loss: Any, logits: int
+) -> Bytes:
+    """Count what one forward of a batch saves, on shapes alone."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of its own
     before, log.disabled = log.disabled, True
     try:
@@ -150,9 +139,12 @@ def with_saved(
             inputs = cast_floating(given, policy.compute_dtype) if low else given
             counted = SavedTensors(twin, tensors_in(given), logits)
             with _OnShapes(), _casts(policy), counted:
-                result = run(twin, inputs)
-                saved = counted.bytes  # while the graph is alive
-                del result
+                if isinstance(inputs, Mapping):
+                    result = twin(**inputs)
+                else:
+                    result = twin(*inputs) if isinstance(inputs, tuple) else twin(inputs)
+                result = _loss_of(result, loss)
+                return counted.bytes  # while the graph is alive
     except PrecisionError:
         raise
     except Exception as error:  # whatever a stranger's forward raises on shapes alone
@@ -163,10 +155,6 @@ def with_saved(
         ) from error
     finally:
         log.disabled = before
-    tensors = list(tensors_in(batch))
-    sizes = sums(("batch", dtype_name(t.dtype), t.nbytes) for t in tensors)
-    rows = len(tensors[0]) if tensors[0].dim() else 0
-    return Memory(state.policy, False, {**state.bytes, **saved, **sizes}, rows, state.ranks)
 
 
 def _without_memory(value: Any) -> Any:

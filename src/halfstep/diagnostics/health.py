@@ -2,9 +2,9 @@
 
 A run that diverges mostly begins in one layer, long before the loss shows it. Five numbers of each
 are compared with the median of what they were. One is *out* if it is far above its median, in terms
-of its own spread too, above all but two of its values, and if the rise is its own: not that of all
-layers (a schedule), of the layers before it (the data) or of its neighbours. What is out is
-measured again on the next steps, and reported if it stays. ``docs/health.md`` has the details.
+of its own spread too, and if the rise is its own: not that of all layers (a schedule), of the
+layers before it (the data) or of its neighbours. What is out is measured again on the next steps,
+and reported if it stays, or at once if the jump is extreme. ``docs/health.md`` has the details.
 
 **Source:** median and MAD as robust centre and spread: Rousseeuw and Croux, "Alternatives to the
 median absolute deviation", 1993. The limits are halfstep's, chosen on 18 healthy programs.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.lost_updates import sampled
 from halfstep.diagnostics.metrics import append_line
 from halfstep.diagnostics.module_calls import Call, ModuleCalls
 from halfstep.diagnostics.statistics.steps import Replaced, StepListener
@@ -47,12 +48,14 @@ LIMITS = {"weight": 4.0, "update": 15.0, "gradient": 10.0, "activation": 10.0, "
 """Times its median from which a quantity may be out."""
 SPREADS = 6.0
 """Standard deviations, by the MAD of the logarithms, that it must be above the median, too."""
-RECORD = 1.5
-"""Times the third largest value before that it must be."""
+EXTREME = 10.0
+"""Times its limit, and its largest value before, from which one step of a weight, an update or an
+output is enough: a layer that dies has no third."""
+USUAL = 1.5
+"""Times what is usual among layers that a weight, an update or an output must be: the median of
+their weights, and the largest of the others."""
 WINDOW, FEWEST, CONFIRM = 128, 12, 3
 """Measured steps remembered; at least needed; and in a row that are out before that is said."""
-SAMPLE = 4096
-"""Elements of a parameter that tell how far it moved."""
 INPUT = "the input"
 Row = np.ndarray[Any, Any]
 _OF_NORMAL = 1.4826  # from a MAD to a standard deviation
@@ -133,6 +136,7 @@ class LayerHealth(StepListener):
         self._outputs = outputs and not any(compiled)
         self.alarms: list[Alarm] = []
         self._first: Alarm | None = None  # of those that stand
+        self._unseen = 0  # the first of the last steps that tell nothing
         self._begin()
         # ranks must measure the same steps, and not all of them have the file
         if start and self._to is not None and isinstance(self._ranks, OneRank):
@@ -156,6 +160,11 @@ class LayerHealth(StepListener):
     def __str__(self) -> str:
         """The alarms, one a line."""
         none = f"no layer has left its own past in {self._step:,} steps"
+        if self._unseen:
+            none = (
+                f"no layer was seen to leave its own past before step {self._unseen:,}, which was "
+                "skipped or not finite"
+            )
         return "\n".join(map(str, self.alarms)) or none
 
     def about(self) -> str:
@@ -176,15 +185,25 @@ class LayerHealth(StepListener):
             return None
         return _Step(self._model if self._outputs else None)
 
+    def stopped(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Measure the weights at which a run ends, if nothing of the step is measured."""
+        if self.collector is None:
+            self.collector = _Step(None)
+            for name, weight in weights:
+                self.collector.before(name, local_part(weight).detach())
+
     def _measured(self, applied: bool) -> None:
         step: _Step = self.collector
-        self._outputs &= step.called  # or somebody compiles what calls the model
-        if applied:
-            self._judge(self._read(step))
+        if step.of_model:  # or somebody compiles what calls the model
+            self._outputs &= step.called
+        self._judge(self._read(step), applied)
 
-    def _judge(self, found: Mapping[str, Mapping[str, float]]) -> None:
+    def _judge(self, found: Mapping[str, Mapping[str, float]], applied: bool) -> None:
         quiet = not self._past.alarmed
-        alarms = self._past.judge(self._step, self._past.row(found))
+        broken = any(v == math.inf for one in found.values() for v in one.values())
+        self._unseen = (self._unseen or self._step) if broken or not applied else 0
+        alarms = self._past.judge(self._step, self._past.row(found), applied)
+        found = found if applied else {}  # a past is of steps that were taken
         self.alarms += alarms
         if self._to is not None:
             layers = {
@@ -230,7 +249,7 @@ class _Step:
     def __init__(self, model: nn.Module | None) -> None:
         """Begin; of a model's forwards outputs and attention are measured, too."""
         self.found: dict[tuple[str, str], list[Tensor]] = {}
-        self.called = False
+        self.called, self.of_model = False, model is not None
         self._samples: dict[str, Tensor] = {}
         self._replaced: list[Replaced] = []
         self._last: Tensor | None = None
@@ -263,14 +282,14 @@ class _Step:
         if weight.numel():
             largest = torch.linalg.vector_norm(weight, math.inf)
             self._add("weight", name.rpartition(".")[0], largest.float())
-            self._samples[name] = _sampled(weight).clone()
+            self._samples[name] = sampled(weight).clone()
 
     def after(self, name: str, weight: Tensor) -> None:
         """Measure how far a sample of a weight has moved."""
         before = self._samples.pop(name, None)
         if before is not None:
             layer, wide = name.rpartition(".")[0], _wide(before)
-            change = _sampled(weight).to(wide) - before.to(wide)
+            change = sampled(weight).to(wide) - before.to(wide)
             self._add("change", layer, torch.linalg.vector_norm(change))
             self._add("length", layer, torch.linalg.vector_norm(before, dtype=wide))
 
@@ -331,8 +350,9 @@ class _Step:
 
     def _layer(self, x: Tensor) -> str | None:
         """The layer whose forward attends; None where that is not measured."""
-        seen = self._modules is not None and _is_measured(x) and torch.is_grad_enabled()
-        return self._modules.running if seen and self._modules is not None else None
+        if self._modules is None or not _is_measured(x) or not torch.is_grad_enabled():
+            return None
+        return self._modules.running
 
 
 def _is_measured(x: Tensor) -> bool:
@@ -346,11 +366,6 @@ def _bare(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _sampled(weight: Tensor) -> Tensor:
-    """At most :data:`SAMPLE` elements; the odd stride visits all columns of most shapes."""
-    return weight.reshape(-1)[:: max(weight.numel() // SAMPLE, 1) | 1][:SAMPLE]
 
 
 class _Past:
@@ -390,15 +405,23 @@ class _Past:
         """Add a measured step; what is not finite in it is left out."""
         self._rows = [*self._rows[1 - WINDOW :], np.where(row < 690, row, math.nan)]
 
-    def judge(self, step: int, row: Row) -> list[Alarm]:
-        """Compare a step with the ones before, and remember it; the first cause comes first."""
-        out, excess, median = self._out(row)
-        self._streak = np.where(out.any(0), self._streak + 1, 0)
-        self._since[:, self._streak <= 1] = 0
+    def judge(self, step: int, row: Row, applied: bool) -> list[Alarm]:
+        """Compare a step with the ones before, and remember it; the first cause comes first.
+
+        A step that was not applied tells nothing by what is not finite: a loss scale may have done
+        that.
+        """
+        row = row if applied else np.where(row < 690, row, math.nan)
+        out, excess, median, extreme = self._out(row)
+        before = self._streak
+        more = np.where(extreme.any(0), np.maximum(before + 1, CONFIRM), before + 1)
+        self._streak = np.where(out.any(0), more, before * (not applied))
+        self._since[:, self._streak == 0] = 0
         self._since[out & (self._since == 0)] = step
-        self.remember(row)
+        if applied:
+            self.remember(row)
         found = []
-        for j in np.flatnonzero(self._streak == CONFIRM):
+        for j in np.flatnonzero((self._streak >= CONFIRM) & (before < CONFIRM)):
             began = self._since[:, j]
             above = excess[:, j] > np.log([*LIMITS.values()])
             i = min(np.flatnonzero(above & (began > 0)), key=lambda k: (began[k], k))
@@ -411,24 +434,28 @@ class _Past:
         return [alarm for _, alarm in sorted(found, key=lambda pair: pair[0])]
 
     def _out(self, row: Row) -> tuple[Row, ...]:
-        """What is out, its excess over its median, and the median, both as logarithms."""
+        """What is out, its excess over its median, the median (as logarithms), what is extreme."""
         old = self._rows[: len(self._rows) - len(self._rows) // 4]
         if len(old) < FEWEST:
             nothing = np.full(row.shape, math.nan)
-            return nothing > 0, nothing, nothing
+            return nothing > 0, nothing, nothing, nothing > 0
         seen = np.stack(old)
-        median, ordered = _median(seen)
-        expected, spread = _line(seen, len(self._rows))
-        count = (~np.isnan(seen)).sum(0)
-        third = np.take_along_axis(ordered, np.maximum(count - 3, 0)[None], 0)[0]
+        median, limits = _median(seen), np.log([*LIMITS.values()])[:, None]
+        spread = _OF_NORMAL * _median(np.abs(seen - median))
         excess = row - median
-        far = excess - self._shared(excess) > np.log([*LIMITS.values()])[:, None]
-        far &= row - np.fmax(expected, median) > SPREADS * spread
-        far &= (row > third + math.log(RECORD)) & (count >= FEWEST)
-        usual = median[3][~np.isnan(median[3])]  # logits that grow from 0 are learned
-        far[3] &= row[3] > usual.max(initial=-math.inf) + math.log(RECORD)
+        shared = self._shared(excess)
+        far = (excess - shared > limits) & (excess > SPREADS * spread)
+        far &= (~np.isnan(seen)).sum(0) >= FEWEST
+        usual = np.fmax.reduce(median, 1)  # what grows to that from near 0 learns
+        usual[0], usual[[2, 4]] = _median(median[0]), -math.inf
+        far &= row > usual[:, None] + math.log(USUAL)
         far[:, 0] = False  # the input is data
-        return far, excess, median
+        # where others have left their past as well, one step does not tell which was first
+        extreme = far & (excess - shared > limits + math.log(EXTREME))
+        extreme &= (shared < limits) & (shared[0] < limits[0])
+        extreme &= row > np.fmax.reduce(seen) + math.log(EXTREME)
+        extreme[[2, 4]] = False  # a gradient and a logit are a batch's as much as a layer's
+        return far, excess, median, extreme
 
     def _shared(self, excess: Row) -> Row:
         """The rise that is not a layer's own, at least 0."""
@@ -449,7 +476,7 @@ class _Past:
 
     def highest(self, row: Row) -> str:
         """The layer whose gradient is furthest above its median; empty if none is above it."""
-        _, excess, median = self._out(row)
+        _, excess, median, _ = self._out(row)
         above = np.where(np.isnan(excess[2]), -math.inf, excess[2])
         j = int(above.argmax())
         times = math.exp(min(above[j], 700.0))
@@ -457,24 +484,12 @@ class _Past:
         return f"{told} of {math.exp(median[2, j]):.3g}" if times > 1 else ""
 
 
-def _line(seen: Row, now: int) -> tuple[Row, Row]:
-    """Where Tukey's resistant line through each number's past leads, and the spread around it.
-
-    **Source:** Tukey, Exploratory Data Analysis, 1977, chapter 10.
-    """
-    part = len(seen) // 3
-    slope = (_median(seen[-part:])[0] - _median(seen[:part])[0]) / (len(seen) - part)
-    flat = seen - slope * np.arange(len(seen))[:, None, None]
-    start, _ = _median(flat)
-    return start + slope * now, _OF_NORMAL * _median(np.abs(flat - start))[0]
-
-
-def _median(values: Row) -> tuple[Row, Row]:
-    """The median along the first axis without NaN, which sorting puts last, and the sorted."""
-    ordered = np.sort(values, axis=0)
-    count = (~np.isnan(values)).sum(0)
-    low, high = np.maximum(count - 1, 0) // 2, count // 2
+def _median(values: Row) -> Row:
+    """The median along the first axis without NaN, which sorting puts last."""
+    ordered, count = np.sort(values, axis=0), (~np.isnan(values)).sum(0)
     ends = [
-        np.take_along_axis(ordered, at[None].clip(0, len(values) - 1), 0)[0] for at in (low, high)
+        np.take_along_axis(ordered, at[None].clip(0, len(values) - 1), 0)[0]
+        for at in ((count - 1) // 2, count // 2)
     ]
-    return np.where(count > 0, (ends[0] + ends[1]) / 2, math.nan), ordered
+    middle: Row = (ends[0] + ends[1]) / 2
+    return middle

@@ -1,249 +1,56 @@
-"""Samples a parameter group before and after a step, and says what rounding lost of its updates.
+"""The lost-update meter: how many updates of a real step leave the stored weights unchanged.
 
-Sampling only queues copies from device to device: nothing waits, and training is not changed.
+A 16-bit weight loses any update below half the gap between neighbouring numbers, without a warning:
+the loss falls more slowly, and gains of norms stay at exactly 1. On every N-th step the meter
+copies a sample of each weight, with its remainder, before the optimizer's step, and compares bits
+after it: an element whose gradient or momentum is not 0, and whose bits stayed, has lost its
+update.
+
+The loop needs no change, results stay the same bit for bit, and nothing waits for the device until
+:meth:`LostUpdateMeter.report`. ``docs/lost-updates.md`` is the how-to.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, optim
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from halfstep.optim.moments import BLOCK
-from halfstep.optim.state import CODES, REMAINDER, TOPS
+from halfstep.errors import PrecisionError
+from halfstep.optim.state import REMAINDER, stored_moment
+from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.masters.rounding import ROUNDING, RoundingMode, Update, master, random_key
-from halfstep.precision.masters.stepping import DeviceDecision, OwnOptimizer
+from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.precision.step import Precision
 from halfstep.shown import aligned
 
-_FEW = 16  # least number of elements sampled from a tensor
-
-
-@dataclass(slots=True)
-class Sample:
-    """Some elements of one tensor before and after a step; its tensors have shape (k,)."""
-
-    name: str
-    numel: int  # number of elements of the whole tensor
-    update: Update  # rounding mode of the weight
-    weight: Tensor  # the weight before the step
-    # The step's gradient, before ``multiplier`` and loss scale; empty if there was none.
-    gradient: Tensor = field(default_factory=lambda: torch.empty(0))
-    # The optimizer's state before the step; tensors of the parameter's shape are sampled.
-    state: dict[str, Any] = field(default_factory=dict)
-    after: Tensor = field(default_factory=lambda: torch.empty(0))  # the weight after the step
-    remainder: Tensor | None = None  # the remainder before the step
-    remainder_after: Tensor | None = None
-
-    def on_cpu(self) -> Sample:
-        """A copy on the CPU; synchronises."""
-        copy = Sample(**{f.name: _on_cpu(getattr(self, f.name)) for f in fields(self)})
-        if copy.remainder is None and copy.remainder_after is not None:  # created by the step
-            copy.remainder = torch.zeros_like(copy.remainder_after)
-        return copy
-
-    def value(self) -> Tensor:
-        """The exact weight before the step: fp32, or fp64 for an fp64 weight."""
-        if self.weight.dtype == torch.float64:
-            return self.weight
-        return master(self.weight, self.remainder, self.update)
-
-
-@dataclass(slots=True)
-class GroupSample:
-    """The samples of one parameter group before and after a step."""
-
-    options: dict[str, Any]  # the group's options at the step
-    samples: list[Sample] = field(default_factory=list)  # one per tensor with a gradient
-    sparse: int = 0  # number of tensors left out because their gradients are sparse
-    # The samples' tensors and element indices; emptied after the step.
-    places: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepSample:
-    """The samples of one optimizer before and after a step, still on the device."""
-
-    number: int  # number of the step, from 1
-    multiplier: float | Tensor  # the step's factor of gradients
-    scale: Tensor | None  # a GradScaler's scale, by which the step divides gradients
-    # the flag of that scaler, or of a step on the device: above 0 if the step changes nothing
-    found: Tensor | None
-    late: bool  # whether a closure computes the gradients within the step
-    groups: list[GroupSample] = field(default_factory=list)
-
-
-class Chooser:
-    """Chooses the elements to sample of each tensor, the same ones at every step."""
-
-    def __init__(self, samples: int, seed: int) -> None:
-        self._samples = samples
-        self._seed = seed
-        self._chosen: dict[tuple[int, int, int, torch.device], Tensor] = {}
-
-    def __call__(self, place: tuple[int, int], tensor: Tensor, total: int) -> Tensor:
-        """Element indices, int64 in ascending order, on the tensor's device.
-
-        ``place`` is the index of the group and of the tensor in it; the group has ``total``
-        elements.
-        """
-        size = tensor.numel()
-        key = (*place, size, tensor.device)
-        if key in self._chosen:
-            return self._chosen[key]
-        count = min(size, max(_FEW, round(self._samples * size / total)))
-        generator = torch.Generator().manual_seed(random_key(self._seed, *place))
-        if size <= 4 * count:
-            index = torch.randperm(size, generator=generator)[:count].sort().values
-        else:  # duplicates are rare, and a permutation of a large tensor is large
-            index = torch.unique(torch.randint(size, (count,), generator=generator))
-        self._chosen[key] = index.to(tensor.device)
-        return self._chosen[key]
-
-
-def is_own(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of halfstep's, whose update rule can be called directly."""
-    return isinstance(optimizer, OwnOptimizer)
-
-
-def before_step(
-    optimizer: Optimizer,
-    number: int,
-    choose: Chooser,
-    names: Mapping[Tensor, str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> StepSample:
-    """Sample everything that step ``number`` is about to use.
-
-    ``args`` are the step's as hooks get them: the optimizer, and perhaps a closure. ``gradients``
-    and ``multiplier`` in ``kwargs`` are used if the optimizer is halfstep's.
-    """
-    own = is_own(optimizer)
-    given: Mapping[Tensor, Tensor] | None = kwargs.get("gradients") if own else None
-    multiplier = kwargs.get("multiplier", 1.0) if own else 1.0
-    found = getattr(optimizer, "found_inf", None)
-    if isinstance(multiplier, DeviceDecision):
-        found, multiplier = multiplier.found, multiplier.multiplier
-    step = StepSample(
-        number,
-        _copy(multiplier),
-        _copy(getattr(optimizer, "grad_scale", None)),
-        _copy(found),
-        late=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
-    )
-    for number, group in enumerate(optimizer.param_groups):
-        step.groups.append(_sample_group(optimizer, number, group, choose, names, given, step.late))
-    return step
-
-
-def _sample_group(
-    optimizer: Optimizer,
-    number: int,
-    group: dict[str, Any],
-    choose: Chooser,
-    names: Mapping[Tensor, str],
-    given: Mapping[Tensor, Tensor] | None,
-    late: bool,
-) -> GroupSample:
-    own, own_names = is_own(optimizer), group.get("param_names")
-    found = GroupSample(
-        {k: _copy(v) for k, v in group.items() if k not in ("params", "param_names")}
-    )
-    total = sum(local(each).numel() for each in group["params"])
-    for j, parameter in enumerate(group["params"]):
-        gradient = parameter.grad if given is None else given.get(parameter)
-        tensor = local(parameter.detach())
-        if not tensor.numel() or (gradient is None and not late):
-            continue
-        if gradient is not None and gradient.is_sparse:
-            found.sparse += 1
-            continue
-        index = choose((number, j), tensor, total)
-        name = own_names[j] if own_names else f"tensor {j} of shape {tuple(parameter.shape)}"
-        update = group["update"] if own and tensor.dtype == torch.bfloat16 else None
-        sample = Sample(
-            names.get(parameter, name),
-            tensor.numel(),
-            update or "nearest",
-            torch.take(tensor, index),
-            state=sampled_state(optimizer.state.get(parameter, {}), parameter, index),
-        )
-        if gradient is not None:
-            sample.gradient = torch.take(local(gradient), index)
-        if own:
-            sample.remainder = sample.state.pop(REMAINDER, None)
-        found.samples.append(sample)
-        found.places.append((parameter, index))
-    return found
-
-
-def after_step(optimizer: Optimizer, step: StepSample) -> None:
-    """Sample the weights and remainders after the step, into the result of :func:`before_step`."""
-    own = is_own(optimizer)
-    for group in step.groups:
-        for (parameter, index), sample in zip(group.places, group.samples, strict=True):
-            sample.after = torch.take(local(parameter.detach()), index)
-            held = optimizer.state.get(parameter, {}).get(REMAINDER) if own else None
-            if held is not None:
-                sample.remainder_after = torch.take(held, index)
-            if step.late and parameter.grad is not None and not parameter.grad.is_sparse:
-                sample.gradient = torch.take(local(parameter.grad), index)
-        group.places = []
-
-
-def sampled_state(state: Mapping[str, Any], parameter: Tensor, index: Tensor) -> dict[str, Any]:
-    """The state of some elements; values without the parameter's shape are copied whole."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and key.endswith(TOPS):
-            codes = local(state[key.removesuffix(TOPS) + CODES])
-            found[key] = torch.take(value, _in_memory(index, codes) // BLOCK)
-        elif isinstance(value, Tensor) and value.shape == parameter.shape:
-            found[key] = torch.take(local(value), index)
-        else:
-            found[key] = _copy(value)
-    return found
-
-
-def _in_memory(index: Tensor, tensor: Tensor) -> Tensor:
-    """The memory offsets of elements given by their indices, for a dense tensor."""
-    if tensor.is_contiguous():
-        return index
-    place = torch.zeros_like(index)
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        place += index % size * stride
-        index = index // size
-    return place
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process' part of a tensor; the type check avoids slow look-ups of attributes."""
-    return tensor if type(tensor) in (Tensor, nn.Parameter) else local_part(tensor)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _on_cpu(held) for key, held in value.items()}
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
+SAMPLE = 4096
+"""Elements of a parameter that are looked at, at most."""
 LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
 _TELLING = 0.01  # share of the peak learning rate above which a measured step tells something
 _ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
+_KNOWN = (
+    *(optim.AdamW, optim.Adam, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.SGD, optim.RMSprop, optim.Adagrad, optim.Adadelta),
+)
+"""Optimizers of torch that mean to move every element whose gradient is not 0."""
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """At most :data:`SAMPLE` elements; the odd stride visits all columns of most shapes."""
+    return tensor.reshape(-1)[:: -(-tensor.numel() // SAMPLE) | 1]
 
 
 def lost_share(measured: Iterable[tuple[float, float]], peak: float) -> float:
@@ -269,8 +76,8 @@ def lost_share(measured: Iterable[tuple[float, float]], peak: float) -> float:
 class GroupReport:
     """One parameter group on one measured step; shares are from 0 to 1, estimated from a sample.
 
-    An *update* is an element whose intended change is not zero. The intended change is what the
-    same step would do to a weight held in fp64, from the same gradient and moments.
+    An *update* is an element whose gradient or momentum is not 0, in a group whose learning rate is
+    not 0.
     """
 
     group: str
@@ -279,40 +86,35 @@ class GroupReport:
     """The measured step, counted from 1 over applied steps."""
     learning_rate: float
     """The learning rate of that step; NaN if the group has no ``lr``."""
-    elements: int
-    """Number of elements of the group that had a gradient."""
+    updates: float
+    """How many updates the step made."""
     stored: str
     """How the weights are stored: ``"bf16"``, ``"bf16 split"``, ``"fp32"``."""
     lost: float
     """Share of updates that are lost for good: the stored bits (weight and remainder) did not
-    change, and stochastic rounding would not move them on average either. NaN if the intended
-    update is not known."""
+    change. 0 where rounding is stochastic, as it moves weights on average. NaN for an optimizer
+    that may mean to leave a weight where it is."""
     unmoved: float
-    """Share of updates that did not change the stored bits, by chance or for good. If the intended
-    update is not known, it is the share of the elements with a nonzero gradient."""
-    zero: float
-    """Share of all elements whose intended update is exactly zero."""
+    """Share of updates that did not change the stored bits, by chance or for good."""
     stuck: tuple[str, ...]
     """Names of tensors all of whose sampled updates were lost."""
     tensors: int
     """Number of tensors of the group that had a gradient."""
-    note: str = ""
-    """What is not known, and why."""
+    advice: str
+    """Policies that lose less; empty where 23 mantissa bits are kept, as none keeps more."""
 
     @property
     def verdict(self) -> str:
         """One line of text: what is lost, at which learning rate, and what helps."""
         if math.isnan(self.lost):
-            text = f"{_percent(self.unmoved)} of weights with a gradient did not change"
-            return f"{text}; {self.note}"
-        if self.zero == 1:
-            return self._noted("no update: every intended update is zero")
-        return self._noted(self._loss)
-
-    @property
-    def _loss(self) -> str:
+            return (
+                f"{_percent(self.unmoved)} of weights with a gradient did not change; whether the "
+                "optimizer meant to move them is not known"
+            )
+        if not self.updates:
+            return "no update: every gradient, or the learning rate, is zero"
         if self.lost == 0:
-            if self._random:
+            if self.unmoved:
                 return (
                     f"moves on average; {_percent(self.unmoved)} of single updates leave the "
                     "weight where it is, which is right on average"
@@ -329,121 +131,253 @@ class GroupReport:
             text += f"; {len(self.stuck)} of {self.tensors} tensors do not move: {some}"
         return text
 
-    @property
-    def _modes(self) -> list[RoundingMode]:
-        words = self.stored.replace(",", "").split()
-        found = [ROUNDING[word] for word in words if word in ROUNDING]
-        return found or [ROUNDING["nearest"]] * ("bf16" in words)
 
-    @property
-    def _random(self) -> bool:
-        return any(mode.random for mode in self._modes)
+@dataclass(slots=True)
+class _Sample:
+    """Some elements of one tensor before a step, and what the step did to them."""
 
-    @property
-    def advice(self) -> str:
-        """Policies that lose less; empty where 23 mantissa bits are kept, as none keeps more."""
-        if "fp16" in self.stored:
-            return "fp16-master"
-        return next((mode.advice for mode in self._modes if mode.advice), "")
-
-    def _noted(self, text: str) -> str:
-        return f"{text}; {self.note}" if self.note else text
+    name: str
+    parameter: Tensor
+    update: Update  # rounding mode of the weight
+    weight: Tensor
+    remainder: Tensor | None
+    counts: Tensor | None = None  # elements that were to move; those of them whose bits stayed
 
 
-def lost_table(reports: Sequence[GroupReport]) -> str:
-    """Reports as text: a table with one row per group, then one verdict per group."""
-    head = ("group", "stored", "elements", "lr", "lost", "unmoved", "zero")
-    rows = [head] + [
-        (
-            r.group,
-            r.stored,
-            f"{r.elements:,}",
-            f"{r.learning_rate:.3g}",
-            *(_percent(share) for share in (r.lost, r.unmoved, r.zero)),
-        )
-        for r in reports
-    ]
-    table = aligned(rows, range(2, len(head)))
-    return "\n".join([table, *(f"{r.group}: {r.verdict}" for r in reports)])
+class _Group(NamedTuple):
+    """The samples of one parameter group."""
+
+    name: str
+    rate: Any  # the learning rate of the step, a number or a scalar tensor
+    known: bool  # whether the optimizer means to move every element with a gradient
+    samples: list[_Sample]
 
 
-def measure(
-    group: str,
-    step: int,
-    learning_rate: float,
-    samples: Sequence[Sample],
-    updates: Sequence[Tensor] | str,
-    note: str,
-) -> GroupReport:
-    """Compare intended updates with the stored weights.
+class _Step(NamedTuple):
+    """The samples of one optimizer's step, still on the device."""
 
-    ``samples`` are on the CPU. ``updates`` come from the replay, fp64 (k,) each, or are text that
-    says why they are not known.
+    number: int
+    found: Tensor | None  # the flag of a fused step: above 0 if it changes nothing
+    groups: list[_Group]
+
+
+class LostUpdateMeter:
+    """Measures lost updates in any training loop, without changing the loop.
+
+    Example:
+        >>> gain = torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16))
+        >>> optimizer = optim.AdamW([gain], lr=1e-3, weight_decay=0.0)
+        >>> meter = LostUpdateMeter(optimizer, every=1)
+        >>> gain.grad = torch.ones_like(gain)
+        >>> optimizer.step()
+        >>> (report,) = meter.report()
+        >>> report.lost
+        1.0
+        >>> print(report.verdict)
+        100 % of updates are lost at lr 0.001: use bf16-split, bf16-kahan, bf16-sr or bf16-master
+        >>> meter.close()
     """
-    shares = torch.cat(  # weight of a sampled element: its tensor's elements per sample
-        [torch.full_like(s.weight, s.numel / len(s.weight), dtype=torch.float64) for s in samples]
-    )
-    same = torch.cat([_unmoved(s) for s in samples])
-    known, changes = not isinstance(updates, str), [s.gradient for s in samples]
-    if isinstance(updates, str):
-        note = f"the intended update is not known: {updates}"
-    else:
-        changes = [*updates]
-    moving = torch.cat([change != 0 for change in changes])
-    lost, every = same & moving, torch.ones_like(moving)
-    stuck: tuple[str, ...] = ()
-    if known:
-        fine = [_below_fp32(s, u) for s, u in zip(samples, changes, strict=True)]
-        lost &= torch.cat(fine)
-        parts = torch.split(lost, [s.weight.numel() for s in samples])
-        stuck = tuple(
-            s.name
-            for s, part, change in zip(samples, parts, changes, strict=True)
-            if bool((change != 0).any()) and torch.equal(part, change != 0)
-        )
+
+    def __init__(
+        self,
+        source: Optimizer | Sequence[Optimizer] | Precision,
+        every: int = 50,
+        *,
+        start: int = 0,
+    ) -> None:
+        """Register hooks on the optimizers; their steps are counted from now on.
+
+        Args:
+            source: An optimizer, several, or a :class:`halfstep.Precision`, which also provides
+                parameter names.
+            every: Measure every this many applied steps; 0: never. A fused optimizer under a
+                ``GradScaler`` is also called on overflow: such a call is counted, not measured.
+            start: Applied steps before this meter's first, in a resumed run.
+
+        Raises:
+            PrecisionError: If ``every`` < 0, or ``source`` is none of these.
+        """
+        if require(every, int, "LostUpdateMeter(every)", "an integer >= 0") < 0:
+            raise PrecisionError(f"LostUpdateMeter(every={every}); allowed: an integer >= 0")
+        names: dict[Tensor, str] = {}
+        several: Any = [source] if isinstance(source, Optimizer) else source
+        if isinstance(source, Precision):
+            names = {p: name for name, p in source.named_parameters().items()}
+            several = source.optimizers
+        if not isinstance(several, list | tuple) or not all(
+            isinstance(one, Optimizer) for one in several
+        ):
+            raise PrecisionError(
+                f"LostUpdateMeter got {source!r:.80}; allowed: an optimizer, a list of them, or "
+                "a halfstep.Precision"
+            )
+        self._watches = [
+            _Watch(one, f"optimizer {i} " if len(several) > 1 else "", names, every, start)
+            for i, one in enumerate(several)
+        ]
+        self._handles = [h for watch in self._watches for h in watch.hook()] if every else []
+
+    def report(self) -> tuple[GroupReport, ...]:
+        """What the newest measured step did: one report per parameter group with gradients.
+
+        It waits for the device, and is empty until a step has been measured. Sparse gradients are
+        left out.
+        """
+        return tuple(report for watch in self._watches for report in watch.report())
+
+    @property
+    def fresh(self) -> bool:
+        """Whether any optimizer's newest step was measured; costs nothing."""
+        return any(watch.fresh for watch in self._watches)
+
+    def __str__(self) -> str:
+        """A table with one row per group, then one verdict per group."""
+        reports = self.report()
+        if not reports:
+            return "no step has been measured yet"
+        head = ("group", "stored", "updates", "lr", "lost", "unmoved")
+        rows = [
+            (r.group, r.stored, f"{r.updates:,.0f}", f"{r.learning_rate:.3g}",
+             _percent(r.lost), _percent(r.unmoved))
+            for r in reports
+        ]  # fmt: skip
+        table = aligned([head, *rows], range(2, len(head)))
+        return "\n".join([table, *(f"{r.group}: {r.verdict}" for r in reports)])
+
+    def close(self) -> None:
+        """Remove the hooks; existing measurements can still be read."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+@dataclass(eq=False)
+class _Watch:
+    """The hooks on one optimizer, and the steps that they have sampled."""
+
+    _optimizer: Optimizer
+    _prefix: str
+    _names: Mapping[Tensor, str]
+    _every: int
+    _count: int
+    _open: _Step | None = None  # the call in progress
+    _unread: list[_Step] = field(default_factory=list)
+    _reports: tuple[GroupReport, ...] = ()
+    fresh: bool = False
+
+    def hook(self) -> list[RemovableHandle]:
+        """Register hooks before and after the optimizer's step."""
+        before = self._optimizer.register_step_pre_hook(self._before)
+        return [before, self._optimizer.register_step_post_hook(self._after)]
+
+    @torch.no_grad()
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._open = None
+        if (self._count + 1) % self._every == 0:
+            decided = getattr(kwargs.get("multiplier"), "found", None)  # by halfstep, on the device
+            found = getattr(optimizer, "found_inf", decided)
+            groups = [self._sample(*pair) for pair in enumerate(optimizer.param_groups)]
+            self._open = _Step(self._count + 1, None if found is None else found.clone(), groups)
+
+    def _sample(self, number: int, group: dict[str, Any]) -> _Group:
+        own, samples = isinstance(self._optimizer, OwnOptimizer), []
+        names = group.get("param_names") or [
+            f"tensor {j} of shape {tuple(p.shape)}" for j, p in enumerate(group["params"])
+        ]
+        for parameter, name in zip(group["params"], names, strict=True):
+            weight, held = sampled(local_part(parameter.detach())), self._remainder(parameter)
+            update: Update = "nearest"
+            if own and weight.dtype == torch.bfloat16:
+                update = group["update"]
+            before = weight.clone(), None if held is None else held.clone()
+            samples.append(_Sample(self._names.get(parameter, name), parameter, update, *before))
+        decay, rate = group.get("weight_decay"), group.get("lr", math.nan)
+        title = f"group {number}" + ("" if decay is None else f" (weight decay {float(decay):g})")
+        rate = rate.clone() if isinstance(rate, Tensor) else rate
+        known = (own and not group.get("use_muon")) or type(self._optimizer) in _KNOWN
+        return _Group(self._prefix + (group.get("name") or title), rate, known, samples)
+
+    def _remainder(self, parameter: Tensor) -> Tensor | None:
+        held = self._optimizer.state.get(parameter, {}).get(REMAINDER)
+        return None if held is None else sampled(local_part(held))
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step, self._open = self._open, None
+        self._count += 1
+        self.fresh = step is not None
+        if step is None:
+            return
+        given = kwargs.get("gradients")  # of halfstep's optimizers
+        for sample in (one for group in step.groups for one in group.samples):
+            p = sample.parameter
+            gradient = p.grad if given is None else given.get(p)
+            if gradient is not None and not gradient.is_sparse and len(sample.weight):
+                sample.counts = self._count_in(sample, local_part(gradient))
+        self._unread = [*self._unread[1 - _UNREAD :], step]
+
+    def _count_in(self, sample: _Sample, gradient: Tensor) -> Tensor:
+        moving, state = sampled(gradient) != 0, self._optimizer.state.get(sample.parameter, {})
+        for name in ("exp_avg", "momentum_buffer"):  # which move a row without a gradient, too
+            moment, _ = stored_moment(state, name)
+            if moment is not None:
+                moving |= sampled(local_part(moment)) != 0
+        same = _same_bits(sample.weight, sampled(local_part(sample.parameter.detach())))
+        after = self._remainder(sample.parameter)
+        if after is not None:
+            before = torch.zeros_like(after) if sample.remainder is None else sample.remainder
+            same &= _same_bits(before, after)
+        return torch.stack([moving.sum(), (moving & same).sum()])
+
+    def report(self) -> tuple[GroupReport, ...]:
+        """The reports of the newest measured step that was applied."""
+        while self._unread:
+            step = self._unread.pop()
+            if step.found is None or not float(step.found):
+                self._unread = []
+                found = (_read(step.number, group) for group in step.groups)
+                self._reports = tuple(one for one in found if one is not None)
+        return self._reports
+
+
+def _read(number: int, group: _Group) -> GroupReport | None:
+    updates = unmoved = lost = 0.0
+    stuck, seen = [], [(s, s.counts.tolist()) for s in group.samples if s.counts is not None]
+    if not seen:
+        return None
+    for sample, (moving, same) in seen if group.rate else ():
+        each = local_part(sample.parameter).numel() / len(sample.weight)
+        updates, unmoved = updates + moving * each, unmoved + same * each
+        if not ROUNDING[sample.update].random:
+            lost += same * each
+            stuck += [sample.name] if moving == same > 0 and group.known else []
     return GroupReport(
-        group=group,
-        step=step,
-        learning_rate=learning_rate,
-        elements=sum(s.numel for s in samples),
-        stored=", ".join(sorted({_stored(s) for s in samples})),
-        lost=_share(lost, moving, shares) if known else float("nan"),
-        unmoved=_share(same & moving, moving, shares),
-        zero=_share(~moving, every, shares),
-        stuck=stuck,
-        tensors=len(samples),
-        note=note,
+        group=group.name,
+        step=number,
+        learning_rate=float(group.rate),
+        updates=updates,
+        stored=", ".join(sorted({_stored(sample) for sample, _ in seen})),
+        lost=lost / (updates or 1.0) if group.known else math.nan,
+        unmoved=unmoved / (updates or 1.0),
+        stuck=tuple(stuck),
+        tensors=len(seen),
+        advice=next((told for sample, _ in seen if (told := _advice(sample))), ""),
     )
 
 
-def _stored(sample: Sample) -> str:
+def _advice(sample: _Sample) -> str:
+    low = {torch.float16: "fp16-master", torch.bfloat16: ROUNDING[sample.update].advice}
+    return low.get(sample.weight.dtype, "")
+
+
+def _stored(sample: _Sample) -> str:
     name = dtype_name(sample.weight.dtype)
     return name if sample.update == "nearest" else f"{name} {sample.update}"
 
 
-def _unmoved(sample: Sample) -> Tensor:
-    same = _same_bits(sample.weight, sample.after)
-    if sample.remainder is not None and sample.remainder_after is not None:
-        same &= _same_bits(sample.remainder, sample.remainder_after)
-    return same
-
-
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     bits = _BITS[a.element_size()]
-    return a.view(bits) == b.view(bits)
-
-
-def _below_fp32(sample: Sample, update: Tensor) -> Tensor:
-    """A mask of weights that this update can never move; with random rounding only some."""
-    if not ROUNDING[sample.update].random:
-        return torch.ones_like(update, dtype=torch.bool)
-    value = sample.value()
-    return (value.double() + update).float() == value
-
-
-def _share(part: Tensor, whole: Tensor, shares: Tensor) -> float:
-    total = float(shares[whole].sum())
-    return float(shares[part].sum()) / total if total else 0.0
+    return a.view(bits) == b.contiguous().view(bits)
 
 
 def _percent(share: float) -> str:

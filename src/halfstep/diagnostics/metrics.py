@@ -1,12 +1,12 @@
-"""Writes metrics.jsonl, one JSON object per optimizer step."""
+"""The files of a run with one JSON object a line, and a step's line of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,75 +80,35 @@ class Record:
             **more,
         )
 
-    def to_json(self) -> str:
-        """Format the record as one line of strict JSON, without absent values."""
-        kept = {}
-        for key in _FIELDS:
-            value = getattr(self, key)
-            if isinstance(value, float) and not math.isfinite(value):
-                value = str(value)
-            if value is not None:
-                kept[key] = value
-        return json.dumps(kept)
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Record))
-
-
-class MetricsFile:
-    """Appends records to the file, unbuffered, so that a killed process loses no written line."""
-
-    def __init__(self, path: Path, keep_until_step: int) -> None:
-        """Open the file for appending, dropping the records that a resumed run will write again.
-
-        Args:
-            path: The file; made if absent.
-            keep_until_step: Records of later steps, and a torn last line, are dropped.
-
-        Raises:
-            CheckpointError: If it cannot be written; :meth:`write` raises the same.
-        """
-        self._path = path
-        try:
-            if path.exists():
-                keep_lines(path, keep_until_step)
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be written: {error}") from error
-
-    def write(self, record: Record) -> None:
-        """Append one record and hand it to the operating system."""
-        try:
-            self._file.write((record.to_json() + "\n").encode())
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {error}") from error
-
-    def close(self) -> None:
-        """Close ``metrics.jsonl``; nothing can be written afterwards."""
-        self._file.close()
+    def line(self) -> dict[str, Any]:
+        """What is known, as values that JSON has."""
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        return {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in known.items()
+        }
 
 
 def keep_lines(path: Path, last_step: int) -> None:
-    """Drop torn lines, and those of later steps, from a file with one JSON object a line.
+    """Begin a file with one JSON object a line, or drop its torn lines and those of later steps.
 
     Raises:
         CheckpointError: If it cannot be written; it is as it was then.
     """
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
     try:
+        lines = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in lines.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line + "\n")
         write_whole(path, "".join(kept))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a JSON object to a file with one a line.
+    """Append a JSON object and close the file, so that a killed process loses no written line.
 
     Raises:
         CheckpointError: If it cannot be written.

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from halfstep.diagnostics.metrics import METRICS, MetricsFile, Record
+from halfstep.diagnostics.metrics import METRICS, Record, append_line, keep_lines
 from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
 from halfstep.precision.result import StepResult
@@ -62,20 +62,21 @@ class Recorder:
                 "this Precision has a Recorder already; write recorder.close() first"
             )
         self._written = -1  # the last step with a line
-        self._metrics: MetricsFile | None = None
+        self._metrics: Path | None = None
         if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-            self._metrics = self._opened(Path(folder))
+            self._metrics = self._begun(Path(folder))
         precision.outcome.on_stop = self._stop
 
-    def _opened(self, folder: Path) -> MetricsFile:
-        """Open the metrics for the steps to come, whose lines a resume writes again."""
+    def _begun(self, folder: Path) -> Path:
+        """Begin the metrics, without the lines of steps that a resume takes again."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             policy = f"precision = {json.dumps(str(self._precision.policy))}\n"
             (folder / "config.toml").write_text(policy, encoding="utf-8")
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be written: {error}") from error
-        return MetricsFile(folder / METRICS, keep_until_step=self._step)
+        keep_lines(folder / METRICS, self._step)
+        return folder / METRICS
 
     @property
     def _step(self) -> int:
@@ -101,15 +102,13 @@ class Recorder:
 
     def _write(self, record: Record) -> None:
         if self._metrics is not None and record.step > self._written:
-            self._metrics.write(record)
+            append_line(self._metrics, record.line())
             self._written = record.step
 
     def close(self) -> None:
-        """Close the files, and no longer watch the Precision for a step that ends the run."""
+        """Write no more lines, and let the Precision have another Recorder."""
         self._precision.outcome.on_stop = None
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        self._metrics = None
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -33,35 +33,24 @@ _DRAWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulError:
-    """What one matmul of one layer changes of the gradient.
-
-    Attributes:
-        layer: The layer's qualified name.
-        matmul: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
-        error: Square of the gradient's change, relative to its own; infinite where it is not
-            finite.
-    """
-
-    layer: str
-    matmul: str
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
 class Sensitivity:
     """The errors of every linear layer in a format.
 
-    A matmul is missing where the layer's features fill no whole blocks of the format.
+    Attributes:
+        format: Its name.
+        layers: Their qualified names.
+        errors: Of layer and matmul (``"fprop"``, ``"dgrad"`` or ``"wgrad"``) to the square of the
+            gradient's change, relative to its own; infinite where it is not finite. A matmul is
+            missing where the layer's features fill no whole blocks of the format.
     """
 
     format: str
     layers: tuple[str, ...]
-    errors: tuple[MatmulError, ...]
+    errors: Mapping[tuple[str, str], float]
 
     def policy(self, most: float) -> str:
         """Spell a policy: bf16 for matmuls with an error above ``most``, else the format."""
-        low = {(row.layer, row.matmul) for row in self.errors if row.error <= most}
+        low = {key for key, error in self.errors.items() if error <= most}
         rules = []
         for layer in self.layers:
             forms = [self.format if (layer, m) in low else KEPT for m in PRODUCTS]
@@ -101,51 +90,30 @@ def sensitivity(
         raise PrecisionError(f"format {form!r}; allowed: {', '.join(SCHEMES)}")
     if not batches:
         raise PrecisionError("batches is empty; give at least one")
-    layers = {
-        placement.name: placement.module
-        for placement in place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model).low
-    }
-    references = [_reference(model, batch, loss_fn) for batch in batches]
-    errors = [
-        _error(model, batches, references, loss_fn, form, name, matmul)
-        for name, layer in layers.items()
-        for matmul in PRODUCTS
-        if not unfilled(layer, matmul, form)
-    ]
-    return Sensitivity(form, tuple(layers), tuple(errors))
+    placed = place(parse_policy(f"{REFERENCE},recipe=fp8,simulate=yes"), model)
+    layers = {one.name: one.module for one in placed.low}
+    references = [gradients(REFERENCE, model, batch, loss_fn) for batch in batches]
+    for size in map(_square, references):
+        if not 0 < size < math.inf:
+            raise PrecisionError(
+                f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
+                "measured; give weights and batches where it is finite and above 0"
+            )
+    draws, errors = _DRAWS if SCHEMES[form].stochastic else 1, {}
+    for name, layer in layers.items():
+        for matmul in (m for m in PRODUCTS if not unfilled(layer, m, form)):
+            recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
+            policy, changes = f"{REFERENCE},simulate=yes,rules={name}:{recipe}", []
+            for batch, reference in zip(batches, references, strict=True):
+                found = gradients(policy, model, batch, loss_fn, draws)
+                changes.append(_change(found, reference))
+            errors[name, matmul] = fmean(changes)
+    return Sensitivity(form, tuple(layers), errors)
 
 
-def _error(
-    model: nn.Module,
-    batches: Sequence[Any],
-    references: Sequence[dict[str, Tensor]],
-    loss_fn: LossFn,
-    form: str,
-    name: str,
-    matmul: str,
-) -> MatmulError:
-    """Measure one matmul of one layer with all others in the reference's format."""
-    recipe = "/".join(form if m == matmul else KEPT for m in PRODUCTS)
-    policy = f"{REFERENCE},simulate=yes,rules={name}:{recipe}"
-    draws = _DRAWS if SCHEMES[form].stochastic else 1
-    errors = []
-    for batch, reference in zip(batches, references, strict=True):
-        found = gradients(policy, model, batch, loss_fn, draws)
-        change = _square(found[n] - g for n, g in reference.items()) / _square(reference.values())
-        errors.append(change if math.isfinite(change) else math.inf)
-    return MatmulError(name, matmul, fmean(errors))
-
-
-def _reference(model: nn.Module, batch: Any, loss_fn: LossFn) -> dict[str, Tensor]:
-    """Compute the gradients that errors are measured against; refuse those that have none."""
-    found = gradients(REFERENCE, model, batch, loss_fn)
-    size = _square(found.values())
-    if not 0 < size < math.inf:
-        raise PrecisionError(
-            f"the squared gradient is {size:g} in {REFERENCE}, so no error of it can be "
-            "measured; give weights and batches where it is finite and above 0"
-        )
-    return found
+def _change(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    change = _square({n: found[n] - g for n, g in reference.items()}) / _square(reference)
+    return change if math.isfinite(change) else math.inf
 
 
 def gradients(
@@ -172,5 +140,5 @@ def gradients(
     return found
 
 
-def _square(parts: Iterable[Tensor]) -> float:
-    return sum(float(part.double().square().sum()) for part in parts)
+def _square(parts: Mapping[str, Tensor]) -> float:
+    return sum(float(part.double().square().sum()) for part in parts.values())

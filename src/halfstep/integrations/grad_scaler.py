@@ -49,6 +49,7 @@ from halfstep.precision.agreement import as_ranks, ranks_of_this_process
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.recovery import hopeless
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 from halfstep.precision.scaling.loss_scale import Limits, ScaleState
@@ -414,21 +415,13 @@ class GradScaler(torch.amp.GradScaler):
         whose = some(found.names) or (
             "parameters that are not known here: another rank's, or their gradients were cleared"
         )
-        where = f"{found.what} in the gradients of {whose}"
-        same = "the weights of the skipped optimizer are unchanged"
-        if at_floor:
+        in_a_row = 0 if self.calibrating else int(self._in_a_row)
+        ends = hopeless(scale, at_floor, in_a_row, self._max_skips)
+        if ends is not None:
             raise NonFiniteError(
-                f"{where} at the smallest loss scale {scale:g}: no smaller scale can "
-                f"help, so this is a bug or values beyond the format; {same}",
-                cause="loss_scale_floor",
-                parameters=found.names,
-            )
-        in_a_row = int(self._in_a_row)
-        if self._max_skips is not None and in_a_row >= self._max_skips and not self.calibrating:
-            raise NonFiniteError(
-                f"{where}: {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), "
-                f"at loss scale {scale:g}; {same}",
-                cause="skip_limit",
+                f"{found.what} in the gradients of {whose}{ends[1]}; the weights of the skipped "
+                "optimizer are unchanged",
+                cause=ends[0],
                 parameters=found.names,
             )
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.health import LayerHealth
-from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import searched
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
@@ -175,8 +175,8 @@ class NumericsCallback(TrainerCallback):
         known = [r for r in reports if r.step > self._measured and not math.isnan(r.lost)]
         if known:
             self._measured = max(report.step for report in known)
-            updates = sum(r.elements * (1 - r.zero) for r in known)
-            lost = sum(r.lost * r.elements * (1 - r.zero) for r in known)
+            updates = sum(r.updates for r in known)
+            lost = sum(r.lost * r.updates for r in known)
             found["lost_updates"] = lost / updates if updates else 0.0
         return found
 
@@ -296,21 +296,22 @@ def stopped(
     broken = _broken_gradients(named)
     trainer.model.zero_grad()
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
-    first, told, anew = None, "", list[tuple[str, ...]]()
+    first: tuple[Any, str] = (None, "")
+    anew: list[tuple[str, ...]] = []
     agreed = ranks_of_this_process(micro[0][0].device)
     loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
     what = agreed.of_loss(loss.reshape(())) if of_loss else ""
     # one rank's weights alone may be broken; a forward that gathers weights would hang alone
-    apart = not isinstance(agreed, OneRank) and any(map(is_sharded, named.values()))
-    if not agreed.worst([int(bool(weights))])[0] and not apart:
-        first, told = searched(
-            trainer.model,
-            lambda _, inputs: trainer.compute_loss(trainer.model, dict(inputs)).backward(),
-            [dict(inputs) for _, inputs in micro],
-            clear=trainer.model.zero_grad,
-            finish=lambda: anew.append(_broken_gradients(named)),
-        )
-        broken = next(iter(anew), ()) or broken  # clipping spreads a NaN over all gradients
+    if not agreed.worst([int(bool(weights))])[0] and (
+        isinstance(agreed, OneRank) or not any(map(is_sharded, named.values()))
+    ):
+
+        def run(_: int, inputs: Any) -> None:
+            trainer.compute_loss(trainer.model, dict(inputs)).backward()
+            anew.append(_broken_gradients(named))
+
+        first = searched(trainer.model, run, [dict(inputs) for _, inputs in micro])
+        broken = next(filter(None, anew), broken)  # clipping spreads a NaN over all gradients
     if of_loss:
         if index is not None and len(micro) > 1:
             what += f" in micro-batch {index + 1} of {len(micro)}"
@@ -322,12 +323,11 @@ def stopped(
         source = f"the weights {some(weights)} are not finite"
     error = NonFiniteError(
         f"step {step}: {what}: {source}; the step was not taken, the weights are those after step "
-        f"{step - 1}{told}",
+        f"{step - 1}",
         cause="forward" if of_loss else "gradients",
         parameters=weights if weights or of_loss else broken,
     )
-    error.first_cause = first
-    return error
+    return explain_(error, first)
 
 
 def _broken_gradients(named: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.diagnostics.health import LayerHealth
-from halfstep.diagnostics.meter import LostUpdateMeter
-from halfstep.diagnostics.nonfinite.first_cause import explain_
+from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.optimizer_tensors import owned
 from halfstep.precision.casting.autocast import Autocast
@@ -146,11 +146,11 @@ class HalfstepPrecision(LightningPrecision):
         try:
             self._step(optimizer)
         except NonFiniteError as error:
-            if automatic:
-                run, batch = _with_batch(closure)
-                explain_(error, model, run, [batch], clear=model.zero_grad)
-            else:  # the closure does nothing, so the user is told what to type in training_step
-                error.args = (str(error).replace("(precision, your", "(self, your"),)
+            if not automatic:  # the closure is empty: the user types it in training_step
+                error.typed = error.typed.replace("(precision, your", "(self, your")
+            elif isinstance(self._ready().ranks, OneRank):
+                slower = self._ready().progress.slower
+                explain_(error, searched(model, *_with_batch(closure), slower=slower))
             raise
         return output
 
@@ -273,8 +273,8 @@ class HalfstepPrecision(LightningPrecision):
             self.engine.load_state_dict(state_dict)
 
 
-def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object], Any]:
-    """How to run a closure of Lightning's on a part of its batch, and the batch; None: not known.
+def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object], list[Any]]:
+    """How to run a closure of Lightning's on a part of its batch, and the batch, if it is known.
 
     Lightning keeps the arguments of ``training_step``, by name, in the closure.
     """
@@ -288,7 +288,7 @@ def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object
         finally:
             given.update({"batch": whole} if "batch" in given else {})
 
-    return run, given.get("batch")
+    return run, [given.get("batch")]
 
 
 @contextmanager

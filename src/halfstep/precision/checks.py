@@ -39,7 +39,7 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
     if ema is not None:
         ema.require([name for name, p in module.named_parameters() if p.requires_grad])
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    allowed = "a torch.optim.Optimizer over its parameters, or several: Precision(policy, model, o)"
+    allowed = "an Optimizer over its parameters, or several: Precision(policy, model, optimizer)"
     for given in several or [None]:
         one = require(given, Optimizer, "Precision(optimizer)", allowed)
         taken = inspect.signature(one.step).parameters.values()
@@ -205,13 +205,14 @@ def no_loss(value: object) -> PrecisionError:
             f"backward() got a {type(value).__name__}; allowed: the loss as a scalar tensor, with "
             "its graph (not loss.item())"
         )
-    if value.requires_grad:
+    if value.numel() != 1:
         return PrecisionError(
-            f"backward() got a loss of shape {tuple(value.shape)}; allowed: a scalar: loss.mean()"
+            f"backward() got a loss of shape {tuple(value.shape)}; allowed: a scalar, such as "
+            "loss.mean()"
         )
     return PrecisionError(
-        "backward() got a loss without a gradient; allowed: one that is computed from trainable "
-        "parameters. Were they frozen or detached?"
+        "backward() got a loss that does not require a gradient; allowed: a scalar computed from "
+        "trainable parameters. Were they frozen or detached?"
     )
 
 

@@ -14,24 +14,19 @@ from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.masters import MasterWeights
-from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_saved
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged, Progress, Ranks, find_nonfinite
-from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA
 
-OnBroken = Callable[[Judged, NonFiniteError | None, float, int, bool], None]
-"""Called for a step that is not applied, before the loss scale is lowered: with what was measured,
-the error if no loss scale can help, the loss scale, how many steps in a row were not applied, and
-whether the scale still searches for its level. It may run the batch again."""
-
-FIND_IT = "\ntry: print(halfstep.first_cause(precision, your_loss, batch))"
-"""What the error of a user's own loop ends with; others run the batch again by themselves."""
+FIND_IT = "print(halfstep.first_cause(precision, your_loss, batch))"
+"""What to type after the error of a user's own loop; others run the batch again by themselves."""
 _UNCHANGED = "; the weights are unchanged"
+Error = NonFiniteError | SpikeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,86 +59,30 @@ class Recovery:
         return f"{self.action}:{self.count}" if self.count else self.action
 
 
-def without_hint(error: Exception) -> str:
-    """An error's message without how to look for the first cause."""
-    return str(error).removesuffix(FIND_IT)
-
-
-def failure(
-    policy: PrecisionPolicy,
-    loss_scale: LossScale,
-    judged: Judged,
-    model: nn.Module,
-    ranks: Ranks,
-    in_a_row: int,
-) -> NonFiniteError | SpikeError | None:
-    """The error for a step that must not be applied, or None if a smaller loss scale may help.
-
-    Call it before the loss scale is updated; ``in_a_row`` counts this skip.
-    """
-    if judged.spike is not None:
-        return _spiking(judged, judged.spike)
-    if judged.found is None:
-        return _broken_loss(policy, judged, model, ranks)
-    found, scale = judged.found, loss_scale.value
-    what = "NaN" if found.nan and not found.inf else "inf" if not found.nan else "NaN and inf"
-    where = f"{what} in the gradients of {some(found.names)} under a finite loss of {judged.loss:g}"
-    if policy.loss_scale.kind == "none":
-        cause, why = "gradients", (
-            f", and policy {policy} has no loss scale to lower: a bug in a backward pass, or "
-            f"values beyond {dtype_name(policy.compute_dtype)}"
+def hopeless(
+    scale: float, at_floor: bool, in_a_row: int, limit: int | None
+) -> tuple[str, str] | None:
+    """Why no smaller loss scale is tried: the error's cause, and words; None where one is."""
+    if at_floor:
+        return "loss_scale_floor", (
+            f" at the smallest loss scale {scale:g} (min_scale): no smaller scale can help"
         )  # fmt: skip
-    elif loss_scale.at_floor:
-        cause, why = "loss_scale_floor", (
-            f" at the smallest loss scale {scale:g}: no smaller scale can help, so this is not an "
-            "overflow by scaling but a bug or values beyond the format"
-        )  # fmt: skip
-    elif in_a_row >= policy.loss_scale.max_consecutive_skips:
-        cause, why = "skip_limit", (
+    if limit is not None and in_a_row >= limit:
+        return "skip_limit", (
             f": {in_a_row} steps in a row skipped, the limit (max_consecutive_skips), at loss "
             f"scale {scale:g}"
         )  # fmt: skip
-    else:
-        return None
-    return NonFiniteError(where + why + _UNCHANGED + FIND_IT, cause=cause, parameters=found.names)
-
-
-def _spiking(judged: Judged, spike: Spike) -> SpikeError:
-    what = "loss" if spike.reason == "loss_spike" else "gradient norm"
-    text = (
-        f"the {what} spikes: loss {judged.loss:.4g} and gradient norm {judged.norm:.4g}, where the "
-        f"steps before lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
-        f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate"
-    )
-    return SpikeError(text + _UNCHANGED, cause=spike.reason)
-
-
-def _broken_loss(
-    policy: PrecisionPolicy, judged: Judged, model: nn.Module, ranks: Ranks
-) -> NonFiniteError:
-    """The error for a loss that is itself not finite; the same on all ranks."""
-    weights = dict(model.named_parameters())
-    found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
-    broken = ranks.union(found, list(weights)).names
-    whose = judged.whose or f"the loss is {judged.loss}"
-    what, end = "the forward pass or the data made it", _UNCHANGED + FIND_IT
-    if broken:
-        what, end = f"the weights {some(broken)} are not finite", ""
-    return NonFiniteError(
-        f"{whose} before any gradient: {what}, no loss scale can help (policy {policy}){end}",
-        cause="forward",
-        parameters=broken,
-    )
+    return None
 
 
 class Outcome:
     """What follows once a step is judged: counts, the loss scale, the average and recovery.
 
     Attributes:
-        on_broken: See :data:`OnBroken`.
-        on_incurable: Called with a step that no loss scale can help, before it is answered.
+        on_broken: Called for a step that is not applied, with what was measured and the error if
+            no loss scale can help, before it is counted or answered. It may run the batch again.
         about_layers: Called for a spike: tells what its layers show, for the message.
-        on_stop: Called with such a step, counted, and its error, before that is raised.
+        on_stop: Called with a step, counted, and its error, before that is raised.
     """
 
     def __init__(
@@ -163,10 +102,9 @@ class Outcome:
         self.ema = ema
         self.progress = Progress(policy.loss_scale)
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
-        self.on_broken: OnBroken | None = None
-        self.on_incurable: Callable[[Judged], None] | None = None
+        self.on_broken: Callable[[Judged, Error | None], object] | None = None
         self.about_layers: Callable[[], str] | None = None
-        self.on_stop: Callable[[Judged, NonFiniteError | SpikeError], None] | None = None
+        self.on_stop: Callable[[Judged, Error], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
         self.follows = self.waits or self.spikes is not None
@@ -190,17 +128,11 @@ class Outcome:
 
     def skipped(self, judged: Judged) -> StepResult:
         """Count a skipped step; then lower the scale, leave the step out as chosen, or raise."""
-        progress = self.progress
-        scale, row = progress.loss_scale, progress.skipped_in_a_row + 1
-        error = failure(self._policy, scale, judged, self._model, self._ranks, row)
-        if isinstance(error, SpikeError) and self.about_layers is not None:
-            what = str(error).removesuffix(_UNCHANGED)
-            error.args = (what + self.about_layers() + _UNCHANGED,)
-        if error is not None and self.on_incurable is not None:
-            self.on_incurable(judged)  # all is as before the step
-        if self.on_broken is not None and not isinstance(error, SpikeError):
-            self.on_broken(judged, error, scale.value, row, progress.calibrating)
-        progress.skip()
+        progress, error = self.progress, self._failure(judged)
+        if self.on_broken is not None:
+            self.on_broken(judged, error)  # all is as before the step
+        progress.skipped_total += 1
+        progress.skipped_in_a_row += 1
         if self.spikes is not None and judged.spike is not None:
             self.spikes.leave_out(judged.loss, judged.norm)
         if error is not None:
@@ -212,7 +144,56 @@ class Outcome:
                 raise
         return progress.skipped(judged)
 
-    def _leave_out(self, error: NonFiniteError | SpikeError) -> None:
+    def _failure(self, judged: Judged) -> Error | None:
+        """The error for a step that must not be applied; None if a smaller loss scale may help."""
+        if judged.spike is not None:
+            return self._spiking(judged, judged.spike)
+        if judged.found is None:
+            return self._broken_loss(judged)
+        found, scale, config = judged.found, self.progress.loss_scale, self._policy.loss_scale
+        limit, row = config.max_consecutive_skips, self.progress.skipped_in_a_row + 1
+        ends = hopeless(scale.value, scale.at_floor, row, limit)
+        if config.kind == "none":
+            ends = "gradients", f", and policy {self._policy} has no loss scale to lower"
+        if ends is None:
+            return None
+        where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
+        text = f"{where}{judged.loss:g}{ends[1]}{_UNCHANGED}"
+        error = NonFiniteError(text, cause=ends[0], parameters=found.names)
+        error.to_do, error.typed = self.progress.slower(), FIND_IT
+        return error
+
+    def _spiking(self, judged: Judged, spike: Spike) -> SpikeError:
+        what = "loss" if spike.reason == "loss_spike" else "gradient norm"
+        layers = "" if self.about_layers is None else self.about_layers()
+        return SpikeError(
+            f"the {what} spikes: loss {judged.loss:.4g} and gradient norm {judged.norm:.4g}, where "
+            f"the steps before lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
+            f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate"
+            f"{layers}{_UNCHANGED}",
+            cause=spike.reason,
+        )
+
+    def _broken_loss(self, judged: Judged) -> NonFiniteError:
+        """The error for a loss that is itself not finite; the same on all ranks."""
+        weights = dict(self._model.named_parameters())
+        found = find_nonfinite((name, local_part(weight)) for name, weight in weights.items())
+        broken = self._ranks.union(found, list(weights)).names
+        what, end = "the forward pass or the data made it", _UNCHANGED
+        if broken:
+            what, end = f"the weights {some(broken)} are not finite", ""
+        error = NonFiniteError(
+            f"{judged.whose or f'the loss is {judged.loss}'} before any gradient: {what}, no loss "
+            f"scale can help (policy {self._policy}){end}",
+            cause="forward",
+            parameters=broken,
+        )
+        back = "go back to a checkpoint whose weights are finite" if broken else ""
+        error.to_do = "; ".join(filter(None, [back, self.progress.slower()]))
+        error.typed = "" if broken else FIND_IT
+        return error
+
+    def _leave_out(self, error: Error) -> None:
         """Raise ``error`` unless the user's choice leaves such a step out.
 
         That does not help if its forward has left a NaN in a buffer: it raises then, too.
@@ -222,7 +203,7 @@ class Outcome:
         self._left_out[option] += 1
         if self._left_out[option] > choice.count:
             raise error
-        what = without_hint(error).removesuffix(_UNCHANGED)
+        what = str(error.args[0]).removesuffix(_UNCHANGED)
         floating = {n: b for n, b in self._model.named_buffers() if b.is_floating_point()}
         buffers = self._ranks.union(find_nonfinite(floating.items()), list(floating)).names
         if buffers:

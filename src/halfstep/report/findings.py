@@ -6,17 +6,20 @@ Each rule is one function of :data:`RULES`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
 
 import torch
 
+from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD, lost_share
 from halfstep.report import N_, gettext
-from halfstep.report.record import RunRecord
+from halfstep.report.record import RunRecord, number
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -32,25 +35,28 @@ RISE = 1.2
 """Factor over its best smoothed value at which a loss counts as diverged."""
 ENOUGH = 200
 """Steps below which a model that is still near a guess is called short of steps, not wrong."""
+SMALL = 1e-4
+"""Share of a layer's weights below which the updates of a step are small: a tenth of the 1e-3 that
+is usual. **Source:** Karpathy, CS231n, "Ratio of weights:updates"."""
 WORSE = 1.05
 """Factor over another from which on a loss is called worse."""
+WIDER = N_("; or train in bf16-mixed, whose range is that of fp32")
+"""How a remedy for fp16 ends."""
 LEARNED = ("worsened", "guessing")
 """The names of findings about what was learned; the others are about the numbers."""
-SLOWER = N_("See whether the targets follow from the inputs; then try a smaller learning rate.")
+TRENDS = {
+    "rose": (N_("The training loss rose or jumps: try a smaller learning rate."), 1 / 3),
+    "flat": (N_("The training loss hardly moved: try a larger learning rate, or more steps."), 10),
+}
+"""What a training loss did where nothing was learned, to what to do, and by which factor."""
+UNSURE = N_(
+    "See whether the targets follow from the inputs; the losses do not tell whether another "
+    "learning rate helps."
+)
 BY_HEART = N_(
     "The training loss fell meanwhile, so what it learns does not hold for the validation data: "
     "give more data, take fewer steps, or set more dropout or weight decay."
 )
-
-
-WORDS = {
-    "weight": N_("largest weight"),
-    "update": N_("update to weight ratio"),
-    "gradient": N_("gradient norm"),
-    "activation": N_("largest output"),
-    "logit": N_("largest attention logit"),
-}
-"""What layer health measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,17 @@ class RunFinding:
 
     def _in(self, language: str) -> Mapping[str, Any]:
         keys = {"cause_class", "remedy", "quantity"} & self.values.keys()
-        return {**self.values, **{k: gettext(str(self.values[k]), language) for k in keys}}
+        return {**self.values, **{k: translated(str(self.values[k]), language) for k in keys}}
+
+
+def translated(text: str, language: str) -> str:
+    """A class of causes, a quantity or a remedy; of one that holds figures, all but these."""
+    body, wider, _ = text.partition(WIDER)
+    said = gettext(body, language)
+    if said == body:
+        parts = re.split("(: | is up to )", body)
+        said = "".join(gettext(part, language) for part in parts if part)
+    return said + (gettext(wider, language) if wider else "")
 
 
 def findings(run: RunRecord) -> list[RunFinding]:
@@ -112,7 +128,8 @@ def verdict(run: RunRecord, language: str = "en") -> str:
     if also is not None:
         said = gettext("{said}. {also}", language)
         text = said.format(said=text, also=also.text(language))
-    commands = [f"try: {f.command}" for f in (worst, also) if f is not None and f.command]
+    asked = [f for f in found if f.level == "fault" or f in (worst, also)]
+    commands = [f"try: {f.command}" for f in asked if f.command]
     return "\n".join([text, *commands[:1]])
 
 
@@ -144,25 +161,32 @@ def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
 # --- rules ----------------------------------------------------------------------------------------
 
 
+BROKEN = ("nonfinite", "overflow")
+"""Kinds of the event at which a run breaks off."""
+
+
+def _stopped(run: RunRecord) -> str:
+    """The kind of the event that ended a run before its last step, or empty."""
+    last, planned = run.steps[-1] if run.steps else {}, run.planned_steps
+    early = last.get("applied") is False and (planned is None or last["step"] < planned)
+    return run.events[-1].kind if early else ""
+
+
 def _ended(run: RunRecord) -> Iterator[RunFinding]:
-    if not run.steps:
-        return
-    last, planned = run.steps[-1], run.planned_steps
-    step = last["step"]
-    stopped = last.get("applied") is False and (planned is None or step < planned)
-    kind = run.events[-1].kind if stopped else ""
+    step, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps
+    kind = _stopped(run)
     if kind == "spike":
         yield RunFinding(
             "fault",
             "stopped_spike",
-            N_("Step {step} spiked, and the run stopped there, as run.on_spike asks"),
-            N_('To go on without its batch, set run.on_spike = "skip:10".'),
+            N_("Step {step} spiked, and the run stopped there, as on_spike asks"),
+            N_('To go on without its batch, set on_spike="skip:10".'),
             {"step": step},
             _typed(run, True, on_spike="skip:10"),
         )
-    elif kind in ("nonfinite", "overflow"):
+    elif kind in BROKEN:
         yield _not_finite(run, step)
-    elif planned is not None and step < planned:
+    elif planned is not None and 0 < step < planned:
         yield RunFinding(
             "note",
             "unfinished",
@@ -178,23 +202,24 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     known = {k: cause.get(k) for k in ("cause_class", "remedy", "module", "op")}
     if all(isinstance(value, str) for value in known.values()):
         place = f"{known['module']} ({known['op']})" if known["module"] else known["op"]
-        values = {"step": step, "place": place, **known}
         return RunFinding(
             "fault",
             "stopped_by_cause",
             N_("Step {step} was not finite, and the run ended there: {cause_class}, in {place}"),
             N_("To do: {remedy}."),
-            values,
+            {"step": step, "place": place, **known},
+            _at_rate(run, 1 / 3) if cause.get("slower") else "",
+        )
+    searched = N_("No first cause was found.")
+    if "task" not in run.config:  # a loop of the user's own, which searches when it is told to
+        searched = N_(
+            "No first cause was searched: halfstep.first_cause(precision, your_loss, batch) does."
         )
     return RunFinding(
         "fault",
         "stopped_nonfinite",
         N_("Step {step} was not finite, and the run ended there"),
-        N_(
-            "No first cause was found. Lower optimizer.learning_rate, or set "
-            'optimizer.max_norm = 1.0; run.on_nonfinite = "skip:3" lets a run go on '
-            "past such a step."
-        ),
+        searched,
         {"step": step},
     )
 
@@ -215,35 +240,57 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     return " ".join(words)
 
 
+def _at_rate(run: RunRecord, factor: float) -> str:
+    """What to type to train anew at another learning rate; empty where none was recorded."""
+    rates = [*filter(math.isfinite, run.series("learning_rate")[1])]
+    return _typed(run, False, learning_rate=f"{max(rates) * factor:.1g}") if rates else ""
+
+
 def _folder(run: RunRecord) -> str:
     table = run.config.get("run")
     return str((table.get("output_dir") if isinstance(table, dict) else "") or run.name)
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
-    """A loss whose last twentieth is above its best by a fifth, and by more than its own noise."""
+    """A loss that ended above its best by a fifth, and by more than its own noise."""
     steps, losses = run.series("loss")
-    width = max(5, len(losses) // 20)
-    if len(losses) < 4 * width:
-        return
-    windows = {i: median(losses[i : i + width]) for i in range(len(losses) - width, -1, -width)}
-    finite = [i for i, value in windows.items() if math.isfinite(value)]
-    if not finite:
-        return
-    at = min(finite, key=windows.__getitem__)
-    best, last = windows[at], windows[len(losses) - width]
-    spread = median(abs(v - best) for v in losses[at : at + width])
-    most = max(best * RISE if best > 0 else best, best + 6 * spread)
-    if not last <= most:  # a NaN too
-        low = min(range(at, at + width), key=losses.__getitem__)
+    found = _rose(losses) or (_exploded(losses) if _stopped(run) in BROKEN else None)
+    if found:
+        low, last = found
         values = {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]}
         yield RunFinding(
             "fault",
             "diverged",
             N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
-            N_("Lower optimizer.learning_rate, or lengthen schedule.warmup_steps."),
+            N_("Lower the learning rate, or lengthen its warm-up."),
             values,
+            _at_rate(run, 1 / 3),
         )
+
+
+def _rose(losses: Sequence[float]) -> tuple[int, float] | None:
+    """The index of the best loss, and the median of the last twentieth where that is higher."""
+    width = max(5, len(losses) // 20)
+    windows = {i: median(losses[i : i + width]) for i in range(len(losses) - width, -1, -width)}
+    finite = [i for i, value in windows.items() if math.isfinite(value)]
+    if len(losses) < 4 * width or not finite:
+        return None
+    at = min(finite, key=windows.__getitem__)
+    best, last = windows[at], windows[len(losses) - width]
+    spread = median(abs(v - best) for v in losses[at : at + width])
+    most = max(best * RISE if best > 0 else best, best + 6 * spread)
+    low = min(range(at, at + width), key=losses.__getitem__)
+    return None if last <= most else (low, last)  # a NaN too
+
+
+def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
+    """As :func:`_rose`, of a run that broke: its last two finite losses rose above 20 before."""
+    finite = [i for i, loss in enumerate(losses) if math.isfinite(loss)][-22:]
+    if len(finite) < 3:
+        return None
+    *before, last, end = (losses[i] for i in finite)
+    least = max(before) + (RISE - 1) * abs(max(before))
+    return (min(finite, key=losses.__getitem__), end) if end > last > least else None
 
 
 def _layer(run: RunRecord) -> Iterator[RunFinding]:
@@ -267,7 +314,7 @@ def _layer(run: RunRecord) -> Iterator[RunFinding]:
         text,
         N_(
             "Go back to a checkpoint from before it, with a lower learning rate for that layer or "
-            "optimizer.max_norm; health.jsonl has the numbers of all layers."
+            "max_norm; health.jsonl has the numbers of all layers."
         ),
         values,
     )
@@ -295,8 +342,8 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
             "many_skips",
             N_("{share} of the steps after calibration were skipped because gradients overflowed"),
             N_(
-                "That is more than a growing loss scale explains, so values leave the format: set "
-                'precision = "bf16-mixed", whose range is that of fp32.'
+                "That is more than a growing loss scale explains, so values leave the format: "
+                "train in bf16-mixed, whose range is that of fp32."
             ),
             {"share": f"{skipped / counted:.1%}"},
         )
@@ -345,8 +392,8 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
                 "lost_updates",
                 N_("{share} of the updates of {group} were lost to rounding"),
                 N_(
-                    'Set precision = "{exact}" (16-bit weights with an exact fp32 master) or '
-                    '"{wide}" (fp32 weights).'
+                    "Train in {exact} (16-bit weights with an exact fp32 master) or {wide} (fp32 "
+                    "weights)."
                 ),
                 {"group": group, "share": f"{share:.0%}", "exact": exact, "wide": wide},
                 _typed(run, False, precision=exact),
@@ -395,14 +442,16 @@ def _worsened(run: RunRecord) -> RunFinding | None:
         return None
     right = dict(zip(*run.series("val_accuracy"), strict=True))
     sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
-    anew = {"max_steps": steps[best]} if fell else {"learning_rate": _slower(run)}
+    do, command = BY_HEART, _typed(run, False, max_steps=steps[best])
+    if not fell:
+        do, command = _rated(run) if _trend(run) == "rose" else (UNSURE, "")
     return RunFinding(
         "note" if sure else "warning",
         "worsened",
         N_("The validation loss rose from {best} at step {step} to {last}"),
-        BY_HEART if fell else SLOWER,
+        do,
         {"best": f"{found[best]:.4g}", "last": f"{found[-1]:.4g}", "step": steps[best]},
-        _typed(run, False, **anew),
+        command,
     )
 
 
@@ -410,8 +459,44 @@ def _above(loss: float, other: float) -> bool:
     return loss > other + (WORSE - 1) * abs(other)
 
 
-def _slower(run: RunRecord) -> str:
-    return f"{max(run.series('learning_rate')[1], default=3e-4) / 3:.1g}"
+def _rated(run: RunRecord) -> tuple[str, str]:
+    """What to do about the learning rate, and what to type for it, as far as the losses tell."""
+    do, factor = TRENDS.get(_trend(run), (UNSURE, 0))
+    return do, _at_rate(run, factor) if factor else ""
+
+
+def _trend(run: RunRecord) -> str:
+    """Whether the training loss "rose" above its start, or jumps, or stayed "flat"; or empty.
+
+    Where the size of the updates was recorded, it must agree: no rise is made by small ones.
+    """
+    losses = [*filter(math.isfinite, run.applied.series("loss")[1])]
+    if len(losses) < 2 * FEW:
+        return ""
+    jumps = [abs(b - a) for a, b in pairwise(losses)]
+    width = max(5, len(losses) // 20)
+    windows = [median(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)]
+    first, start, noise = losses[0], windows[0], median(jumps)
+    little, least, most = (WORSE - 1) * abs(start), min(windows), max(windows)
+    moved = _moved(run)
+    if least < min(first, start) - max(little, noise):
+        return ""
+    grown = median(jumps[len(jumps) // 2 :]) > max(3 * median(jumps[:FEW]), little)
+    if grown or most > start + max(little, 2 * noise) or most > first + abs(first) / 2:
+        return "" if moved < SMALL else "rose"
+    smooth = noise <= little and max(abs(v - start) for v in losses) <= max(2 * little, 6 * noise)
+    return "flat" if smooth and least >= start - little and not moved >= SMALL else ""
+
+
+def _moved(run: RunRecord) -> float:
+    """The largest share by which a step changed the median layer's weights; NaN if not known."""
+    found = []
+    for line in run.health:
+        layers = line.get("layers")
+        each = [*layers.values()] if isinstance(layers, dict) else []
+        rates = [number(layer.get("update")) for layer in each if isinstance(layer, dict)]
+        found += [median(rate for rate in rates if rate is not None)] if any(rates) else []
+    return max(filter(math.isfinite, found), default=math.nan)
 
 
 def _guessing(run: RunRecord) -> RunFinding | None:
@@ -425,14 +510,13 @@ def _guessing(run: RunRecord) -> RunFinding | None:
     if found is None:
         return None
     what, values = found
-    if losses and checked and median(losses[-5:]) < 0.8 * checked[-1]:
+    do, command = _rated(run)
+    if losses and checked and median(losses[-max(5, count // 20) :]) < 0.8 * checked[-1]:
         do, command = BY_HEART, _typed(run, False, max_steps=max(1, count // 2))
-    elif count < ENOUGH:
+    elif count < ENOUGH and _trend(run) != "rose":
         do = N_("{steps} steps are few to learn from: train for {more}.")
         values |= {"steps": count, "more": max(300, 2 * count)}
         command = _typed(run, True, max_steps=values["more"])
-    else:
-        do, command = SLOWER, _typed(run, False, learning_rate=_slower(run))
     return RunFinding("warning", "guessing", what, do, values, command)
 
 
@@ -492,8 +576,8 @@ def _damaged(run: RunRecord) -> Iterator[RunFinding]:
             "damaged",
             N_("Lines of {file} that could not be read: {count}"),
             N_(
-                "A process that is killed may leave its last line unfinished; halfstep train "
-                "--resume writes it anew."
+                "A process that is killed may leave its last line unfinished; a resume writes it "
+                "anew."
             ),
             {"count": count, "file": file},
         )

@@ -6,10 +6,14 @@ policy forbids everything else. Every string of a run is escaped by the template
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,22 +24,21 @@ from markupsafe import Markup
 from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.report import N_, gettext
-from halfstep.report.compare import Comparison, compare, flattened, shown_value
-from halfstep.report.figures import figures
-from halfstep.report.findings import FEW, RunFinding, findings, verdict
-from halfstep.report.record import Event, RunRecord, scale_text
+from halfstep.report.findings import COMMANDS, FEW, RunFinding, findings, verdict
+from halfstep.report.record import Event, EventKind, RunRecord
 
+MEASURES = {"val_accuracy": N_("Validation accuracy"), "val_loss": N_("Validation loss")}
+"""What runs are ranked by: the first that all have."""
+_OF_THE_LOSS = frozenset({"task", "model.source", "model.vocab_size"})
+"""Keys besides those of the data by which a validation loss measures another thing."""
 NAMES: Mapping[str, str] = {
     "run": N_("Run"),
     "precision": N_("Precision"),
-    "model": N_("Model"),
-    "machine": N_("Machine"),
     "steps": N_("Steps"),
     "skipped": N_("Skipped"),
     "first_loss": N_("First loss"),
     "last_loss": N_("Last loss"),
-    "val_loss": N_("Validation loss"),
-    "val_accuracy": N_("Validation accuracy"),
+    **MEASURES,
     "speed": N_("Tokens/s (median)"),
     "memory": N_("Peak memory"),
     "nonfinite": N_("not finite"),
@@ -90,7 +93,6 @@ class Report:
         said = partial(gettext, language=self.language)
         environment.filters |= {
             "flat": lambda table: [*flattened(table).items()],
-            "shown_value": shown_value,
             "range_of": _range_of,
         }
         return environment.get_template("page.html.j2").render(
@@ -105,15 +107,12 @@ class Report:
         """Write the page; whole or not at all.
 
         Raises:
-            ConfigError: If the path's suffix is not .html, or it cannot be written.
+            ConfigError: If the path's suffix is not .html.
         """
         if path.suffix.lower() != ".html":
             raise ConfigError(f"--out {path}; allowed: a name that ends in .html")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self.to_html())
-        except OSError as error:
-            raise ConfigError(f"--out {path} cannot be written: {error}") from error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.to_html())
         return path
 
 
@@ -129,8 +128,6 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     card = {
         "run": run.name,
         "precision": run.policy,
-        "model": _model(run),
-        "machine": _machine(run),
         "steps": f"{len(run.steps):,}" + (f" / {planned:,}" if planned else ""),
         "skipped": f"{len(run.skipped):,}",
     }
@@ -154,27 +151,350 @@ def _card(run: RunRecord, language: str) -> dict[str, str]:
     return {gettext(NAMES[label], language): text for label, text in card.items() if text}
 
 
-def _model(run: RunRecord) -> str:
-    shape, name = run.config.get("model"), run.config.get("name")
-    parts = [name] if isinstance(name, str) else []
-    if isinstance(shape, dict):
-        keys = ("n_layer", "n_head", "n_embd", "vocab_size", "path")
-        parts += [f"{key} {shape[key]}" for key in keys if shape.get(key)]
-    return ", ".join(parts)
-
-
-def _machine(run: RunRecord) -> str:
-    cpu, gpus = run.environment.get("cpu"), run.environment.get("gpus")
-    if str(run.environment.get("device")).startswith("cuda") and isinstance(gpus, list):
-        return ", ".join(str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict))
-    return str(cpu.get("name", "")) if isinstance(cpu, dict) else ""
-
-
 def _range_of(found: Sequence[Event], kind: str) -> dict[str, Any]:
     """What the events of a kind have in common: their number, first and last step and scales."""
     alike = [event for event in found if event.kind == kind and not event.cause]
-    scales = [event.loss_scale for event in alike if event.loss_scale is not None]
     if not alike:
         return {}
-    ends = {key: scale_text(f(scales, default=1.0)) for key, f in (("low", min), ("high", max))}
+    scales = [event.loss_scale for event in alike if event.loss_scale is not None] or [1.0]
+    ends = {"low": f"{min(scales):g}", "high": f"{max(scales):g}"}
     return {"count": len(alike), "first": alike[0].step, "last": alike[-1].step, **ends}
+
+
+# --- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Several runs by one measure, the best first.
+
+    Attributes:
+        measure: ``val_loss``, ``val_accuracy``, or empty where runs cannot be compared.
+        step: The last step at which all runs were measured.
+        values: Each run's name, and its measure at that step as text.
+        differs: Keys that differ between the runs, with each run's value, in the order given.
+        verdict: What follows, in a sentence.
+    """
+
+    measure: str
+    step: int
+    values: Sequence[tuple[str, str]]
+    differs: Mapping[str, Sequence[str]]
+    verdict: str
+
+
+def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Nested tables as ``table.key`` to a value's text."""
+    found: dict[str, str] = {}
+    for key, value in table.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            found |= flattened(value, f"{name}.")
+        else:
+            found[name] = str(value)
+    return found
+
+
+def compare(runs: Sequence[RunRecord], language: str = "en") -> Comparison | None:
+    """What several runs say of each other; None for fewer than two."""
+    if len(runs) < 2:
+        return None
+    measure, step = _measure(runs)
+    differs = _differences(runs)
+    why = _unranked(runs, measure, differs, language)
+    if why:
+        text = gettext("These runs cannot be ranked: {why}.", language)
+        shown = {} if "task" in differs else differs  # of which nearly every key differs
+        return Comparison("", 0, (), shown, text.format(why=why))
+    sign = -1 if measure == "val_accuracy" else 1
+    found = [(dict(zip(*run.series(measure), strict=True))[step], run.name) for run in runs]
+    found.sort(key=lambda pair: sign * pair[0] if math.isfinite(pair[0]) else math.inf)
+    form = "{:.2%}" if measure == "val_accuracy" else "{:.4f}"
+    values = [(name, form.format(value)) for value, name in found]
+    text = gettext(
+        "{measure} at step {step}, best first: {values}. Another seed moves it, too: train several "
+        "before a small difference counts.",
+        language,
+    )
+    told = ", ".join(map(" ".join, values))
+    said = text.format(measure=gettext(MEASURES[measure], language), step=step, values=told)
+    return Comparison(measure, step, values, differs, said)
+
+
+def _differences(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
+    flat = [flattened(run.config) for run in runs]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = {key: [each.get(key, "") for each in flat] for key in keys}
+    own = ("name", "run.output_dir")  # of any run
+    return {k: values for k, values in rows.items() if k not in own and len({*values}) > 1}
+
+
+def _unranked(
+    runs: Sequence[RunRecord], measure: str, differs: Mapping[str, Sequence[str]], language: str
+) -> str:
+    """Why runs cannot be ranked, by what they have recorded; empty where they can be."""
+    kinds = [COMMANDS.get(str(run.config.get("task")), "") for run in runs]
+    if len({*kinds}) > 1:
+        text, own = gettext("{run} is a run of {kind}", language), gettext("your program", language)
+        named = zip(runs, kinds, strict=True)
+        return "; ".join(text.format(run=run.name, kind=kind or own) for run, kind in named)
+    lacking = [_lacking(run, language) for run in runs if not _evaluated(run)]
+    if lacking:
+        return "; ".join(lacking)
+    unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
+    # another seed may hold out other examples of the same files
+    for name in sorted({n for run in runs for n in run.made_with} - {"model", "base model"}):
+        known = [run for run in runs if name in run.made_with]
+        held = {(flattened(r.config).get("run.seed"), str(r.made_with[name])) for r in known}
+        if not unlike and len(held) > len({seed for seed, _ in held}):
+            unlike = [gettext("what their {name} held", language).format(name=name)]
+    if unlike:
+        text = gettext("they differ in {keys}, so they do not measure the same thing", language)
+        return text.format(keys=", ".join(unlike))
+    if measure:
+        return ""
+    text = gettext("{run} was last evaluated at step {step} (evaluations: {count})", language)
+    steps = [(run.name, _evaluated(run)) for run in runs]
+    return "; ".join(text.format(run=name, step=at[-1], count=len(at)) for name, at in steps)
+
+
+def _evaluated(run: RunRecord) -> list[int]:
+    return run.series("val_loss")[0] or run.series("val_accuracy")[0]
+
+
+def _lacking(run: RunRecord, language: str) -> str:
+    last, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps or 0
+    text = gettext("{run} has no validation results", language)
+    if last < min(run.count("eval_every") or planned, planned):
+        text = gettext("{run} ended at step {last}, before its first evaluation", language)
+    return text.format(run=run.name, last=last)
+
+
+def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
+    """The measure that all runs have at a common step, and the last such step."""
+    for key in MEASURES:
+        common = set.intersection(*({*run.series(key)[0]} for run in runs))
+        if common:
+            return key, max(common)
+    return "", 0
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+# Colours that matplotlib writes and the page replaces by its own, so that one figure serves both.
+INK, PAPER, GRID = "#010203", "#fdfcfb", "#c1c2c3"
+# Okabe and Ito's palette, which colour-blind readers can tell apart; the page has a lighter one for
+# a dark background.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b57c00", "#56b4e9")
+_OF_THE_PAGE = {
+    **{INK: "var(--ink)", PAPER: "var(--paper)", GRID: "var(--grid)"},
+    **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
+}
+_LINES = ("-", "--", ":", "-.")
+
+
+Draw = Callable[[Any, Sequence[RunRecord], str], bool]
+"""Draws runs into axes, in a language; False where there is nothing to draw."""
+
+
+def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
+    """The curves of some runs as titles and SVG without a header; empty without matplotlib."""
+    found = []
+    for title, draw in CURVES.items():
+        figure = new_figure()
+        if figure is None:
+            return []
+        axes = figure.subplots()
+        if draw(axes, runs, language):
+            styled(axes, gettext("Step", language))
+            axes.locator_params(axis="x", integer=True)
+            found.append((gettext(title, language), as_svg(figure, salt=title)))
+    return found
+
+
+def new_figure(size: tuple[float, float] = (5.6, 2.9)) -> Any:
+    """An empty figure; None without matplotlib."""
+    try:  # optional dependency
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        return None
+    return Canvas(figsize=size, layout="constrained", facecolor=PAPER)
+
+
+def styled(axes: Any, label: str) -> None:
+    """Give drawn axes the look of every figure, and a label to the horizontal one."""
+    axes.set_xlabel(label, color=INK)
+    axes.set_facecolor("none")
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.tick_params(colors=INK, which="both")
+    axes.yaxis.label.set_color(INK)
+    for side, spine in axes.spines.items():
+        spine.set_color(INK)
+        spine.set_visible(side in ("left", "bottom"))
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        kept = dict(zip(labels, handles, strict=True))
+        how = {"frameon": False, "fontsize": 8, "labelcolor": INK}
+        if len(kept) > 4:  # it would hide the curves
+            how |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2}
+        axes.legend([*kept.values()], [*kept], **how)
+
+
+def as_svg(figure: Any, salt: str) -> str:
+    """A figure as SVG to put into a page: text stays text, colours become the page's."""
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    # The page's reader has the fonts: matplotlib need not have a glyph for each character.
+    with (
+        rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):
+        figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for ours, pages in _OF_THE_PAGE.items():
+        svg = re.sub(re.escape(ours), pages, svg, flags=re.IGNORECASE)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure"', svg, count=1)
+
+
+def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
+    steps, values = run.series(key)
+    if not values:
+        return False
+    # matplotlib breaks a line at NaN, and an infinity would take the axis with it
+    finite = [value if math.isfinite(value) else math.nan for value in values]
+    if all(map(math.isnan, finite)):
+        return False
+    axes.plot(steps, finite, linewidth=1.2, **how)
+    return True
+
+
+def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    """Losses of training and validation, with marks where a step was skipped or spiked."""
+    drawn = False
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        training, validation = _measured_as(run, language)
+        name = _label(run, runs, training)
+        thin = {"color": colour, "alpha": 0.35 if len(runs) > 1 else 0.9}
+        drawn |= _plot(axes, run.applied, "loss", label=name, **thin)
+        name = _label(run, runs, validation)
+        dark = {"color": colour, "marker": "o", "markersize": 3, "linestyle": "--"}
+        drawn |= _plot(axes, run, "val_loss", label=name, **dark)
+    if drawn:
+        _mark(axes, runs, language)
+    unit = gettext("loss (nats per target)", language)
+    if not all(run.config.get("task") in COMMANDS for run in runs):  # the user's own loss
+        unit = gettext("loss", language)
+    axes.set_ylabel(unit)
+    return drawn
+
+
+def _measured_as(run: RunRecord, language: str) -> tuple[str, str]:
+    """What the curves of training and validation are, with what one has and the other has not."""
+    flat = flattened(run.config)
+    training, validation = gettext("training", language), gettext("validation", language)
+    share = flat.get("model.label_smoothing", "0.0")
+    if share != "0.0":
+        training = gettext("training, with label smoothing {share}", language).format(share=share)
+    if flat.get("run.ema_decay", "0.0") != "0.0":
+        validation = gettext("validation, of the averaged weights", language)
+    if flat.get("task") == "module":
+        validation = gettext("validation, by Trainer(evaluate) if given", language)
+    return training, validation
+
+
+_MARKS: Mapping[EventKind, tuple[str, str, float, str]] = {
+    "calibration": ("|", "#8a8f98", 0.02, N_("skipped: loss scale calibrating ({count})")),
+    "overflow": ("x", "#b57c00", 0.02, N_("skipped: gradient overflow ({count})")),
+    "nonfinite": ("X", "#d00000", 0.97, N_("not finite ({count})")),
+    "spike": ("v", "#d55e00", 0.97, N_("spike ({count})")),
+}
+"""An event's kind to its mark, colour, height in the axes, and label."""
+
+
+def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
+    """Mark skipped steps at the foot of the axes, spikes and what was not finite at their head."""
+    found = [event for run in runs for event in run.events]
+    for kind, (marker, colour, height, name) in _MARKS.items():
+        steps = [event.step for event in found if event.kind == kind]
+        if not steps:
+            continue
+        told = gettext(name, language).format(count=len(steps))
+        how = {"marker": marker, "color": colour, "s": 24, "clip_on": False, "zorder": 5}
+        where = axes.get_xaxis_transform()
+        shown = steps[:: -(len(steps) // 300 + 1)]  # with the last
+        axes.scatter(shown, [height] * len(shown), label=told, transform=where, **how)
+        # matplotlib leaves marks of such a transform out of its limits
+        axes.update_datalim([(step, 0.0) for step in shown], updatey=False)
+        axes.autoscale_view(scaley=False)
+
+
+def _each(axes: Any, runs: Sequence[RunRecord], key: str, **how: Any) -> bool:
+    """Draw a number of each run in which it is ever other than 1."""
+    drawn = False
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        if any(value != 1.0 for value in run.series(key)[1]):
+            drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour, **how)
+    return drawn
+
+
+def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = _each(axes, runs, "loss_scale", drawstyle="steps-post")
+    if drawn:
+        axes.set_yscale("log", base=2)
+    return drawn
+
+
+def _norm(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = _each(axes, runs, "grad_norm")
+    if drawn and all(v > 0 for run in runs for v in run.series("grad_norm")[1]):
+        axes.set_yscale("log")
+    return drawn
+
+
+def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = False
+    for run, of_run in zip(runs, cycle(COLOURS), strict=False):
+        groups = run.groups("lost_updates")
+        for i, (group, curve) in enumerate(groups.items()):
+            colour, line = of_run, _LINES[i % len(_LINES)]
+            name = f"{plain(run.name)}: {plain(group)}"
+            if len(runs) == 1:
+                colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
+            how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
+            axes.plot(*curve, label=name, **how)
+            drawn = True
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_ylabel(gettext("share of updates lost to rounding", language))
+    return drawn
+
+
+def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
+    drawn = _each(axes, runs, "tokens_per_second")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(gettext("tokens per second", language))
+    return drawn
+
+
+CURVES: dict[str, Draw] = {
+    N_("Loss"): _loss,
+    N_("Loss scale"): _scale,
+    N_("Gradient norm (before clipping)"): _norm,
+    N_("Lost updates"): _lost,
+    N_("Speed"): _speed,
+}
+"""A figure's title to the function that draws it."""
+
+
+def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:
+    if len(runs) == 1:
+        return what or None
+    return f"{plain(run.name)} {what}".strip()
+
+
+def plain(text: str) -> str:
+    """A name that matplotlib takes for text: no formula, no hidden label, not endless."""
+    shown = "".join(c if c.isprintable() else "?" for c in text.replace("$", r"\$"))
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return f" {shown}" if shown.startswith("_") else shown

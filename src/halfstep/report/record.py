@@ -8,10 +8,9 @@ Nothing that is read is evaluated, unpickled or fetched.
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -118,6 +117,12 @@ class RunRecord:
         return found
 
     @property
+    def applied(self) -> RunRecord:
+        """The run without its skipped steps, whose losses are of bad batches; whole if all are."""
+        kept = [line for line in self.steps if line.get("applied") is not False]
+        return replace(self, steps=kept) if kept else self
+
+    @property
     def skipped(self) -> list[Line]:
         """The lines of steps that did not update the weights."""
         return [line for line in self.steps if line.get("applied") is False]
@@ -149,12 +154,6 @@ def number(value: Any) -> float | None:
     if isinstance(value, int | float):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
-
-
-def scale_text(scale: float) -> str:
-    """A loss scale as its power of two, where it is one of them."""
-    whole = math.isfinite(scale) and scale > 0 and math.frexp(scale)[0] == 0.5
-    return f"2^{math.frexp(scale)[1] - 1}" if whole else f"{scale:g}"
 
 
 def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:

@@ -7,12 +7,8 @@ A checkpoint is a folder ``step-00000020``::
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
     manifest.json          SHA-256 of each of the above, and the index of tensors
 
-If N ranks hold shards of the tensors, each writes ``weights-00001-of-0000N.safetensors``, and the
-same for the optimizer, if it has anything to write. The manifest (``shards.py``) says which file
-has which box of which tensor, so that any number of ranks, or one process, reads just what it
-needs, whatever the layout.
-
-Every rank writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
+N ranks write shards, in any layout, and any number of ranks reads them: ``shards.py``. Every rank
+writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
 make up every tensor, writes the manifest, syncs it, and renames the folder: ``step-00000100``
 exists completely or not at all.
 
@@ -29,7 +25,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,17 +175,12 @@ def load_checkpoint(
         kinds: The KEYs of the optimizer's tensors ``NAME/KEY`` that are read; None reads them all.
 
     Raises:
-        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format, of
-            another step than its folder's name says or, where shards are wanted, of another model.
+        CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format or,
+            where shards are wanted, of another model.
     """
     manifest = read_manifest(read_json(path / MANIFEST), path / MANIFEST)
     require_sha256(path / STATE, manifest.files[STATE])
-    state, named = read_json(path / STATE), _NAME.fullmatch(path.name)
-    if named and state.get("step") != int(named[1]):  # after which steps would be miscounted
-        raise CheckpointError(
-            f"{path} holds step {state.get('step')!r:.40}: it was renamed or copied. Remove it to "
-            "go on from the checkpoint before it, or give it its own name back"
-        )
+    state = read_json(path / STATE)
     if wanted is not None:
         _require_model(path, manifest.tensors[WEIGHTS], wanted)
     found: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
@@ -202,8 +193,9 @@ def load_checkpoint(
                     parameter = name
                 elif kinds is not None and kind not in kinds:
                     continue
-                shard = _wanted(path, name, saved, (wanted or {}).get(parameter))
-                tensors |= reader.tensor(section, name, shard)
+                shard = (wanted or {}).get(parameter)
+                whole = shard is None or not saved.shape or shard.local == shard.shape
+                tensors |= reader.tensor(section, name, None if whole else shard)
     return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
 
 
@@ -217,18 +209,6 @@ def _require_model(
     ]
     if odd:
         raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
-
-
-def _wanted(path: Path, name: str, saved: SavedTensor, shard: Shard | None) -> Shard | None:
-    """Return the part of a tensor that matches its parameter's shard; None means all."""
-    if shard is None or not saved.shape or shard.local == shard.shape:
-        return None
-    if saved.shape != shard.shape:
-        raise CheckpointError(
-            f"{path}: {name} has shape {saved.shape}, its parameter {shard.shape}: it cannot be "
-            "sharded as the parameter is; resume on ranks that hold the parameter whole"
-        )
-    return shard
 
 
 # Writing.
@@ -245,7 +225,7 @@ def save_checkpoint(
     """Write a checkpoint and remove old ones; all ranks call it together.
 
     Of the older ones, the newest ``keep`` stay, and that of the step ``spared``; none is removed
-    before the new one is complete. If the same checkpoint exists, it stays.
+    before the new one is complete.
 
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf on any rank.
@@ -291,17 +271,10 @@ def _written(checkpoint: Checkpoint, step: int, temporary: Path, world: World) -
 
 def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None:
     """Write the manifest, and give the folder its name."""
-    manifest = _merged(reports, final)
+    manifest = _merged(reports)
     read_manifest(manifest, final / MANIFEST)
     try:
         (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        if os.path.lexists(final):
-            with suppress(CheckpointError):
-                if read_json(final / MANIFEST) == manifest:
-                    shutil.rmtree(temporary)
-                    return
-            why = "something else is there under its name"
-            raise _unwritten(final, why, f"Look at {final} and move it away or remove it")
         sync_folder(temporary)
         os.rename(temporary, final)
         sync(final.parent)
@@ -309,21 +282,14 @@ def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None
         raise _unwritten(final, str(error)) from error
 
 
-def _merged(reports: list[dict[str, Any]], final: Path) -> dict[str, Any]:
+def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge all ranks' reports into one manifest."""
     manifest: dict[str, Any] = {"format": FORMAT, "files": {}, **{s: {} for s in SECTIONS}}
-    for rank, report in enumerate(reports):
+    for report in reports:
         manifest["files"] |= report["files"]
         for section in SECTIONS:
             for name, entry in report[section].items():
                 whole = manifest[section].setdefault(name, {**entry, "pieces": []})
-                if any(whole[key] != entry[key] for key in ("shape", "dtype")):
-                    raise _unwritten(
-                        final,
-                        f"{name} is {entry['dtype']} of shape {entry['shape']} on rank {rank}, "
-                        f"{whole['dtype']} of shape {whole['shape']} on a rank before it",
-                        "Give every rank the same model and precision",
-                    )
                 whole["pieces"] += entry["pieces"]
     return manifest
 
@@ -344,15 +310,12 @@ def _require_good(reports: list[dict[str, Any]], final: Path) -> None:
             raise _unwritten(final, f"{whose}{report['error']}")
 
 
-def _unwritten(
-    final: Path,
-    why: str,
-    advice: str = "Free space or move the run's folder to another disk",
-) -> CheckpointError:
+def _unwritten(final: Path, why: str) -> CheckpointError:
     kept = list_checkpoints(final.parent)
     last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
     return CheckpointError(
-        f"checkpoint {final} cannot be written: {why}; {last}. {advice}, then go on with --resume"
+        f"checkpoint {final} cannot be written: {why}; {last}. Free space or move the run's folder "
+        "to another disk, then go on with --resume"
     )
 
 

@@ -1,6 +1,6 @@
 """What this machine is: its devices, memory and packages, and which precision each is good for.
 
-``env.json`` of a run and ``halfstep doctor`` hold it.
+``env.json`` of a run and ``halfstep doctor`` hold it. A device that is only named is looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.precision.casting.autocast import support
 from halfstep.precision.policy.devices import (
     choose,
     cpu_has_bf16,
@@ -26,7 +25,7 @@ from halfstep.precision.policy.devices import (
     default_device,
     name_of,
 )
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_policy
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -36,24 +35,18 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def choose_device(spec: str, local_rank: int = 0) -> torch.device:
     """Turn ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:N`` into a device.
 
-    ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine.
+    ``auto`` and ``cuda`` mean the GPU of the rank, by its number on its machine. Whether the device
+    is there, the policy's :func:`halfstep.support` tells.
 
     Raises:
-        ConfigError: For any other spelling, or a device that torch does not see.
+        ConfigError: For any other spelling.
     """
     if spec == "auto":
         return default_device(local_rank)
-    kind, _, index = spec.partition(":")
-    if spec not in ("cpu", "mps", "cuda") and not (kind == "cuda" and index.isdecimal()):
-        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N")
-    if spec == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("run.device=mps: torch sees no GPU of a Mac; use --device cpu")
-    if kind != "cuda":
-        return torch.device(spec)
-    count, number = torch.cuda.device_count(), int(index or local_rank)
-    if number >= count:
-        raise ConfigError(f"run.device={spec}: torch sees {count} CUDA devices; use --device cpu")
-    return torch.device("cuda", number)
+    try:
+        return torch.device("cuda", local_rank) if spec == "cuda" else torch.device(spec)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
 
 
 def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> PrecisionPolicy:
@@ -62,7 +55,7 @@ def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> Precisi
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Report versions, processor, GPUs and how each policy runs on ``device``, as JSON values.
+    """Report versions, processor and GPUs, as JSON values.
 
     Only the keys below are read: no environment variable and no user name goes into the report.
     """
@@ -74,7 +67,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory}
         for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]
-    supports = {name: support(policy, device) for name, policy in POLICIES.items()}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -83,15 +75,12 @@ def environment(device: torch.device) -> dict[str, Any]:
             "name": cpu_name(),
             "cores": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
-            "vector_instructions": torch.backends.cpu.get_cpu_capability(),
             "bf16_instructions": cpu_has_bf16(),
         },
-        "memory_bytes": memory_bytes(torch.device("cpu")),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "device": str(device),
         "device_name": name_of(device),
-        "precisions": {n: {"status": s.status, "reason": s.reason} for n, s in supports.items()},
     }
 
 
@@ -115,29 +104,23 @@ def require_host_room(parameters: int, tokens: int, advice: str) -> None:
     """Refuse a model, which every rank makes in fp32 on the host, or a batch beyond its memory.
 
     Args:
-        parameters: Number of parameters of the whole model; 0 where it is not known.
+        parameters: Number of parameters of the whole model.
         tokens: Tokens of one micro-batch; each takes 16 bytes with its target.
         advice: The options that make the run smaller, for the message.
 
     Raises:
         ConfigError: With the bytes that are needed and those that the machine has.
     """
-    made, batch = 4 * parameters, 16 * tokens
-    have = memory_bytes(torch.device("cpu"))
-    if made + batch > have:
+    need, have = 4 * parameters + 16 * tokens, memory_bytes(torch.device("cpu"))
+    if need > have:
         raise ConfigError(
-            f"the run needs at least {(made + batch) / 1e9:,.3g} GB, this machine has "
-            f"{have / 1e9:,.3g} GB: the model is made in fp32 on the host, where it takes "
-            f"{made / 1e9:,.3g} GB, and the tokens of one micro-batch take {batch / 1e9:,.3g} GB. "
-            f"Lower {advice}"
+            f"the run needs at least {need / 1e9:,.3g} GB on the host, for its model in fp32 and a "
+            f"micro-batch; this machine has {have / 1e9:,.3g} GB. Lower {advice}"
         )
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU.
-
-    On Linux that is the peak since :func:`count_peak_from_here`.
-    """
+    """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):  # not getrusage: on Linux its ru_maxrss is inherited from the parent
@@ -146,20 +129,6 @@ def peak_memory_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux KiB
-
-
-def count_peak_from_here() -> None:
-    """Let the peak of this process begin anew, so that the preparation of data is not in it.
-
-    What the preparation has freed goes back to the system first. On systems other than Linux, and
-    where the kernel refuses, the peak stays that of the whole process.
-
-    **Source:** proc_pid_clear_refs(5): 5 resets the peak resident set size to its current value.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 # Parameters of mallopt(3), from glibc's malloc.h.

@@ -1,27 +1,23 @@
-"""Estimates the memory of training, of a configuration or a number of parameters alone."""
+"""Estimates the memory of training, of a number of parameters alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from halfstep.diagnostics.estimate import estimate_state, with_saved
+from halfstep.diagnostics.estimate import estimate_state
 from halfstep.diagnostics.memory import Memory
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import Recipe
-from halfstep.trainer.config.config import load_config
-from halfstep.trainer.config.run import OptimizerConfig
-from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.config import bpe_size
-from halfstep.trainer.models.gpt import GPT
-from halfstep.trainer.step import Batch, make_optimizer
+from halfstep.trainer.config.run import OptimizerConfig, OptimizerName
+from halfstep.trainer.step import make_optimizer
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
 """Letter of a unit to its power of 1000."""
@@ -36,7 +32,7 @@ def estimate_count(
     count: int,
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
-    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
+    name: OptimizerName = "adamw",
     adapters: int = 0,
     base: str = "",
 ) -> list[Memory]:
@@ -48,7 +44,8 @@ def estimate_count(
     trained = adapters or count
     with torch.device("meta"):
         model = nn.Linear(trained, 1, bias=False)
-    ranks, kept, found = layout.shard * layout.tensor, averages(optimizer, model), []
+    optimizer: Any = make_optimizer(model, OptimizerConfig(name=name), POLICIES["bf16-split"])
+    ranks, kept, found = layout.shard * layout.tensor, optimizer.averages(model), []
     for policy in policies:
         # a recipe changes nothing that is kept between steps, and needs layers of a known shape
         stored = dataclasses.replace(policy, recipe=Recipe())
@@ -61,66 +58,6 @@ def estimate_count(
             parts["weights"] = {**parts["weights"], form: round(count * size / ranks)}
         found.append(Memory(str(policy), False, parts, 0, layout.size))
     return found
-
-
-def averages(config: OptimizerConfig, model: nn.Module) -> float | Mapping[str, float]:
-    """How many tensors of a parameter's size the optimizer keeps: 2 for AdamW, 1 for SGD.
-
-    By parameter for Muon, where it depends on the shape; for any other counted on a small
-    parameter.
-    """
-    if config.name == "muon":
-        muon: Any = make_optimizer(model, config, POLICIES["fp32"])
-        found: Mapping[str, float] = muon.averages(model)
-        return found
-    weight = nn.Parameter(torch.zeros(64, 64))
-    optimizer = make_optimizer(nn.ParameterList([weight]), config, POLICIES["fp32"])
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    kept = [t for t in optimizer.state[weight].values() if isinstance(t, Tensor) and t.dim()]
-    return sum(t.numel() for t in kept) / weight.numel()
-
-
-def estimate_config(
-    spec: str,
-    policies: Sequence[PrecisionPolicy],
-    rows: int,
-    layout: Layout,
-    optimizer: OptimizerConfig | None = None,
-) -> list[Memory]:
-    """Estimate what a step of a configuration's GPT holds on each rank, under each policy.
-
-    A micro-batch has ``rows`` sequences, 0: the configuration's; activations count as without
-    tensor parallelism.
-
-    Raises:
-        ConfigError: For a task whose model is not described by its configuration.
-    """
-    config = load_config(spec)
-    if not isinstance(config, TrainConfig):
-        raise ConfigError(
-            f"--config {spec} loads its model from a folder; halfstep.estimate(model, policy, "
-            "batch) answers for any model, or give --params"
-        )
-    run, shape = config.run, config.model
-    vocabulary = shape.vocab_size or _vocabulary(config.data.tokenizer)
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(shape, vocab_size=vocabulary))
-    rows = rows or max(1, run.batch_size // (run.grad_accum * layout.batch_ranks))
-    tokens = torch.empty(rows, config.block_size, dtype=torch.int64, device="meta")
-    kept, ranks = averages(optimizer or config.optimizer, model), layout.shard * layout.tensor
-    found = []
-    for policy in policies:
-        state = estimate_state(model, policy, ranks, averages=kept, micro_batches=run.grad_accum)
-        memory = with_saved(state, model, policy, (tokens, tokens), _mean_loss)
-        found.append(dataclasses.replace(memory, ranks=layout.size))
-    return found
-
-
-def _mean_loss(model: Any, batch: Batch) -> Tensor:
-    total, count = model.loss_sum(batch)
-    loss: Tensor = total / count
-    return loss
 
 
 def read_count(text: str, option: str) -> int:
@@ -139,12 +76,3 @@ def read_count(text: str, option: str) -> int:
         example = "24GB" if option == "--memory" else "1.3B"
         raise ConfigError(f"{option} {text!r}; allowed: a number with its unit, such as {example}")
     return round(count)
-
-
-def _vocabulary(tokenizer: str) -> int:
-    if found := 256 if tokenizer == "bytes" else bpe_size(tokenizer):
-        return found
-    raise ConfigError(
-        f"data.tokenizer={tokenizer}: its vocabulary is in its file; set model.vocab_size in the "
-        "configuration"
-    )

@@ -14,21 +14,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from halfstep.diagnostics.lost_updates import LOUD, GroupReport, lost_share
-from halfstep.diagnostics.meter import LostUpdateMeter
+import torch
+
+from halfstep.diagnostics.lost_updates import LOUD, GroupReport, LostUpdateMeter, lost_share
 from halfstep.diagnostics.metrics import (
     CAPTURES,
     CAUSES,
     HEALTH,
     METRICS,
     NUMERICS,
-    MetricsFile,
     Record,
     append_line,
     keep_lines,
 )
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError
-from halfstep.precision.recovery import without_hint
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
 from halfstep.trainer import part
@@ -41,7 +40,14 @@ from halfstep.trainer.checkpoint import (
 from halfstep.trainer.config.tasks import TrainConfig
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
-from halfstep.trainer.step import Batch, Evaluation, run_micro_batch, train_step
+from halfstep.trainer.step import (
+    Batch,
+    Evaluation,
+    run_micro_batch,
+    seed_dropout,
+    to_device,
+    train_step,
+)
 
 if TYPE_CHECKING:
     from halfstep.diagnostics.nonfinite.cause import Cause
@@ -86,14 +92,13 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
-    news: list[str] = []
+    books, news = _Books(session, path), list[str]()
     with (
-        _Books(session, path) as books,
         Interrupt() as interrupt,
         closing(_Losses(session)) as losses,
         _watched(session, path),
         _health(session, path, news),
-        CauseSearch(session, path) as causes,
+        CauseSearch(session, path, books.capturing) as causes,
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
@@ -153,7 +158,8 @@ def _rate(session: Session) -> Callable[[float], float]:
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     task, begin, rate = session.task, time.perf_counter(), _rate(session)
-    books.begin()
+    if books.capturing is not None:
+        books.capturing.begin()
     try:
         result = attempt(session, causes.begin)
     except (NonFiniteError, SpikeError) as error:
@@ -178,32 +184,19 @@ class _Books:
     def __init__(self, session: Session, path: Path) -> None:
         self._session = session
         self._folder = path / CHECKPOINTS
-        self._metrics: MetricsFile | None = None
+        self._metrics = path / METRICS
         if session.world.is_main:
-            self._metrics = MetricsFile(path / METRICS, keep_until_step=session.step)
+            keep_lines(self._metrics, session.step)
         config = session.config
-        self._capturing: Any = None
+        self.capturing: Any = None
         if isinstance(config, TrainConfig) and config.run.capture:
             capturing = part("trainer.replay:Capturing")
-            self._capturing = capturing(session, path, config.run.capture)
-            session.precision.outcome.on_incurable = self._capturing
-
-    def __enter__(self) -> _Books:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-
-    def begin(self) -> None:
-        """Remember what a capture of the step that begins needs."""
-        if self._capturing is not None:
-            self._capturing.begin()
+            self.capturing = capturing(session, path, config.run.capture)
 
     def write(self, record: Record) -> None:
-        """Append a step to the metrics file, which only rank 0 has open."""
-        if self._metrics is not None:
-            self._metrics.write(record)
+        """Append a step to the metrics file, which rank 0 writes."""
+        if self._session.world.is_main:
+            append_line(self._metrics, record.line())
 
     def save_where_due(self, *, last: bool, evaluated: bool) -> Path | None:
         """Save a checkpoint if one is due, and return its path."""
@@ -234,23 +227,35 @@ class _Books:
             self.write(record)
         except HalfstepError as failed:  # report the first cause; this goes at its end
             also += f"; {failed}"
-        capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         kept = list_checkpoints(self._folder)
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         # rank 0 writes metrics and completes checkpoints
-        told = [f"step {step}: {without_hint(error)}; {world.share(last + also)}", causes.failed]
+        error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
+        capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
         typed = f"halfstep replay {capture}" if capture.is_dir() else ""
-        if isinstance(error, NonFiniteError) and cause is not None:
-            told += [cause.told]
+        error.typed = typed
+        if isinstance(error, NonFiniteError):
             error.first_cause = cause
-            again = f"the same command with {'--resume ' if kept else ''}"
-            if cause.leaves_fp16:
-                typed = typed or f"{again}--precision bf16-mixed"
-            elif cause.samples:
-                typed = typed or f"{again}--on-nonfinite skip:3"
-            typed = typed or f"halfstep report {self._folder.parent}"
-        told += [f"try: {typed}" if typed else ""]
-        error.args = ("\n".join(filter(None, told)),)
+            error.typed = self._typed(cause, typed, resume=bool(kept))
+
+    def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
+        """What to type after a run that has stopped at what is not finite."""
+        precision = self._session.precision
+        if cause.diverged if cause else precision.outcome.progress.slower():
+            rate = precision.optimizers[0].param_groups[0]["initial_lr"] / 10
+            key, value, resume = "learning_rate", f"{rate:.3g}", False
+        elif cause and cause.fits_fp32:
+            key, value = "precision", "bf16-mixed"
+        elif cause and cause.samples and not replay:
+            key, value = "on_nonfinite", "skip:3"
+        else:
+            return replay or (f"halfstep report {self._folder.parent}" if cause else "")
+        if self._session.config.TASK == "module":
+            given = value if key == "learning_rate" else repr(value)
+            return f"Trainer({key}={given}, ...).train({'resume=True' * resume})"
+        return (
+            f"the same command with {'--resume ' * resume}--{key.replace('_', '-')} {value}"
+        )  # fmt: skip
 
 
 class _Losses:
@@ -260,9 +265,7 @@ class _Losses:
         run = session.config.run
         # rank 0 measures, on the parts of the weights that it holds itself
         every = run.lost_update_every if session.world.is_main else 0
-        self._meter = LostUpdateMeter(
-            session.precision, every=every, seed=run.seed, start=session.applied
-        )
+        self._meter = LostUpdateMeter(session.precision, every, start=session.applied)
         self._session = session
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
@@ -291,8 +294,6 @@ class _Losses:
 _SKIPS = 3
 """Skips in a row after which a search begins: a scale that has found its level halves once in a
 growth interval, and a gradient seldom grows eightfold from one step to the next."""
-_FALL = 16.0
-"""A fall of the scale below its level that is searched: four halvings, none regained."""
 
 
 class CauseSearch:
@@ -300,34 +301,19 @@ class CauseSearch:
 
     Precision calls it, while it is entered, before it recovers from such a step, so weights,
     optimizer state and loss scale are those of the step, and so are the dropout seeds. It searches
-
-    - where no loss scale can help, whether the run stops, skips or rolls back then;
-    - at the third skip in a row, which a loss scale seldom needs once it has found its level;
-    - whenever the scale has fallen to a 16th of its level since the last search.
-
-    While a scale searches for its level, overflows of the backward are expected and not reported.
-    With several ranks nothing is searched.
+    where no loss scale can help, whether the run stops or skips then, and at the third skip in a
+    row. While a scale searches for its level, overflows of the backward are expected and not
+    reported. With several ranks nothing is searched.
     """
 
-    def __init__(self, session: Session, path: Path) -> None:
-        self._session = session
-        self._path = path
-        self._batches: Sequence[Batch] = ()
-        self._seeds: Sequence[int] = ()
-        self._level = 0.0
-        self.judged: Judged | None = None
-        """What was measured in the present step, if it was not finite."""
-        self.scale = 1.0
-        """The loss scale of that step."""
-        self.cause: Cause | None = None
-        """The first cause of the present step, if it was searched and found."""
-        self.failed = ""
-        """Why a search in the present step failed."""
+    def __init__(self, session: Session, path: Path, capturing: Any = None) -> None:
+        self._session, self._path, self._capturing = session, path, capturing
+        self.begin((), ())
 
     @property
     def verdicts(self) -> tuple[str, ...]:
         """What to report of the present step."""
-        return tuple(filter(None, (str(self.cause or ""), self.failed)))
+        return tuple(filter(None, (str(self.cause or ""), self.failed.removeprefix("; "))))
 
     def __enter__(self) -> CauseSearch:
         file = self._path / CAUSES
@@ -342,48 +328,48 @@ class CauseSearch:
     def begin(self, batches: Sequence[Batch], seeds: Sequence[int]) -> None:
         """Remember the micro-batches of the step that begins, and their dropout seeds."""
         self._batches, self._seeds = batches, seeds
-        self.judged, self.cause, self.failed = None, None, ""
+        self.judged: Judged | None = None  # what was measured, if it was not finite
+        self.scale = 1.0  # the loss scale then
+        self.cause: Cause | None = None
+        self.failed = ""  # why a search failed
 
-    def _look(
-        self,
-        judged: Judged,
-        error: NonFiniteError | None,
-        scale: float,
-        in_a_row: int,
-        calibrating: bool,
-    ) -> None:
-        """Search, if this step calls for it; the arguments are those of ``OnBroken``."""
-        self.judged, self.scale = judged, scale
-        fallen = not calibrating and scale <= self._level / _FALL
-        if not calibrating and (fallen or not self._level):
-            self._level = scale
-        if self._session.world.size > 1 or (error is None and in_a_row != _SKIPS and not fallen):
+    def _look(self, judged: Judged, error: NonFiniteError | SpikeError | None) -> None:
+        """Search, if this step calls for it; ``error`` says that no loss scale can help."""
+        progress = self._session.precision.outcome.progress
+        if error is not None and self._capturing is not None:
+            self._capturing.write(judged)
+        if isinstance(error, SpikeError):
             return
-        try:
-            cause = self._search()
-        except (RuntimeError, ValueError, TypeError, LookupError) as failed:
-            self.failed = (
-                f"looking for the first cause failed ({type(failed).__name__}: {str(failed)[:80]})"
-            )
-            return
-        expected = calibrating and error is None
-        if cause is not None and not (expected and cause.cause_class == "overflow in the backward"):
-            self.cause = cause
-            self._write(cause)
+        self.judged, self.scale = judged, progress.loss_scale.value
+        if self._session.world.size == 1 and (error or progress.skipped_in_a_row + 1 == _SKIPS):
+            cause, self.failed = self._search(progress.slower)
+            if cause and (
+                error or not progress.calibrating or cause.cause_class != "overflow in the backward"
+            ):
+                self.cause = cause
+                self._write(cause)
 
-    def _search(self) -> Cause | None:
-        session, batches = self._session, self._batches
+    def _search(self, slower: Callable[..., str]) -> tuple[Cause | None, str]:
+        session, batches, seeds = self._session, self._batches, self._seeds
         precision, strategy = session.precision, session.strategy
         (n,) = strategy.sum([sum(map(session.task.targets, batches))])
 
         def run(number: int, batch: Batch) -> None:
             with strategy.micro_batch(last=number == len(batches) - 1):
-                seed = self._seeds[number] if self._seeds else None
+                seed = seeds[number] if seeds else None
                 run_micro_batch(session.loss_sum, precision, batch, n, seed)
 
-        precision.discard()
-        search = part("diagnostics.nonfinite.first_cause:search")
-        found: Cause | None = search(session.task.model, run, batches, clear=precision.discard)
+        def wide(number: int, batch: Batch) -> float:
+            if seeds:
+                seed_dropout(seeds[number])
+            total, count = session.loss_sum(to_device(batch, precision.device))
+            torch.autograd.backward(total / n)
+            return (total / count).item()
+
+        found: tuple[Cause | None, str] = part("diagnostics.nonfinite.first_cause:searched")(
+            session.task.model, run, batches, clear=precision.discard, slower=slower,
+            wide=wide if precision.policy.casts_per_op else None,
+        )  # fmt: skip
         return found
 
     def _write(self, cause: Cause) -> None:
@@ -457,11 +443,9 @@ has already sent to its ranks."""
 class Interrupt:
     """While entered, the first SIGTERM or SIGINT only sets ``requested``.
 
-    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, even if the block
-    has ended by then. A later one restores the old handlers and acts at once; without one, the old
-    handlers come back when the block ends.
-
-    In another thread than the main one nothing is handled.
+    Another within ``REPEAT_SECONDS`` counts as the same signal delivered twice, and a later one
+    restores the old handlers and acts at once, even if the block has ended by then. Where no signal
+    came, the block's end restores them. In another thread than the main one nothing is handled.
     """
 
     def __init__(self) -> None:
@@ -476,19 +460,16 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._may_repeat():
+        if not self.requested:
             self._restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested = signal.Signals(number).name
             self._first = time.monotonic()
-        elif not self._may_repeat():
+        elif time.monotonic() - self._first >= REPEAT_SECONDS:
             self._restore()
             signal.raise_signal(number)
-
-    def _may_repeat(self) -> bool:
-        return bool(self.requested) and time.monotonic() - self._first < REPEAT_SECONDS
 
     def _restore(self) -> None:
         while self._old:

@@ -7,7 +7,6 @@ what the step found beside it. Its batch is not in it: that follows from data, s
 from __future__ import annotations
 
 import dataclasses
-import operator
 import random
 import warnings
 from dataclasses import dataclass, replace
@@ -19,13 +18,19 @@ import torch
 
 from halfstep.diagnostics.metrics import CAPTURES
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, SpikeError
+from halfstep.files import MANIFEST
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.recovery import Recovery
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from halfstep.trainer.checkpoint import (
+    checkpoint_path,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import attempt
 from halfstep.trainer.session import Session, open_session
 
@@ -51,6 +56,12 @@ class Finding:
         found = dataclasses.asdict(self)
         return found | {key: found[key].hex() for key in ("loss", "grad_norm")}
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Finding:
+        """Read what :meth:`to_json` returned."""
+        loss, norm = (float.fromhex(found[key]) for key in ("loss", "grad_norm"))
+        return cls(found["reason"], loss, norm, found["threads"])
+
 
 def finding(judged: Judged) -> Finding:
     """What was found about a step that must not be applied."""
@@ -60,21 +71,21 @@ def finding(judged: Judged) -> Finding:
 class Capturing:
     """Writes a capture of the step that a session is taking where none can cure it; keeps a few.
 
-    Where one cannot be written, training goes on with a warning, which is given once.
+    Where one cannot be written, training goes on with a warning.
     """
 
     def __init__(self, session: Session, folder: Path, keep: int) -> None:
         self._session, self._folder, self._keep = session, folder / CAPTURES, keep
-        self.begin()
-        self._failed = False
 
     def begin(self) -> None:
         """Remember what NumPy and Python draw from; the step itself seeds torch."""
         self._drawn = random.getstate(), np.random.get_state()
 
-    def __call__(self, judged: Judged) -> None:
+    def write(self, judged: Judged) -> None:
         """Write the capture, before the step is answered."""
         session = self._session
+        if checkpoint_path(self._folder, session.step).exists():  # of this run before a resume
+            return
         checkpoint = session.checkpoint()
         python, (kind, keys, *rest) = self._drawn
         drawn = {"python": python, "numpy": [kind, np.asarray(keys).tolist(), *rest]}
@@ -83,42 +94,8 @@ class Capturing:
         try:
             save_checkpoint(self._folder, session.step, whole, self._keep)
         except HalfstepError as error:
-            if not self._failed:
-                self._failed = True
-                text = f"no capture of step {session.step + 1}: {error}; training goes on"
-                warnings.warn(text, stacklevel=2)
-
-
-def _draw_from(found: Any, where: Path) -> None:
-    """Set the generators of Python and NumPy; those of an older capture are not known."""
-    try:
-        if found is not None:
-            version, state, gauss = found["python"]
-            kind, keys, *rest = found["numpy"]
-            random.setstate((version, tuple(state), gauss))
-            np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: its {_DRAWN} are damaged: {error}") from error
-
-
-def captured(state: dict[str, Any], where: Path) -> Finding:
-    """Read what a captured step found, from a file that may come from anywhere.
-
-    Raises:
-        CheckpointError: If it is missing or damaged.
-    """
-    try:
-        found = state[_KEY]
-        loss, norm = (float.fromhex(found[key]) for key in ("loss", "grad_norm"))
-        threads = operator.index(found["threads"])
-        if not 1 <= threads <= 4096:
-            raise ValueError(f"{threads} threads")
-        return Finding(str(found["reason"])[:40], loss, norm, threads)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{where}: no capture: its state has no readable entry {_KEY!r}; allowed: a folder "
-            f"that run.capture wrote into {CAPTURES}/ of a run"
-        ) from error
+            text = f"no capture of step {session.step + 1}: {error}; training goes on"
+            warnings.warn(text, stacklevel=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +119,10 @@ class Replayed:
         return self.unchanged and self.found.same_bits(self.captured)
 
     @property
-    def survives(self) -> bool:
-        """Whether the step could be applied."""
-        return self.found.reason == "applied"
-
-    @property
     def verdict(self) -> str:
         """The result in a sentence."""
         if self.precision != self.captured_precision:
-            would = "would" if self.survives else "would not"
+            would = "would" if self.found.reason == "applied" else "would not"
             return f"{self.precision} {would} have survived"
         if self.repeated:
             return "the step repeats bit for bit: the batch, the weights or the model make it"
@@ -170,17 +142,28 @@ def replay(path: Path, precision: str = "") -> Replayed:
     """
     _require_capture(path)
     saved = load_checkpoint(path)
-    before = captured(saved.state, path)
-    config = _config(saved.state.get("config"), path)
+    if _KEY not in saved.state:
+        raise CheckpointError(
+            f"{path}: no capture; allowed: a folder in {CAPTURES}/ of a run with run.capture"
+        )
+    before = Finding.from_json(saved.state[_KEY])
+    config = config_from_table(saved.state["config"], unknown={})
+    if not isinstance(config, TrainConfig):
+        raise CheckpointError(f"{path}: only runs of halfstep train can be rebuilt from a capture")
     own = config.precision
     policy = parse_policy(precision) if precision else own
-    config = _stopping(replace(config, precision=policy), before.threads)
+    # stops at what it finds, and writes nothing
+    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
+    run = replace(config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0)
+    config = replace(config, precision=policy, run=run)
     threads, python, numpy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     try:
+        torch.set_num_threads(before.threads)
         session = open_session(config, no_progress)
         try:
             session.restore(load_checkpoint(path, session.shards), path)
-            _draw_from(saved.state.get(_DRAWN), path)
+            if _DRAWN in saved.state:  # older captures have none
+                _draw_from(saved.state[_DRAWN])
             return _take(session, before, str(own))
         finally:
             session.precision.close()
@@ -195,29 +178,24 @@ def _require_capture(path: Path) -> None:
     """Refuse a run, and the folder of its captures, with what to type instead."""
     kept = list_checkpoints(path if path.name == CAPTURES else path / CAPTURES)
     if kept:
-        names = ", ".join(each.name for each in kept)
         raise CheckpointError(
-            f"{path} is no capture, but holds some: {names}; write: halfstep replay {kept[-1]}"
+            f"{path} is no capture, but holds some: {', '.join(each.name for each in kept)}; "
+            f"write: halfstep replay {kept[-1]}"
         )
-    if (path / "config.toml").is_file():
-        raise CheckpointError(
-            f"{path} is a run without captures; halfstep train --capture 3 keeps three"
-        )
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} holds no capture; halfstep train --capture 3 keeps three")
 
 
-def _stopping(config: TrainConfig, threads: int) -> TrainConfig:
-    """Configure a run that stops at what it finds, and writes nothing."""
-    guarded = Recovery("off" if config.run.on_spike.action == "off" else "stop")
-    run = replace(
-        config.run, on_nonfinite=Recovery(), on_spike=guarded, capture=0,
-        threads=threads,
-    )  # fmt: skip
-    return replace(config, run=run)
+def _draw_from(found: dict[str, Any]) -> None:
+    version, state, gauss = found["python"]
+    kind, keys, *rest = found["numpy"]
+    random.setstate((version, tuple(state), gauss))
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
 
 
 def _take(session: Session, before: Finding, own: str) -> Replayed:
     judged: list[Judged] = []
-    session.precision.outcome.on_incurable = judged.append
+    session.precision.outcome.on_broken = lambda found, _: judged.append(found)
     weights = {name: value.clone() for name, value in session.precision.masters.items()}
     try:
         result = attempt(session)
@@ -235,15 +213,3 @@ def _take(session: Session, before: Finding, own: str) -> Replayed:
         found=found,
         unchanged=all(torch.equal(weights[name], after[name]) for name in weights),
     )
-
-
-def _config(table: object, where: Path) -> TrainConfig:
-    try:
-        config = config_from_table(table) if isinstance(table, dict) else None
-    except HalfstepError as error:
-        raise CheckpointError(f"{where}: its configuration is damaged: {error}") from error
-    if not isinstance(config, TrainConfig):
-        raise CheckpointError(
-            f"{where}: not a capture of halfstep train, whose runs alone can be rebuilt from one"
-        )
-    return config

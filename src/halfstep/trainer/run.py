@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ from typing import IO, TypeVar
 
 import torch
 
-from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, SpikeError
+from halfstep.errors import ConfigError, NonFiniteError, SpikeError
 from halfstep.files import write_whole
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -56,9 +56,8 @@ from halfstep.trainer.session import Session
 
 Config = TypeVar("Config", bound=BaseConfig)
 
-ENVIRONMENT = "env.json"
 # Files that a process may have left when it was killed while it created the folder.
-_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", ENVIRONMENT, "config.toml.tmp"}
+_UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
 
 _LEFT: dict[str, object] = {
     "optimizer.adjust_lr": "match_rms_adamw",
@@ -68,18 +67,17 @@ _LEFT: dict[str, object] = {
     "run.background_save": True,
     "data.format": "auto",
     "data.drop_long": "truncate",
+    "run.simulate": True,  # which the policy says too
 }
-"""Keys that version 0.2 had, and their defaults, which were neither empty nor "none"."""
-
-_LONGEST = 56
-"""Characters of a name before the time: file systems allow 255 bytes, four for a character."""
+"""Keys that version 0.2 had, and values that need no word; nor does an empty one or "none"."""
 
 
 def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
     """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
     name = f"{config.name}-{policy_on(config.precision, device)}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return Path("runs") / f"{safe[:_LONGEST]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # file systems allow 255 bytes for a name, of which a character may have four
+    return Path("runs") / f"{safe[:56]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def is_run(path: Path) -> bool:
@@ -103,46 +101,43 @@ def require_fresh(path: Path) -> None:
 
 
 def create_run(path: Path, session: Session) -> IO[str]:
-    """Make the folder and write what describes the run.
-
-    Returns:
-        Its lock, which is held until it is closed or the process ends.
+    """Make the folder, lock it as :func:`lock_run` does, and write what describes the run.
 
     Raises:
         ConfigError: If another process made it in the meantime.
-        CheckpointError: If it cannot be written.
+        OSError: If it cannot be written.
     """
+    path.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        try:
-            require_fresh(path)  # another process may have made a run of it in the meantime
-            session.task.save(path)
-            report = environment(session.device) | {"auto": session.auto}
-            (path / ENVIRONMENT).write_text(json.dumps(report, indent=1), encoding="utf-8")
-            write_config(path, session.config)  # last: its presence makes the folder a run
-        except BaseException:
-            lock.close()
-            raise
-    except OSError as error:
-        raise CheckpointError(f"run folder {path} cannot be written: {error}") from error
+        require_fresh(path)  # another process may have made a run of it in the meantime
+        session.task.save(path)
+        report = environment(session.device) | {"auto": session.auto}
+        (path / "env.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        # last: its presence makes the folder a run
+        write_whole(path / "config.toml", config_to_toml(session.config))
+    except BaseException:
+        lock.close()
+        raise
     return lock
 
 
-def write_config(path: Path, config: BaseConfig) -> None:
-    """Write a run's configuration atomically; a resume rewrites it with its changed settings."""
-    write_whole(path / "config.toml", config_to_toml(config))
-
-
-def reopen_run(path: Path) -> IO[str]:
-    """Lock an existing run for writing, as :func:`create_run` does.
+def lock_run(path: Path) -> IO[str]:
+    """Lock a run's folder for writing, until the file is closed or the process ends.
 
     Raises:
-        ConfigError: If it holds no run, or another process is writing there.
+        ConfigError: If another process is writing there.
     """
-    if not is_run(path):
-        raise ConfigError(f"--resume: {path} holds no run (no config.toml); check --output-dir")
-    return _lock(path)
+    file = (path / "run.lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"run.output_dir={path} is being written by another process; wait for it, or choose "
+            "another --output-dir"
+        ) from None
+    return file
 
 
 def run_config(path: Path, notes: list[str] | None = None) -> BaseConfig:
@@ -188,37 +183,13 @@ def finish_run(session: Session, path: Path) -> str:
     return session.task.finish(path, best)
 
 
-def _lock(path: Path) -> IO[str]:
-    try:
-        file = (path / "run.lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run.output_dir={path}: its run.lock cannot be opened ({error.strerror}); it must be "
-            "a plain file: move away what is there"
-        ) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise ConfigError(
-            f"run.output_dir={path} is being written by another process ({owner}); wait for it, "
-            "or choose another --output-dir"
-        ) from None
-    file.truncate(0)
-    file.write(f"pid {os.getpid()}\n")
-    file.flush()
-    return file
-
-
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
-# and how ranks, micro-batches and threads share the same batches.
+# how ranks and micro-batches share the same batches, and where the data are, as their hashes tell.
 RESUMABLE = frozenset(
     {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
-     "rank_timeout", "threads", "max_steps", "min_steps", "epochs", "eval_every",
+     "rank_timeout", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
-     "output_dir"}
+     "output_dir", "data.train", "data.validation", "data.dev"}
 )  # fmt: skip
 
 
@@ -236,27 +207,26 @@ def resume(session: Session, checkpoints: Path) -> Path | None:
     return Path(newest)
 
 
-def require_resumable(
-    saved: BaseConfig, wanted: BaseConfig, *, other_precision: bool = False
-) -> None:
-    """Refuse to resume with a configuration that computes something else, naming every key.
+def resumed(
+    saved: BaseConfig, wanted: Config, path: Path, *, other_precision: bool = False
+) -> Config:
+    """Return the configuration to go on with, whose ``auto`` means the policy that the run has.
 
     Another precision is possible where the user asked for it by name, because a checkpoint holds
-    exact masters; whether it is simulated goes with it.
+    exact masters.
+
+    Raises:
+        ConfigError: Naming every key by which it would compute something else.
     """
+    if isinstance(wanted.precision, str):
+        wanted = replace(wanted, precision=saved.precision)
     a, b = _flat(saved), _flat(wanted)
-    allowed = RESUMABLE | ({"precision", "simulate"} if other_precision else set())
+    allowed = RESUMABLE | ({"precision"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
     if changed:
         listed = ", ".join(f"{key}={b.get(key)!r} (the run has {a[key]!r})" for key in changed)
         raise ConfigError(f"--resume cannot change {listed}; start a new run for that")
-
-
-def keeping_policy(wanted: Config, saved: BaseConfig) -> Config:
-    """Return the configuration to resume with: ``auto`` means the policy that the run has."""
-    if not isinstance(wanted.precision, str):
-        return wanted
-    return replace(wanted, precision=saved.precision)
+    return with_run_folder(wanted, path)
 
 
 def with_run_folder(config: Config, path: Path) -> Config:
@@ -316,9 +286,10 @@ def execute(
     with ExitStack() as stack:
         stack.callback(session.task.close)
         _introduce(session, say)
-        opened = reopen_run if resuming else partial(create_run, session=session)
+        opened = lock_run if resuming else partial(create_run, session=session)
         if (lock := world.main_only(lambda: opened(path))) is not None:
             stack.enter_context(lock)
+        stack.push(partial(_say_how_to_go_on, session.config))
         if resuming:
             _go_on(session, path, say)
         try:
@@ -328,7 +299,7 @@ def execute(
             if session.best is None or not session.task.keeps_best:
                 raise
             best = world.main_only(lambda: finish_run(session, path))
-            error.args = (f"{error}; the best state before it: {best}",)
+            error.args = (f"{error.args[0]}; the best state before it: {best}",)
             raise
         written = ""
         if not RunOutcome(last, "").interrupted:
@@ -336,6 +307,21 @@ def execute(
         policy = session.precision.policy
         judged = world.main_only(lambda: verdict(read_run(path, policy))) or ""
         return RunOutcome(last, written, judged)
+
+
+def way_on(config: BaseConfig) -> str:
+    """Return what to type, or write, to go on with a run."""
+    path = config.run.output_dir
+    if not config.COMMAND:
+        return f"go on: halfstep.Trainer(..., output_dir={path!r}).train(resume=True)"
+    return f"go on: halfstep {config.COMMAND} --resume --output-dir {shlex.quote(path)}"
+
+
+def _say_how_to_go_on(
+    config: BaseConfig, _: object, error: BaseException | None, __: object
+) -> None:
+    if isinstance(error, KeyboardInterrupt):  # of a second signal, or outside of the steps
+        error.args = (way_on(config),)
 
 
 def _introduce(session: Session, say: Say) -> None:
@@ -361,7 +347,9 @@ def _go_on(session: Session, path: Path, say: Say) -> None:
     for note in notes:
         say(f"note: {note}")
     origin = resume(session, path / CHECKPOINTS)
-    session.world.main_only(lambda: write_config(path, session.config))
+    session.world.main_only(
+        lambda: write_whole(path / "config.toml", config_to_toml(session.config))
+    )
     say(f"resumed from {origin or 'the start: no checkpoint had been written'}")
     if before != now:
         say(f"the precision changes from {before} to {now}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
@@ -31,8 +30,8 @@ from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
-from halfstep.trainer.data.token_file import Progress
-from halfstep.trainer.environment import choose_device, count_peak_from_here, policy_on
+from halfstep.trainer.data.config import Progress
+from halfstep.trainer.environment import choose_device, policy_on
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
 from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
@@ -56,12 +55,11 @@ class Best:
     score: float
     evaluation: Evaluation
 
-    @classmethod
-    def from_state(cls, found: Mapping[str, Any]) -> Best:
-        """Read what :meth:`Session.checkpoint` wrote."""
-        evaluation = dict(found["evaluation"])
-        evaluation["confusion"] = tuple(map(tuple, evaluation.get("confusion", ())))
-        return cls(found["step"], float(found["score"]), Evaluation(**evaluation))
+
+def _rank(evaluation: Evaluation) -> tuple[float, float]:
+    """Rank by score, then by loss: equal accuracies are common."""
+    score, loss = evaluation.score, evaluation.loss
+    return (-math.inf if math.isnan(score) else score, -math.inf if math.isnan(loss) else -loss)
 
 
 @dataclass(slots=True)
@@ -133,10 +131,9 @@ class Session:
 
     def note(self, evaluation: Evaluation) -> bool:
         """Remember an evaluation of this step; return whether it is the best so far."""
-        score = -math.inf if math.isnan(evaluation.score) else evaluation.score
-        if self.best is not None and score <= self.best.score:
+        if self.best is not None and _rank(evaluation) <= _rank(self.best.evaluation):
             return False
-        self.best = Best(self.step, score, evaluation)
+        self.best = Best(self.step, _rank(evaluation)[0], evaluation)
         return True
 
     def checkpoint(self) -> Checkpoint:
@@ -182,17 +179,11 @@ class Session:
         )
 
     def report_best(self, folder: Path) -> None:
-        """Write the task's report of the best evaluation so far into the run folder; on rank 0.
+        """Write the task's report of the best evaluation so far into the run folder; on rank 0."""
+        if self.best is not None:
+            self.task.improved(folder, self.best.step, self.best.evaluation)
 
-        Raises:
-            CheckpointError: If it cannot be written.
-        """
-        try:
-            if self.best is not None:
-                self.task.improved(folder, self.best.step, self.best.evaluation)
-        except OSError as error:
-            raise CheckpointError(f"the report in {folder} cannot be written: {error}") from error
-
+    @torch.no_grad()
     def restore(self, checkpoint: Checkpoint, where: Path) -> None:
         """Go on from a checkpoint of a run with the same model and data, in any precision.
 
@@ -201,30 +192,15 @@ class Session:
         policy's weights and the moments are converted to this policy's format.
 
         Raises:
-            CheckpointError: If it belongs to another run, or this trainer did not write it.
+            CheckpointError: If it belongs to another run.
         """
-        try:
-            self._restore(checkpoint, where)
-        except HalfstepError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where}: its state is damaged or foreign ({error!r:.80}). Remove it to go on "
-                "from the one before"
-            ) from error
-
-    @torch.no_grad()
-    def _restore(self, checkpoint: Checkpoint, where: Path) -> None:
         state = checkpoint.state
         for name, value in self.task.identity.items():
             if state["made_with"].get(name) != value:
                 raise CheckpointError(
                     f"{where}: made with another {name}, or it has changed since; resume with the "
-                    "same files, from the same directory if their paths are relative, and the same "
-                    "options for them"
+                    "same files and the same options for them"
                 )
-        step, tokens = operator.index(state["step"]), operator.index(state["tokens"])
-        best = Best.from_state(state["best"]) if "best" in state else None
         names = {parameter: name for name, parameter in self.precision.named_parameters().items()}
         moments, averages, buffers = by_kind(checkpoint.optimizer)
         (used,) = self.precision.optimizers
@@ -238,7 +214,9 @@ class Session:
             self.ema.load_state_dict({"updates": state["ema_updates"], "averages": averages})
         for name, buffer in self._buffers().items():
             buffer.copy_(buffers[name])
-        self.step, self.tokens, self.best = step, tokens, best
+        self.step, self.tokens = state["step"], state["tokens"]
+        if best := state.get("best"):
+            self.best = Best(best["step"], best["score"], Evaluation(**best["evaluation"]))
 
 
 # A run's optimizer as the tensors of a checkpoint, and back in the formats of another policy.
@@ -275,12 +253,11 @@ def convert_optimizer_tensors(
         parameter = parameters[name]
         # A fused AdamW keeps its step counter beside the parameter, as it keeps the moments.
         saved.setdefault(parameter, {})[key] = tensor.to(parameter.device)
-    ours = isinstance(optimizer, OwnOptimizer)
-    if ours:
-        return {
-            parameter: optimizer.convert(parameter, state) for parameter, state in saved.items()
-        }
-    return {parameter: in_dtype(state, parameter.dtype) for parameter, state in saved.items()}
+    own = isinstance(optimizer, OwnOptimizer)
+    return {
+        p: optimizer.convert(p, state) if own else in_dtype(state, p.dtype)
+        for p, state in saved.items()
+    }
 
 
 def set_optimizer_state(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -308,9 +285,7 @@ def open_session(
     ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
     that the configuration names. No run folder exists yet when something is refused.
     """
-    run, device = config.run, _device(config, world)
-    if run.threads:
-        torch.set_num_threads(run.threads)
+    run, device = config.run, choose_device(config.run.device, world.local_rank)
     auto = choose(device).reason if isinstance(config.precision, str) else ""
     policy = policy_on(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
@@ -321,7 +296,6 @@ def open_session(
     world.require_same(facts(config))
     strategy = choose_strategy(layout, policy, device, compiled=run.compile)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
-    count_peak_from_here()
     _require_rows(task.smallest_batch, task.config, layout)
     model = task.model.to(device)
     strategy.place_(model, task.plan(layout))
@@ -336,23 +310,13 @@ def open_session(
     )  # fmt: skip
 
 
-def _device(config: BaseConfig, world: World) -> torch.device:
-    named = config.run.device
-    if world.size > 1 and named.startswith("cuda:"):
-        raise ConfigError(
-            f"run.device={named} would put all {world.size} ranks on one GPU; use --device "
-            "cuda, which gives each its own"
-        )
-    return choose_device(named, world.local_rank)
-
-
 def _precision(
     task: Task, policy: PrecisionPolicy, strategy: Strategy, world: World
 ) -> tuple[EMA | None, Precision]:
     run = task.config.run
     optimizer: Any = task.optimizer(policy)
-    ours = isinstance(optimizer, OwnOptimizer)
-    if world.size > 1 and ours:
+    own = isinstance(optimizer, OwnOptimizer)
+    if own and world.size > 1:
         # Ranks may hold parts of one tensor, and a checkpoint stores each tensor in one format.
         optimizer.agree_on_fallback = lambda falls: [world.largest(fall) > 0 for fall in falls]
     ema = part("precision.ema:EMA")(task.model, run.ema_decay) if run.ema_decay else None
@@ -372,9 +336,8 @@ def _precision(
 def _require_rows(rows: int, config: BaseConfig, layout: Layout) -> None:
     least = layout.batch_ranks * config.run.grad_accum
     if rows < least:
-        few = "" if rows == config.run.batch_size else f" (batches of {rows} with so little data)"
         raise ConfigError(
-            f"run.batch_size={config.run.batch_size}{few} is too small for {layout.batch_ranks} "
-            f"ranks with different data and run.grad_accum={config.run.grad_accum} micro-batches "
-            f"each; allowed: {least} or more"
+            f"batches of {rows} rows are too small for {layout.batch_ranks} ranks with different "
+            f"data and run.grad_accum={config.run.grad_accum} micro-batches each; allowed: {least} "
+            "or more"
         )

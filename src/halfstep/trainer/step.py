@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import halfstep.optim as optim
 from halfstep.distributed.strategy import Strategy
@@ -20,7 +21,6 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Batch = Any
@@ -100,16 +100,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move the batch to the device; for CUDA asynchronously, from pinned memory."""
     if device.type == "cpu":
         return batch
-    if isinstance(batch, Tensor) and device.type != "cuda":
-        return batch.to(device)
-    if isinstance(batch, Tensor):
-        return batch.pin_memory().to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(part, device) for key, part in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = [to_device(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+        batch = dict(batch)  # pytree knows few kinds of it
+    if device.type != "cuda":
+        return tree_map_only(Tensor, lambda t: t.to(device), batch)
+    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), batch)
 
 
 # The optimizer and its learning rate, by name.
@@ -134,8 +129,16 @@ def make_optimizer(
     **Source:** Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the
     split by dimension as in GPT-3 training code published since (nanoGPT, llm.c).
     """
-    if config.name == "muon":
-        return _make_muon(model, config, seed)
+    if config.name == "muon":  # ours in every policy, as torch's takes matrices only
+        return optim.Muon(
+            optim.muon_groups(model, eps=config.eps),
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",  # one rate suits matrices and AdamW
+            betas=(config.beta1, config.beta2),
+            seed=seed,
+        )
     trainable = [p for p in model.parameters() if p.requires_grad]
     every = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -160,19 +163,6 @@ def make_optimizer(
     if not own and config.name in _FUSED:
         arguments["fused"] = True
     return make(groups, **arguments)
-
-
-def _make_muon(model: nn.Module, config: OptimizerConfig, seed: int) -> optim.Muon:
-    """Halfstep's Muon in every policy, as torch's takes matrices only."""
-    return optim.Muon(
-        optim.muon_groups(model, eps=config.eps),
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",  # one rate suits matrices and AdamW
-        betas=(config.beta1, config.beta2),
-        seed=seed,
-    )
 
 
 def learning_rate(peak: float, schedule: ScheduleConfig, applied: int, max_steps: int) -> float:
@@ -243,11 +233,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def tokens_per_byte(tokens: TokenFile) -> float:
-    """Return the tokens per UTF-8 byte of a file's text."""
-    return tokens.count / tokens.text_bytes
-
-
 @torch.no_grad()
 def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
     """Return the mean loss over all ranks' batches, and the number of targets in it.
@@ -269,14 +254,13 @@ def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
     return total / count, round(count)
 
 
-def evaluate(batches: Iterable[Batch], judge: Judge, density: float | None = None) -> Evaluation:
-    """Measure the loss per token, and per byte where ``density``, tokens per byte, is known.
+def evaluate(batches: Iterable[Batch], judge: Judge, density: float) -> Evaluation:
+    """Measure the loss per token, and per byte of a text of ``density`` tokens a byte.
 
     Raises:
         DataError: If there is no target at all.
     """
     loss, targets = mean_loss(batches, judge)
-    bits = None if density is None else loss / math.log(2) * density
-    suffix = "" if bits is None else f", {bits:.4f} bits per byte"
-    text = f"validation loss {loss:.4f} nats per token{suffix}"
+    bits = loss / math.log(2) * density
+    text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     return Evaluation(loss=loss, targets=targets, score=-loss, text=text, bits_per_byte=bits)

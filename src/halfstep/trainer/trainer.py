@@ -22,18 +22,16 @@ from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.read import did_you_mean
-from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
-from halfstep.trainer.data.token_file import no_progress
+from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
     default_run_folder,
     execute,
-    keeping_policy,
     require_fresh,
-    require_resumable,
+    resumed,
     run_config,
     with_run_folder,
 )
@@ -101,7 +99,7 @@ class Trainer:
         train_data: A map-style dataset: items by index, and a length, as in
             ``torch.utils.data.Dataset``. Each epoch has every item once, in a seeded order.
         loss: Called as ``loss(model, batch)`` under the policy's autocast. Returns a 0-dim
-            tensor, the mean over what ``targets`` counts, or a pair of the sum and its count.
+            tensor, the mean over what ``targets`` counts.
         val_data: Evaluated every ``eval_every`` steps, or after every epoch; the best state
             is kept.
         evaluate: Called as ``evaluate(model, batch)`` in evaluation mode; returns means over
@@ -238,14 +236,12 @@ class Trainer:
         device = choose_device(run.device, world.local_rank)
         folder = run.output_dir or str(default_run_folder(self._config, device))
         path = Path(world.share(folder))
-        config = with_run_folder(self._config, path)
         if resume:
             saved = run_config(path)
-            config = keeping_policy(config.filled(saved), saved)
-            require_resumable(saved, config, other_precision=True)
-        else:
-            world.main_only(lambda: require_fresh(path))
-        return config, path
+            wanted = self._config.filled(saved)
+            return resumed(saved, wanted, path, other_precision=True), path
+        world.main_only(lambda: require_fresh(path))
+        return with_run_folder(self._config, path), path
 
     def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main

@@ -3,10 +3,9 @@ import json
 import numpy as np
 import pytest
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.trainer.data.config import InstructionsConfig
-from halfstep.trainer.data.instructions import prompt_ids, read_instructions
-from halfstep.trainer.data.packing import lm_batch
+from halfstep.trainer.data.instructions import lm_batch, prompt_ids, read_instructions
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, Merging, shown
 
@@ -18,11 +17,11 @@ CHAT = [
 ALPACA = {"instruction": "Add", "input": "1, 1", "output": "2"}
 
 
-def read(train, dev=(), tokenizer=None, seed=0, **changed):
+def read(train, dev=(), tokenizer=None, seed=0, packing=True, **changed):
     config = InstructionsConfig(
         train=(str(train),), dev=tuple(map(str, dev)), **({"max_length": 400} | changed)
     )
-    return read_instructions(config, tokenizer or Letters(), seed)
+    return read_instructions(config, tokenizer or Letters(), seed, packing=packing)
 
 
 def answers(rows):
@@ -35,7 +34,8 @@ def answers(rows):
 
 
 def documents(rows):
-    return [shown(ids.tolist()) for ids in np.split(rows.ids, rows.documents[1:-1])]
+    begins = np.flatnonzero(rows.positions == 0)
+    return [shown(ids.tolist()) for ids in np.split(rows.ids, begins[1:])]
 
 
 def marked(write, record, tokenizer, **changed):
@@ -49,7 +49,7 @@ def marked(write, record, tokenizer, **changed):
 
 def test_records_become_rows_and_notes(write):
     data = read(write("q.jsonl", SUMS), packing=False)
-    assert (data.format, data.template) == ("alpaca", "alpaca")
+    assert data.template == "alpaca"
     assert (len(data.train_rows), len(data.dev_rows)) == (36, 4)
     learned = answers(data.train_rows) + answers(data.dev_rows)
     assert sorted(learned) == sorted(f"{2 * n}</s>" for n in range(40))
@@ -61,28 +61,21 @@ def test_records_become_rows_and_notes(write):
     assert text.endswith("</s>")
     assert "q.jsonl:1), template alpaca" in data.notes[0]
     assert "dev: 4 of 40 documents, drawn by the seed" in data.notes
-    assert any(
-        note.startswith("train: 36 documents in 36 rows of at most") and "% full" in note
-        for note in data.notes
-    )
 
 
 @pytest.mark.parametrize(
-    ("record", "format", "text"),
+    ("record", "text"),
     [
-        ({"prompt": "P", "completion": " C"}, "prompt-completion", "<s>P[ ][C][</s>]"),
-        ({"text": "ab", "url": "u"}, "text", "<s>[a][b][</s>]"),
+        ({"prompt": "P", "completion": " C"}, "<s>P[ ][C][</s>]"),
+        ({"text": "ab", "url": "u"}, "<s>[a][b][</s>]"),
         (
             CHAT[0] | {"prompt": "u0"},
-            "chat",
             "<|im_start|>user\nu0<|im_end|>\n<|im_start|>assistant\n[a][0][<|im_end|>]",
         ),
     ],
 )
-def test_the_fields_tell_the_format(write, record, format, text):
+def test_the_fields_tell_the_format(write, record, text):
     assert marked(write, record, ChatLetters()) == text
-    path = write("a.jsonl", [record, record])
-    assert read(path, tokenizer=ChatLetters(), packing=False).format == format
 
 
 def test_alpaca_writes_the_input_where_there_is_one(write):
@@ -111,8 +104,6 @@ def test_every_answer_of_a_chat_is_learned_with_its_end(write):
     text = marked(write, record, ChatLetters())
     assert text.count("[") == len(["a", "0", "end", "y", "end"])
     assert text.endswith("<|im_start|>assistant\n[y][<|im_end|>]")  # no bos, no eos beside it
-    with_prompts = marked(write, record, ChatLetters(), mask_prompt=False)
-    assert with_prompts.startswith("<|im_start|>[u][s]")
 
 
 def test_no_token_lies_across_the_border(write):
@@ -134,10 +125,8 @@ def test_the_hash_is_of_the_rows(write):
     changes = [
         {"seed": 1},
         {"packing": False},
-        {"mask_prompt": False},
         {"max_length": 500},
         {"tokenizer": ChatLetters()},
-        {"tokenizer": ChatLetters(), "template": "tokenizer"},
     ]
     found = {read(path, **change).sha256 for change in changes}
     assert len(found | {first}) == len(changes) + 1
@@ -151,13 +140,6 @@ def test_a_dev_file_is_taken_whole_and_has_the_same_format(write):
     assert answers(data.dev_rows) == ["0</s>", "2</s>", "4</s>"]
     with pytest.raises(DataError, match=r"c\.jsonl:1: records of two formats: chat here, and alp"):
         read(path, [write("c.jsonl", CHAT)])
-
-
-def test_chat_takes_the_tokenizers_template(write):
-    path = write("c.jsonl", CHAT)
-    assert read(path, tokenizer=ChatLetters()).template == "tokenizer"
-    with pytest.raises(ConfigError, match="alpaca cannot write records of the format chat; use"):
-        read(path, template="alpaca")
 
 
 class Rewriting(ChatLetters):
@@ -187,7 +169,7 @@ def test_a_chat_template_that_cannot_be_learned_from_is_refused(write, tokenizer
 def test_one_text_is_cut_at_its_end_for_dev(write):
     lines = [f"line {n}\n" for n in range(100)]
     data = read(write("t.txt", "".join(lines)), max_length=64)
-    assert (data.format, data.template) == ("text", "plain")
+    assert data.template == "plain"
     train, dev = documents(data.train_rows), documents(data.dev_rows)
     # Every character but the first of each part is learned once, and the end twice.
     total = data.train_rows.learned_tokens + data.dev_rows.learned_tokens
@@ -228,16 +210,18 @@ def test_a_bad_record_names_file_and_line(write, record, why):
 @pytest.mark.parametrize("template", ["plain", "alpaca", "tokenizer"])
 def test_a_prompt_for_generation_has_the_ids_of_training(write, template):
     tokenizer = ChatLetters()
-    records = [{"prompt": f"q{n}?", "completion": "x"} for n in range(4)]
-    data = read(write("c.jsonl", records), template=template, tokenizer=tokenizer, packing=False)
+    record = {
+        "plain": {"prompt": "q?", "completion": "x"},
+        "alpaca": {"instruction": "q?", "output": "x"},
+        "tokenizer": {"messages": [{"role": r, "content": c} for r, c in
+                                   (("user", "q?"), ("assistant", "x"))]},
+    }[template]  # fmt: skip
+    path = write("c.jsonl", [record])
+    data = read(path, [path], tokenizer)
     assert data.template == template
     end = [EOS] if template != "tokenizer" else tokenizer.encode("<|im_end|>")
-    answer, rows, found = tokenizer.encode("x") + end, data.train_rows, set()
-    for ids in np.split(rows.ids, rows.starts[1:-1]):
-        (own,) = (r["prompt"] for r in records if r["prompt"] in shown(ids.tolist()))
-        assert ids.tolist() == prompt_ids(own, tokenizer, template) + answer
-        found.add(own)
-    assert len(found) == len(rows) == 3  # of 4, one is held out
+    answer = tokenizer.encode("x") + end
+    assert data.train_rows.ids.tolist() == prompt_ids("q?", tokenizer, template) + answer
     assert prompt_ids("", tokenizer, "plain") == [BOS]
     with pytest.raises(DataError, match=r"a text holds '</s>'.* control token"):
         prompt_ids("a</s>", tokenizer, template)

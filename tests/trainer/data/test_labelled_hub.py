@@ -32,7 +32,7 @@ def dataset(numbers=NUMBERS, texts=TEXTS):
 
 
 def read(given, role="train"):
-    found = _read((given,), LabelledConfig(train=(given,)), role)
+    found = _read((given,), LabelledConfig(train=(given,)), role, [])
     return [(text, label) for _, text, label in found]
 
 
@@ -53,12 +53,12 @@ def test_splits_are_the_usual_ones_or_by_name(tmp_path):
     assert read(given) == EXPECTED
     assert read(given, "dev") == [EXPECTED[3], EXPECTED[1]]
     assert read(f"{given}@test") == read(given, "test") == EXPECTED[2:3]
-    assert "cannot be loaded: 'x'; check the name, and the split" in refusal(f"{given}@x")
+    assert "cannot be loaded: KeyError('x'); check the name, and the split" in refusal(f"{given}@x")
     data = read_labelled(LabelledConfig(train=(given,), dev=(given,)), 0)
     assert (data.names, data.dev.labels) == (("ham", "spam"), [0, 1])
     del parts["validation"]  # a test split is never taken unasked
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "e")
-    assert "cannot be loaded: 'validation'" in refusal(f"datasets:{tmp_path}/e", "dev")
+    assert "cannot be loaded: KeyError('validation')" in refusal(f"datasets:{tmp_path}/e", "dev")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

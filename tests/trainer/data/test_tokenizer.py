@@ -8,11 +8,10 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer as Engine, models
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.tokenizer import (
+from halfstep.trainer.data.corpus import (
     END_OF_TEXT,
     ByteTokenizer,
     Tokenizer,
-    byte_letters,
     byte_level,
     load_tokenizer,
     train_bpe,
@@ -20,7 +19,7 @@ from halfstep.trainer.data.tokenizer import (
 
 SAMPLE = "the cat sat on the mat; the dog, the cat's. \u00e9t\u00e9 \u732b\u732b 12 12\r\n" * 8
 TRAINED = train_bpe([SAMPLE], 280)
-LETTERS = {letter: number for number, letter in enumerate(byte_letters())}
+LETTERS = json.loads(ByteTokenizer()._engine.to_str())["model"]["vocab"]
 LOOKALIKE = st.lists(
     st.one_of(st.text(), st.sampled_from([END_OF_TEXT, "the cat", " ", "\r\n", "\0", "\ufeff"]))
 ).map("".join)
@@ -106,10 +105,12 @@ def test_transformers_reads_what_save_writes(tmp_path):
 
 
 def test_too_little_text_is_refused_with_the_size_that_works():
-    why = r"data\.tokenizer asks for bpe:500, .* use --tokenizer bytes or bpe:(\d+)"
+    why = r"data\.tokenizer asks for bpe:500; .* use --tokenizer bytes or bpe:(\d+)"
     with pytest.raises(ConfigError, match=why) as e:
         train_bpe(["ab ab abc abc"], 500)
     possible = int(str(e.value).split("bytes or bpe:")[1].split(",")[0])
+    with pytest.raises(ConfigError, match=r"asks for bpe:9; .* bytes or bpe:257, or"):
+        train_bpe(["ab ab abc abc"], 9)
     tokenizer = train_bpe(["ab ab abc abc"], possible)
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (possible, 0)
     assert tokenizer.decode([0]) == END_OF_TEXT

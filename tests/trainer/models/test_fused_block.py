@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.kernels.library import loaded
-from halfstep.trainer.models import gpt
+from halfstep.trainer.models import GPTConfig, gpt
 from halfstep.trainer.models.gpt import Block
-from halfstep.trainer.models.shapes import GPTConfig
 
 pytestmark = pytest.mark.skipif(isinstance(loaded(), str), reason=f"no kernels: {loaded()}")
 CONFIG = GPTConfig(n_layer=1, n_head=4, n_embd=128, block_size=70, vocab_size=9, dropout=0.0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
-from halfstep.trainer.models.gpt import GPT, GPTConfig, generate, sample
+from halfstep.trainer.models.gpt import GPT, GPTConfig, generate
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=23)
 PROMPT = [7, 0, 22, 3]
@@ -51,23 +49,12 @@ def test_it_ends_after_the_stop_token(model):
     assert text == free[: free.index(free[5], 4) + 1]
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(
-    logits=st.lists(st.integers(-12, 12).map(lambda i: i / 3), min_size=1, max_size=12),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
-)
-def test_the_drawn_tokens_are_those_of_the_definition(logits, temperature):
-    weights = np.exp((np.array(logits) - max(logits)) / temperature)
-    # A grid of uniform numbers inverts the whole distribution: n / 500 of them give each token.
-    drawn = [sample(torch.tensor(logits), (n + 0.5) / 500, temperature) for n in range(500)]
-    got = np.bincount(drawn, minlength=len(logits)) / 500
-    # One grid step at each end of a token's interval.
-    assert (np.abs(got - weights / weights.sum()) <= 2 / 500).all()
-
-
-def test_the_ends_of_the_uniform_range_stay_inside_the_possible_tokens():
-    logits = torch.tensor([0.0, 5.0, -90.0, 4.0, -torch.finfo().max])
-    assert sample(logits, 0.0, 1.0) == 1
-    assert sample(logits, 1 - 2.0**-24, 1.0) in (0, 2)  # never the token of probability 0
-    assert sample(logits, 1.0, 1.0) == 2  # as if the product with the total were rounded up to it
-    assert sample(torch.zeros(2), 0.5, 1.0) == 1  # intervals are [from, to)
+def test_draws_follow_the_probabilities_of_the_temperature(model):
+    model.eval()
+    with torch.no_grad():
+        wanted = (model(torch.tensor([PROMPT]))[0, -1].double() / 2.0).softmax(-1)
+    found = torch.zeros(23, dtype=torch.float64)
+    for seed in range(800):
+        found[generate(model, PROMPT, max_new_tokens=1, seed=seed, temperature=2.0)[-1]] += 1
+    # 800 draws: a share is off by 0.018 at one standard deviation, here 4 of them
+    assert (found / 800 - wanted).abs().max() < 0.07

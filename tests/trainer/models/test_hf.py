@@ -13,8 +13,8 @@ import transformers
 import halfstep.files as files
 import halfstep.trainer.models.pretrained as weights
 from halfstep.errors import CheckpointError
+from halfstep.trainer.models.causal_lm import save_gpt2
 from halfstep.trainer.models.gpt import GPT, GPTConfig
-from halfstep.trainer.models.gpt2_folder import save_gpt2
 
 OURS = GPTConfig(
     n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=37, dropout=0.25, layer_norm_eps=0.02

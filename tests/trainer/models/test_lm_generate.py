@@ -60,13 +60,10 @@ def test_what_the_models_author_wished_is_not_used(tmp_path):
 
 def test_it_stops_at_an_end_and_leaves_it_out(lm):
     greedy = by_hand(lm, PROMPT, 12)
-
-    def until(*ends):
-        return generate_ids(lm, PROMPT, max_new_tokens=12, temperature=0, ends=ends)
-
-    assert until([], greedy[2:3], greedy[4:6]) == greedy[: min(greedy.index(greedy[2]), 4)]
-    assert until(PROMPT[-1:] * 9) == greedy
-    assert until([PROMPT[-1], greedy[0]]) == greedy  # half of it stands in the prompt
+    options = {"max_new_tokens": 12, "temperature": 0}
+    ends = [PROMPT[-1], greedy[4], greedy[2]]  # the first stands in the prompt
+    first = min(i for i, token in enumerate(greedy) if token in ends)
+    assert generate_ids(lm, PROMPT, ends=ends, **options) == greedy[:first]
 
 
 def test_it_writes_as_far_as_the_positions_go(lm):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.covering
 def trained(folder, policy="fp32", steps=20, **options):
     """A LoRA model after some steps, its losses, and its base before them."""
     checkpointing = options.pop("gradient_checkpointing", False)
-    lm = open_causal_lm(folder, dropout=0.0, gradient_checkpointing=checkpointing)
+    lm = open_causal_lm(folder, gradient_checkpointing=checkpointing)
     lora = add_lora(lm, **{"r": 4, **options})
     base = {n: p.detach().clone() for n, p in lora.named_parameters() if not p.requires_grad}
     trainable = [p for p in lora.parameters() if p.requires_grad]

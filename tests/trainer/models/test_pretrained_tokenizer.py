@@ -15,8 +15,12 @@ from tests.trainer.models.pretrained_folders import (
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.trainer.models.classifier import open_classifier
-from halfstep.trainer.models.pretrained import quiet
-from halfstep.trainer.models.pretrained_tokenizer import open_tokenizer, require_vocabulary
+from halfstep.trainer.models.pretrained import open_tokenizer as opened, quiet
+
+
+def open_tokenizer(folder, max_length=99, **more):
+    return opened(folder, max_length=max_length, **more)
+
 
 PAD, UNK, CLS, SEP, THE, CAT, SAT, ON, MAT = range(9)
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -44,18 +48,18 @@ def test_ids_have_special_tokens_and_are_cut_between_them(folder):
     assert tokenizer.encode_plain(["the cat sat on the mat"]) == [[THE, CAT, SAT, ON, THE, MAT]]
     assert tokenizer.truncated == 4
     assert tokenizer.decode([CLS, THE, CAT, SEP]) == "the cat"
-    assert tokenizer.decode([CLS, THE], skip_special=False) == "[CLS] the"
 
 
 def test_the_limit_is_the_least(tmp_path):
-    folder = save_tokenizer(tmp_path / "t", model_max_length=30)
-    for asked, model, limit in [(None, 20, 20), (10, 20, 10), (None, None, 30), (50, 40, 30)]:
-        tokenizer = open_tokenizer(folder, max_length=asked, model_limit=model)
+    model = open_classifier(save_classifier(tmp_path / "m"), ("a", "b"))
+    assert model.max_length == 40
+    for own, asked, given, limit in [(30, 99, None, 30), (99, 99, model, 40), (99, 10, model, 10)]:
+        folder = save_tokenizer(tmp_path / f"{own} {asked}", model_max_length=own)
+        tokenizer = open_tokenizer(folder, max_length=asked, model=given)
         assert tokenizer.max_length == limit
         assert len(tokenizer.encode_batch(["the " * 99])[0]) == limit
     without = save_tokenizer(tmp_path / "w")  # transformers writes 1e30 for none
-    with pytest.raises(ConfigError, match="give max_length"):
-        open_tokenizer(without)
+    assert open_tokenizer(without, max_length=7).max_length == 7
 
 
 def test_padding_falls_back_to_the_end_of_text(tmp_path):
@@ -85,19 +89,19 @@ def test_the_fingerprint_follows_what_decides_ids(folder, tmp_path):
 
 
 def test_the_vocabulary_must_fit_the_embedding(folder, tmp_path):
-    tokenizer = open_tokenizer(folder)
-    small = open_classifier(save_classifier(tmp_path / "s", vocab_size=8), ("a", "b"))
-    with pytest.raises(ConfigError, match=r"ids up to 8, but the model's embedding has 8 rows"):
-        require_vocabulary(small, tokenizer)
-    require_vocabulary(
-        open_classifier(save_classifier(tmp_path / "f", vocab_size=9), ("a", "b")), tokenizer
+    small, fits = (
+        open_classifier(save_classifier(tmp_path / f"{n}", vocab_size=n), ("a", "b"))
+        for n in (8, 9)
     )
+    with pytest.raises(ConfigError, match=r"ids up to 8, but the model's embedding has 8 rows"):
+        open_tokenizer(folder, model=small)
+    open_tokenizer(folder, model=fits)
 
 
 def test_a_chat_template(tmp_path):
     folder = save_tokenizer(tmp_path / "t", chat_template=CHAT, model_max_length=30)
     assert open_tokenizer(folder).chat([{"role": "the", "content": "cat"}]) == "the cat "
-    with pytest.raises(DataError, match="the tokenizer has no chat template; take"):
+    with pytest.raises(DataError, match=r"chat_template is not set.*write instruction"):
         open_tokenizer(save_tokenizer(tmp_path / "n"), max_length=30).chat([])
     for number, bad in enumerate(
         ("{{ raise_exception('no') }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
@@ -131,7 +135,7 @@ def test_a_damaged_tokenizer(folder, text):
 def test_saved_beside_a_model_it_is_what_transformers_reads(folder, tmp_path, capfd):
     model = open_classifier(save_classifier(tmp_path / "m"), ("a", "b"))
     model.save_(tmp_path / "out", {})
-    tokenizer = open_tokenizer(folder, model_limit=model.max_length)
+    tokenizer = open_tokenizer(folder, model=model)
     tokenizer.save(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
     with quiet():

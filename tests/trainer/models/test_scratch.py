@@ -17,7 +17,7 @@ from halfstep.trainer.models.classifier import (
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained_tokenizer import open_tokenizer
+from halfstep.trainer.models.pretrained import open_tokenizer
 
 TEXTS = ["你好你好你好世界", "你好，Hello hello world", "世界世界 hello", "［泪］[泪][泪] ok"] * 3
 TIED = [chr(0x4E00 + number) for number in range(400)]
@@ -75,7 +75,7 @@ def test_special_names_in_a_text_are_letters(tmp_path):
     texts = ["[CLS] [SEP] [PAD] [UNK] [cls] [sep] [pad]"] * 50
     tokenizer = train(texts=texts, vocab_size=100)
     tokenizer.save(tmp_path)
-    for each in (tokenizer, open_tokenizer(tmp_path)):
+    for each in (tokenizer, open_tokenizer(tmp_path, max_length=16)):
         for text in ("[CLS]", "[SEP]", "[PAD]", "[UNK]"):
             ids = each.encode_batch([text])[0]
             assert (ids[0], ids[-1]) == (2, 3)
@@ -105,7 +105,7 @@ def test_ties_of_characters_and_pairs_are_settled_alike_in_every_process():
 # --- the model ---
 
 
-def test_sizes():
+def test_another_size_is_refused():
     with pytest.raises(ConfigError, match="Allowed: scratch:tiny, scratch:small, scratch:base"):
         scratch_size("scratch:huge")
 
@@ -117,6 +117,6 @@ def test_weights_follow_their_seed_and_no_other_and_options_reach_the_model():
     weights = [model.model.classifier.weight for model in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    model = make(dropout=0.25, label_smoothing=0.1)
-    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
+    model = make(label_smoothing=0.1)
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert (model.label_smoothing, model.max_length, model.training) == (0.1, 16, True)

@@ -16,53 +16,39 @@ from halfstep.diagnostics.nonfinite.operations import MATMULS, SUMS, Kind, Opera
 from halfstep.precision.policy.policy import dtype_name
 
 REMEDIES = {
-    "weight not finite": (
-        "go back to a checkpoint whose weights are finite; what wrote it (an update at too high a "
-        "learning rate, an initialisation, a cast) ran before this step"
-    ),
+    "weight not finite": "go back to a checkpoint whose weights are finite",
     "buffer not finite": (
-        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint; an "
-        "earlier forward wrote it"
+        "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint"
     ),
     "data not finite": (
-        "clean the data: x = torch.nan_to_num(x), or leave out rows where not "
-        "torch.isfinite(x).all()"
+        "leave these rows out of the data, those where not torch.isfinite(x).all(), or mend what "
+        "made them"
     ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
-    "unwritten memory": (
-        "write the tensor before it is read: torch.zeros(...) in place of torch.empty(...)"
-    ),
+    "unwritten memory": "write it before it is read: torch.zeros(...), not torch.empty(...)",
     "overflow in attention scores": (
         "scale before the matmul, q = q * head_dim ** -0.5, or normalise q and k"
     ),
-    "overflow in a matmul": (
-        "scale an operand down before the matmul, or compute it in fp32: with "
-        "torch.autocast(x.device.type, enabled=False): y = layer(x.float())"
-    ),
+    "overflow in a matmul": "scale an operand down before the matmul",
     "overflow in a sum": (
         "add in fp32: x.float() + y.float(), x.float().sum(); or scale down what is added"
     ),
-    "overflow in the loss": "compute the loss in fp32: loss_fn(logits.float(), targets)",
     "overflow in a cast": (
         "clamp before the cast, x.clamp(-m, m).to(dtype) with m = torch.finfo(dtype).max, or keep "
         "the tensor in fp32"
     ),
     "overflow of a mask": (
-        "add the mask once, and make it boolean or use torch.finfo(dtype).min / 4: two times "
-        "torch.finfo(dtype).min is -inf, and a row of -inf alone has no softmax"
+        "add the mask once, and make it boolean or use torch.finfo(dtype).min / 4, of which two "
+        "are not -inf"
     ),
     "overflow in the backward": (
-        "a lower loss scale cures it where a scale made it; otherwise scale the loss down or "
-        "clamp what this operation divides by, and check its inputs' range"
+        "a lower loss scale cures it where a scale made it; otherwise scale the loss down, or "
+        "clamp what this operation reads"
     ),
     "overflow": "clamp the operand, or compute this operation in fp32: x.float()",
-    "own autograd.Function": (
-        "check its backward by torch.autograd.gradcheck in fp64, and decorate forward and "
-        "backward with torch.amp.custom_fwd(cast_inputs=torch.float32) and torch.amp.custom_bwd"
-    ),
+    "own autograd.Function": ("check its backward by torch.autograd.gradcheck in fp64"),
     "fully masked row": (
-        "let every row see one key at least, or clear such rows: scores.masked_fill(mask.all(-1, "
-        "keepdim=True), 0)"
+        "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),
     "log or division of zero": (
         "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward (x + "
@@ -73,42 +59,35 @@ REMEDIES = {
         "or 0 / 0"
     ),
     "inf - inf": (
-        "the infinity was allowed when it was made: use a large finite number there, such as "
-        "torch.finfo(dtype).min / 4, or x.masked_fill(...) after this operation"
+        "use a large finite number in place of the infinity, such as torch.finfo(dtype).min / 4"
     ),
     "every target is ignored": (
-        "every target of this loss, if there is one, is ignore_index or has weight 0: leave such "
-        "batches out, or divide a sum by its count: F.cross_entropy(..., reduction='sum') / "
-        "count.clamp_min(1)"
+        "leave out batches whose every target is ignore_index or has weight 0, or divide a sum: "
+        "F.cross_entropy(..., reduction='sum') / count.clamp_min(1)"
     ),
     "eps too small": (
-        "raise the optimizer's eps, torch.finfo(dtype).tiny at least: the second moment and eps "
-        "are 0 in this format, and the update divides by them"
+        "raise the optimizer's eps, torch.finfo(dtype).tiny at least: the update divides by 0"
     ),
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
 
+OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation", "inf - inf")
+"""How the classes begin that weights make which a learning rate has thrown out."""
+
 OF_OPERATION = {
     **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
-        "keep the operand within -1 and 1, and off them where it needs a gradient or is a pole: "
-        "x.clamp(eps - 1, 1 - eps)"
+        "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
     )),
     # eps, not 0: at 0 the gradient of a root is infinite
     "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
     **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
-        "leave out what is empty: there is no mean of nothing, nor a variance of one element "
-        "(correction=0 where that is 0)"
+        "leave out what is empty, and give a variance of one element correction=0"
     )),
     **dict.fromkeys(("log", "log2", "log10", "log1p"), (
         "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
     )),
-    "_ctc_loss": (
-        "an input is too short for its target, whose probability is 0: leave such samples out, or "
-        "zero_infinity=True"
-    ),
-    "_linalg_slogdet": (
-        "the matrix is singular, and the logarithm of 0 infinite: add eps * torch.eye(n) to it"
-    ),
+    "_ctc_loss": "leave out inputs too short for their targets, or set zero_infinity=True",
+    "_linalg_slogdet": "the matrix is singular: add eps * torch.eye(n) to it",
     **dict.fromkeys(("bmm", "baddbmm"), (
         "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
     )),
@@ -138,8 +117,6 @@ def cause_class(
         return "overflow in the backward"
     if known.base in ("_to_copy", "copy", "to"):
         return "overflow in a cast"
-    if "loss" in known.base:
-        return "overflow in the loss"
     if known.attention or known.base in MATMULS:
         return f"overflow in {'attention scores' if known.attention else 'a matmul'}"
     tensors = sum(operand.dtype is not None for operand in operands)
@@ -160,10 +137,13 @@ _OF_KIND = {
 }
 
 
-def remedy_of(name: str, form: str, base: str = "", largest: Operand | None = None) -> str:
+def remedy_of(
+    name: str, form: str, base: str = "", largest: Operand | None = None, *, fits: bool = False
+) -> str:
     """What to do about a class of causes in a format such as ``"fp16"``: the line to change.
 
-    ``base`` is the operation's name, such as ``"exp"``, and ``largest`` its largest input.
+    ``base`` is the operation's name, such as ``"exp"``, and ``largest`` its largest input;
+    ``fits``: in fp32 the batch has been run, and is finite.
     """
     text, narrow = REMEDIES[name], form == "fp16"
     if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
@@ -180,7 +160,7 @@ def remedy_of(name: str, form: str, base: str = "", largest: Operand | None = No
         text = f"scale the loss down, or clamp what this operation reads: {size}"
     elif not narrow and name not in ("overflow in a cast", "overflow in attention scores"):
         text = f"clamp or scale down what it reads: {size}"
-    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if narrow else text
+    return f"{text}; or train in bf16-mixed, whose range is that of fp32" if fits else text
 
 
 # The report of one operation.
@@ -235,6 +215,8 @@ class Cause:
             rest of the batch is finite. Empty where that is not so, or was not tried.
         micro_batch: Number of the micro-batch in which it happened, from 1; 0: not known.
         micro_batches: Number of micro-batches of the step; 0: not known.
+        fits_fp32: Whether the batch was run in fp32, too, and is finite there.
+        slower: What to do where the loss had left its past before this step; else empty.
     """
 
     kind: Kind
@@ -253,15 +235,27 @@ class Cause:
     samples: tuple[int, ...] = ()
     micro_batch: int = 0
     micro_batches: int = 0
+    fits_fp32: bool = False
+    slower: str = ""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss had left its past, no sample is to blame, and weights make such."""
+        return bool(self.slower) and not self.samples and self.cause_class.startswith(OF_DIVERGED)
 
     @property
     def remedy(self) -> str:
         """What to do about it: the line to change, or the setting."""
+        if self.diverged:
+            return self.slower
         largest = max(self.inputs, key=lambda operand: operand.largest, default=None)
         base = self.op.split(".")[1].rstrip("_") if "." in self.op else self.op
         forward = self.node.partition("Backward")[0].lower()  # "SqrtBackward0" is that of sqrt
         base = forward if forward in OF_OPERATION else base
-        return remedy_of(self.cause_class, dtype_name(self.dtype), base, largest)
+        form, fits = dtype_name(self.dtype), self.fits_fp32
+        text = remedy_of(self.cause_class, form, base, largest, fits=fits)
+        named = self.cause_class == "data not finite" and self.samples
+        return f"{text}: {self._where()[0]}" if named else text
 
     @property
     def place(self) -> str:
@@ -284,21 +278,8 @@ class Cause:
         largest = max((operand.largest for operand in self.inputs), default=0.0)
         if self.kind == "overflow":
             line += f", inputs up to {short(largest)}{self._share_of(largest)}"
-        for operand in self.inputs:
-            if operand.role == "parameter" and operand.nan:
-                line += f", {operand.name}"
         line += f", at {self.source}" if self.source else ""
         return "; ".join([line, *self._where()])
-
-    @property
-    def leaves_fp16(self) -> bool:
-        """Whether it is an overflow that bf16, whose range is that of fp32, may not have."""
-        return self.kind == "overflow" and self.dtype == torch.float16
-
-    @property
-    def told(self) -> str:
-        """What happened, and what to do about it: two lines of a message."""
-        return f"first cause: {self.summary}\nto do: {self.remedy}"
 
     def _operation(self, what: str) -> str:
         form = dtype_name(self.dtype)
@@ -316,7 +297,7 @@ class Cause:
         table["dtype"] = dtype_name(self.dtype)
         for operand in table["inputs"]:
             operand["dtype"] = dtype_name(operand["dtype"]) if operand["dtype"] else None
-        return {**table, "remedy": self.remedy}
+        return {**table, "slower": self.slower * self.diverged, "remedy": self.remedy}
 
     def __str__(self) -> str:
         lines = [
@@ -341,10 +322,5 @@ class Cause:
 
 
 def short(value: float) -> str:
-    """A number with three digits, as ``4.10e4``; integers below 1000, and 65504, in full."""
-    if value == int(value) and abs(value) < 1e5 and (value < 1e3 or value == 65504):
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e3:
-        return f"{value:.3g}"
-    digits, _, exponent = f"{value:.2e}".partition("e")
-    return f"{digits}e{int(exponent)}"
+    """A number with three digits; fp16's largest in full."""
+    return "65504" if value == 65504 else f"{value:.3g}"

@@ -1,7 +1,7 @@
 """Finds the first operation that made a NaN or an infinity, and the module in which it ran.
 
 A NaN shows in the loss, far from its cause. Inside :func:`trace_nonfinite` every operation of
-forward and backward is checked, functional ones too: one sum on the device, one host sync. One
+forward and backward is checked, functional ones too, which waits for the device. One
 that makes NaN or infinities of finite numbers, or reads them from outside (data, weights, literals,
 memory that nothing has written), is only a suspect, since a mask, ``torch.where``, ``nan_to_num``
 or a softmax may take them out again. Such elements carry the number of their suspect along::
@@ -23,17 +23,17 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.diagnostics.module_calls import Caller, ModuleCalls, caller, makes_first_gradient
 from halfstep.diagnostics.nonfinite.cause import Cause, Operand, Role, cause_class
@@ -53,20 +53,18 @@ from halfstep.diagnostics.nonfinite.operations import (
     floating,
     inputs,
     kind_of,
-    look_finite,
     not_finite,
     operation,
     overflows_a_mask,
+    stored,
 )
-from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.precision.agreement import ranks_of_this_process
-from halfstep.precision.border import require, require_model
+from halfstep.errors import NonFiniteError
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.recovery import without_hint
 from halfstep.precision.scaling import gradients
+from halfstep.precision.scaling.gradients import is_finite
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -74,8 +72,8 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 _CHECKS = gradients.__file__
 
 
-def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
-    """Watch every operation of forward and backward for the first NaN or infinity.
+class trace_nonfinite(TorchDispatchMode):
+    """Watches every operation of forward and backward for the first NaN or infinity.
 
     It is slow, since it waits for the device after every operation, but does not change a bit of
     losses, gradients and random numbers. Enter it around forward and backward, outside or inside
@@ -83,13 +81,6 @@ def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
 
     Args:
         model: The model whose modules the report names. It has hooks until the context is left.
-
-    Returns:
-        A context manager that returns itself on entry; read its ``first_cause``.
-
-    Raises:
-        PrecisionError: If ``model`` is not a module.
-        RuntimeError: When it is entered inside another one.
 
     Example:
         >>> model = nn.Sequential(nn.Identity(), nn.ReLU())
@@ -103,17 +94,12 @@ def trace_nonfinite(model: nn.Module) -> NonFiniteTrace:
           at ...
           to do: clamp the operand, or compute this operation in fp32: x.float(); ...
     """
-    return NonFiniteTrace(model)
-
-
-class NonFiniteTrace(TorchDispatchMode):
-    """The context manager that :func:`trace_nonfinite` returns."""
 
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model = require_model(model, "trace_nonfinite(model)")
+        self._model = model
         self._modules = ModuleCalls(model)
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
@@ -152,9 +138,7 @@ class NonFiniteTrace(TorchDispatchMode):
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
         self._end([leaf.grad for leaf in leaves if leaf.grad is not None])
 
-    def __enter__(self) -> NonFiniteTrace:
-        if any(isinstance(mode, NonFiniteTrace) for mode in _get_current_dispatch_mode_stack()):
-            raise RuntimeError("trace_nonfinite within trace_nonfinite; leave the outer one first")
+    def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         named = [*self._model.named_buffers(), *self._model.named_parameters()]
         for name, tensor in named:
@@ -217,18 +201,15 @@ class NonFiniteTrace(TorchDispatchMode):
         elif known.allocates:
             self._flow.write(UNWRITTEN, *outputs)
         else:
-            finite = look_finite(outputs)
             if self._suspects and not known.looks(result):
                 self._flow.read(call.read())
-            if not finite:
-                with torch.no_grad():
+            with torch.no_grad():
+                if not all(is_finite(stored(output)) for output in outputs):
                     self._judge(call, outputs)
 
     def _judge(self, call: Call, outputs: list[Tensor]) -> None:
         """Label what an operation made that is not finite; it may be a new suspect."""
         bad = bad_elements(outputs)
-        if not bool(bad.any()):
-            return  # only their sum overflowed
         given = inputs(call.known, call.args, call.kwargs, call.before)
         nan = torch.cat([dense(t).isnan().reshape(-1).to(bad.device) for t in outputs])
         numbers = [i.counts for i in given if not isinstance(i.value, Tensor)]
@@ -236,7 +217,11 @@ class NonFiniteTrace(TorchDispatchMode):
         kept = call.known.base in FILLS or bool(nan.any())
         sources: list[tuple[int | None, Tensor]] = [(NEWS, bad)]
         if not any(c.nan or (c.plus_inf and not kept) for c in numbers):
-            labels = {id(i.original): self._label(i, call.known) for i in given if i.broken}
+            labels = {
+                id(i.original): self._label(i, i.original, call.known)
+                for i in given
+                if isinstance(i.original, Tensor) and (i.counts.nan or i.counts.inf)
+            }
             sources = call.sources(bad, labels, given)
         found = torch.zeros_like(bad, dtype=torch.int32)
         suspect = partial(self._suspect, call, given, outputs, nan)
@@ -284,10 +269,9 @@ class NonFiniteTrace(TorchDispatchMode):
         self._forwards[self._made] = len(self._suspects)
         return len(self._suspects)
 
-    def _label(self, given: Input, known: Operation) -> int | Tensor:
+    def _label(self, given: Input, tensor: Tensor, known: Operation) -> int | Tensor:
         """Where the elements of an input that are not finite come from."""
-        counts, tensor = given.counts, given.original
-        assert isinstance(tensor, Tensor)
+        counts = given.counts
         unnamed = "", isinstance(tensor, nn.Parameter)
         name, is_parameter = self._names.get(storage_key(tensor), unnamed)
         is_buffer = bool(name) and not is_parameter
@@ -358,7 +342,6 @@ class NonFiniteTrace(TorchDispatchMode):
                 role = "parameter"
             label = self._flow.of(given.original)
             if counts.nan and isinstance(label, int) and label == UNWRITTEN:
-                name = f"{name} (of torch.empty, written by nothing that torch sees)"
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 
@@ -386,7 +369,7 @@ def first_cause(
         The cause; None if the loss and all gradients are finite.
 
     Raises:
-        PrecisionError: If ``precision`` is neither, or ``loss`` returns no scalar with its graph.
+        PrecisionError: If ``loss`` returns no scalar with its graph.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -395,104 +378,106 @@ def first_cause(
         >>> cause.cause_class, cause.op
         ('invalid operation', 'aten.div.Tensor')
     """
-    allowed = "a halfstep.Precision, or a torch.nn.Module"
-    require(precision, (Precision, nn.Module), "first_cause(precision)", allowed)
-    if not callable(loss):
-        raise PrecisionError(
-            f"first_cause(loss) is {loss!r:.60}; allowed: a function that computes the loss, as in "
-            "first_cause(precision, loss_of, batch)"
-        )
-    if isinstance(precision, Precision):
-        model = precision.model
-        context: Callable[[], Any] = precision.autocast
-        backward, clear = precision.backward, precision.discard
-    else:
-        model, context = precision, nullcontext
-        backward, clear = Tensor.backward, model.zero_grad
-    clear()
-
-    def run(_: int, part: Any) -> None:
-        _run(model, context, loss if batch is None else partial(loss, part), backward)
-
-    cause = search(model, run, [batch], clear=clear)
-    return cause and replace(cause, micro_batch=0, micro_batches=0)
+    compute = loss if batch is not None else lambda _: loss()
+    if not isinstance(precision, Precision):
+        return search(precision, partial(_run, compute, precision, precision), [batch])
+    model, slower = precision.model, precision.progress.slower
+    wide = partial(_run, compute, model, model) if precision.policy.casts_per_op else None
+    run, clear = partial(_run, compute, model, precision), precision.discard
+    return search(model, run, [batch], clear=clear, wide=wide, slower=slower)
 
 
 def _run(
+    loss: Callable[[Any], Tensor],
     model: nn.Module,
-    context: Callable[[], Any],
-    loss: Callable[[], Tensor],
-    backward: Callable[[Tensor], object],
-) -> None:
-    """Run forward and backward; gradients of tensors that are not the model's stay."""
-    own = set(model.parameters())
-    with context():
-        value = loss()
+    precision: Precision | nn.Module,
+    _: int,
+    batch: Any,
+) -> float:
+    """Run forward and backward, by a Precision or as the model is; returns the loss."""
+    context: Any = nullcontext()
+    backward: Callable[[Tensor], object] = Tensor.backward
+    if isinstance(precision, Precision):
+        context, backward = precision.autocast(), precision.backward
+    with context:
+        value = loss(batch)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         raise no_loss(value)
+    own = set(model.parameters())
     with _gradients_kept(leaf for leaf in graph_leaves(value) if leaf not in own):
         backward(value)
+    return value.item()
 
 
 def search(
     model: nn.Module,
-    run: Callable[[int, Any], object],
+    run: Callable[[int, Any], Any],
     batches: Sequence[Any],
     *,
-    clear: Callable[[], object],
-    finish: Callable[[], object] = lambda: None,
+    clear: Callable[[], object] | None = None,
+    wide: Callable[[int, Any], Any] | None = None,
+    slower: Callable[..., str] | None = None,
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
     It starts from the present buffers and random state, and leaves them as they are. ``run`` is
-    given the number of a micro-batch, from 0, and the batch or a part of it; ``clear`` drops the
-    gradients, and ``finish`` is called after the last micro-batch, under the trace.
+    given a micro-batch's number, from 0, and it or a part of it, ``clear`` drops the gradients,
+    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
+    left its past; it may be given that loss.
     """
-    at, trace = 0, trace_nonfinite(model)
-    with undisturbed(model), trace:
-        for number, batch in enumerate(batches):
-            if trace.first_cause is not None:
-                break
-            at = number
-            run(number, batch)
-        finish()
+    at, trace, clear = 0, trace_nonfinite(model), clear or model.zero_grad
     clear()
+    try:
+        with undisturbed(model), trace:
+            for number, batch in enumerate(batches):
+                if trace.first_cause is not None:
+                    break
+                at = number
+                run(number, batch)
+    finally:
+        clear()
     cause = trace.first_cause
     if cause is None:
         return None
 
-    def broken(part: Any) -> bool:
+    def finite(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Any, ...]:
+        """What it returns, in a tuple, if all is finite; else nothing."""
         again = trace_nonfinite(model)
-        with undisturbed(model), again:
-            run(at, part)
-        clear()
-        return again.first_cause is not None
+        try:
+            with undisturbed(model), again:
+                result = run(at, part)
+        finally:
+            clear()
+        return () if again.first_cause else (result,)
 
-    samples = () if cause.cause_class in _OF_NO_ROW else _samples(broken, batches[at])
-    return replace(cause, samples=samples, micro_batch=at + 1, micro_batches=len(batches))
+    named = cause.cause_class not in _OF_NO_ROW
+    samples, fits = _samples(finite, batches[at]) if named else None, ()
+    if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
+        with suppress(Exception):  # it cannot run in fp32: that proves nothing
+            fits = finite(batches[at], wide)
+    # a loss in fp32 may be that of a single sample, unless these were tried
+    told = "" if slower is None else slower(*(() if samples is None else fits))
+    cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
+    return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
 
 
 _OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
 _FEW = 8  # more rows than these are no accident of some samples
 
 
-def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
-    """The rows that are not finite alone, without which the rest of the batch is; else ()."""
-    leaves, spec = tree_flatten(batch)
-    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1:
-        return ()
-    rows = list(range(sizes.pop()))
+def _samples(finite: Callable[[Any], Any], batch: Any) -> tuple[int, ...] | None:
+    """The rows that are not finite alone, without which the rest is, or (); None: not tried."""
+    tables = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if len({len(table) for table in tables}) != 1:
+        return None
+    rows = list(range(len(tables[0])))
 
     def part(numbers: list[int]) -> Any:
-        def some(leaf: Any) -> Any:
-            return leaf[numbers] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-        return tree_unflatten(map(some, leaves), spec)
+        return tree_map_only(Tensor, lambda leaf: leaf[numbers] if leaf.dim() else leaf, batch)
 
     def of(numbers: list[int]) -> Iterator[int]:
         # one row runs twice, since a batch norm refuses one
-        if not broken(part(numbers if len(numbers) > 1 else numbers * 2)):
+        if finite(part(numbers if len(numbers) > 1 else numbers * 2)):
             return
         if len(numbers) == 1:
             yield from numbers
@@ -503,54 +488,49 @@ def _samples(broken: Callable[[Any], bool], batch: Any) -> tuple[int, ...]:
     try:
         found = list(islice(of(rows), _FEW + 1))
         rest = [row for row in rows if row not in found]
-        proved = 0 < len(found) <= _FEW and rest and not broken(part(rest))
+        proved = 0 < len(found) <= _FEW and rest and finite(part(rest))
     except Exception:  # a part of the batch cannot run: that proves nothing
-        return ()
+        return None
     return tuple(found) if proved else ()
 
 
-def searched(
-    model: nn.Module,
-    run: Callable[[int, Any], object],
-    batches: Sequence[Any],
-    *,
-    clear: Callable[[], object],
-    finish: Callable[[], object] = lambda: None,
-) -> tuple[Cause | None, str]:
-    """:func:`search`, and the lines in which a message tells what was found, or why nothing."""
+def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:
+    """:func:`search`, and why it failed: a diagnosis must not hide what it is a diagnosis of."""
     try:
-        cause = search(model, run, batches, clear=clear, finish=finish)
-    except Exception as failed:  # a diagnosis must not hide what it is a diagnosis of
-        clear()
-        return None, f"\nlooking for the first cause failed: {type(failed).__name__}: {failed}"
-    told = "" if cause is None else f"\n{cause.told}\ntry: print(error.first_cause)"
-    return cause, told
+        return search(*args, **kwargs), ""
+    except Exception as failed:
+        text = f"{type(failed).__name__}: {failed}"
+        return None, f"; looking for the first cause failed ({text:.120})"
 
 
-def explain_(
-    error: NonFiniteError,
-    model: nn.Module,
-    run: Callable[[int, Any], object],
-    batches: Sequence[Any],
-    *,
-    clear: Callable[[], object],
-) -> None:
-    """Add its first cause to an error, where this process is the only one."""
-    if isinstance(ranks_of_this_process(torch.device("cpu")), gradients.OneRank):
-        error.first_cause, told = searched(model, run, batches, clear=clear)
-        error.args = (without_hint(error) + told,)
+def explain_(error: NonFiniteError, found: tuple[Cause | None, str]) -> NonFiniteError:
+    """Add to an error what :func:`searched` has found, for who catches it; returns the error."""
+    error.first_cause, failed = found
+    error.args = (f"{error.args[0]}{failed}",)
+    error.typed = "print(error.first_cause)" if error.first_cause else ""
+    return error
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Inside the block a model may run; afterwards buffers, gradients and random state are back."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    buffers, of_python, of_numpy = _Buffers(model), random.getstate(), np.random.get_state()
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     with torch.random.fork_rng([i or 0 for i in devices]), _gradients_kept(model.parameters()):
         try:
             yield
         finally:
-            buffers.restore_()
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer)  # which a forward may have replaced
+                # torch's batch norm writes averages without a new version, so values are compared
+                if buffer.layout != torch.strided or not torch.equal(buffer, value):
+                    with torch.no_grad():
+                        buffer.copy_(value)
             random.setstate(of_python)
             np.random.set_state(of_numpy)
             drop_casts()
@@ -567,29 +547,3 @@ def _gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in gradients:
             leaf.grad = gradient
-
-
-class _Buffers:
-    """A copy of a model's buffers: their values, and the very tensors, which a forward may replace.
-
-    torch's batch norm writes averages without a new ``_version``, so values are compared.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._named = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore_(self) -> None:
-        """Restore them bit for bit. What has not changed is not written."""
-        for module, name, buffer in self._named:
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
-        for buffer, value in self._values:
-            if buffer.layout != torch.strided or not torch.equal(buffer, value):
-                buffer.copy_(value)

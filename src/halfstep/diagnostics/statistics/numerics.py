@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from halfstep.diagnostics.metrics import NUMERICS
 from halfstep.diagnostics.statistics.values import Kind, TensorStatistics
 from halfstep.diagnostics.statistics.what_if import (
     FLUSHED_AT_MOST,
-    Window,
     as_format,
     beyond,
-    common_window,
     what_if,
     window,
 )
@@ -24,8 +22,6 @@ from halfstep.errors import DataError
 from halfstep.formats import FloatFormat
 from halfstep.shown import aligned
 
-SCALED: tuple[Kind, ...] = ("activation_gradient", "gradient")
-"""What a loss scale multiplies."""
 _SPELLED = {"activation_gradient": "gradient of output", "gradient": "gradient of weight"}
 
 
@@ -38,7 +34,7 @@ class StepNumerics:
     applied: bool
     """Whether the weights were updated."""
     loss_scale: float
-    """The loss scale of its backward; NaN where that was not finite."""
+    """The loss scale of its backward."""
     policy: str
     """The precision policy, or empty in a loop without one."""
     tensors: tuple[TensorStatistics, ...]
@@ -47,10 +43,6 @@ class StepNumerics:
     def of(self, *kinds: Kind) -> tuple[TensorStatistics, ...]:
         """The tensors of some kinds."""
         return tuple(one for one in self.tensors if one.kind in kinds)
-
-    def window(self, form: FloatFormat | str = "fp16") -> Window | None:
-        """The loss scales that fit the gradients; None where there are none but zeros."""
-        return common_window(self.in_16_bits(), form)
 
     def verdicts(self, form: FloatFormat | str = "fp16") -> tuple[str, ...]:
         """What a format would make of the numbers, in sentences."""
@@ -63,17 +55,18 @@ class StepNumerics:
                 f"{_title(most)}, whose largest magnitude is {most.absmax:.3g} where {form.name} "
                 f"ends at {form.max:g}"
             )
-        fit = self.window(form)
+        gradients = self._in_16_bits()
+        fit = window(gradients, form)
         if fit is None:
             return tuple(said)
-        gradients = self.in_16_bits()
         said.append(f"{form.name} gradients: {fit}")
-        flushed = _shares(gradients, form)
+        lost = sum(what_if(one, form).flushed * one.nonzero for one in gradients)
+        flushed = lost / sum(one.nonzero for one in gradients)
         if flushed > FLUSHED_AT_MOST:
             said[-1] += f"; without a scale {flushed:.1%} of them would be flushed to 0"
         return tuple(said)
 
-    def in_16_bits(self) -> tuple[TensorStatistics, ...]:
+    def _in_16_bits(self) -> tuple[TensorStatistics, ...]:
         """The gradients that a 16-bit format would hold.
 
         Of outputs, those that are in 16 bits now, or all where none is: a mixed policy leaves the
@@ -83,38 +76,31 @@ class StepNumerics:
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
         return (*(low or outputs), *self.of("gradient"))
 
-    def worst(
-        self, form: FloatFormat | str = "fp16", k: int = 0, rows: int = 12
-    ) -> list[TensorStatistics]:
-        """The tensors that a format would treat worst, with gradients times 2^k."""
-
-        def badness(one: TensorStatistics) -> tuple[float, float, float]:
-            found = what_if(one, form, k if one.kind in SCALED else 0)
-            return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
-
-        return sorted(self.tensors, key=badness, reverse=True)[:rows]
-
-    def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
+    def table(self, form: FloatFormat | str = "fp16", rows: int | None = 12) -> str:
         """The tensors that a format would treat worst, and the verdicts.
 
         Args:
             form: The format of the what-if, or its name.
-            k: Gradients are multiplied by the loss scale 2^k first.
             rows: How many tensors; None: all, in the order of the step.
 
         Returns:
             Text with one line for each tensor.
         """
         form = as_format(form)
-        chosen = self.tensors if rows is None else self.worst(form, k, rows)
-        scaled = f" at 2^{k}" if k else ""
+
+        def badness(one: TensorStatistics) -> tuple[float, float, float]:
+            found = what_if(one, form)
+            return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
+
+        chosen: Sequence[TensorStatistics] = self.tensors
+        if rows is not None:
+            chosen = sorted(self.tensors, key=badness, reverse=True)[:rows]
         lines = [
             (
-                *("tensor", "dtype", "elements", "largest", "rms", "zero", "subnormal"),
-                *("not finite", f"{form.name}{scaled}: flushed", f"{form.name}{scaled}: overflow"),
-                "scales that fit",
+                *("tensor", "dtype", "elements", "largest", "rms", "zero", "not finite"),
+                *(f"{form.name}: flushed", f"{form.name}: overflow", "scales that fit"),
             ),
-            *(_line(one, form, k) for one in chosen),
+            *(_line(one, form) for one in chosen),
         ]
         head = (
             f"step {self.step}{'' if self.applied else ' (skipped)'}, loss scale "
@@ -127,61 +113,28 @@ class StepNumerics:
     def __str__(self) -> str:
         return self.table()
 
-    def to_json(self) -> str:
-        """One line of strict JSON."""
-        table = {
-            "step": self.step,
-            "applied": self.applied,
-            "loss_scale": self.loss_scale if math.isfinite(self.loss_scale) else None,
-            "policy": self.policy,
-            "tensors": [one.to_dict() for one in self.tensors],
-        }
-        return json.dumps(table, allow_nan=False, separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, line: str) -> Self:
-        """Read what :meth:`to_json` gave.
-
-        Raises:
-            DataError: If the line is cut or is something else.
-        """
-        try:
-            table: Any = json.loads(line)
-            if type(table["step"]) is not int:
-                raise ValueError(table["step"])
-            scale = table["loss_scale"]
-            return cls(
-                step=table["step"],
-                applied=bool(table["applied"]),
-                loss_scale=math.nan if scale is None else float(scale),
-                policy=str(table["policy"]),
-                tensors=tuple(map(TensorStatistics.from_dict, table["tensors"])),
-            )
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"not the numerics of a step: {line[:80]!r}") from error
+def _step(line: str) -> StepNumerics:
+    table: Any = json.loads(line)
+    read = {field.name: table[field.name] for field in fields(StepNumerics)}
+    read["tensors"] = tuple(map(_tensor, read["tensors"]))
+    return StepNumerics(**read)
 
 
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """A file of watched steps.
-
-    Attributes:
-        steps: Its steps, in order.
-        damaged: Lines that could not be read, such as a last one that a killed process had begun.
-    """
-
-    steps: tuple[StepNumerics, ...]
-    damaged: int
+def _tensor(table: Mapping[str, Any]) -> TensorStatistics:
+    read = {field.name: table[field.name] for field in fields(TensorStatistics)}
+    read["exponents"] = {int(e): n for e, n in read["exponents"].items()}
+    return TensorStatistics(**read)
 
 
-def load_numerics(path: str | Path) -> Numerics:
-    """Read ``numerics.jsonl``; lines that are cut or damaged are counted and left out.
+def load_numerics(path: str | Path) -> tuple[StepNumerics, ...]:
+    """Read ``numerics.jsonl``; lines that are cut or damaged are left out.
 
     Args:
         path: The file, or the folder of a run that was trained with ``--watch``.
 
     Returns:
-        The steps that could be read, and how many could not.
+        The steps that could be read, in order.
 
     Raises:
         DataError: If there is no such file, or it cannot be read.
@@ -195,28 +148,20 @@ def load_numerics(path: str | Path) -> Numerics:
             f"{file}: {error.strerror}; allowed: a file that halfstep.watch(to=...) wrote, or the "
             "folder of a run that was trained with --watch"
         ) from error
-    steps, damaged = [], 0
+    steps = []
     for line in lines:
-        try:
-            steps.append(StepNumerics.from_json(line))
-        except DataError:
-            damaged += 1
-    return Numerics(tuple(steps), damaged)
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            steps.append(_step(line))
+    return tuple(steps)
 
 
 def _title(one: TensorStatistics) -> str:
     return f"{_SPELLED.get(one.kind, one.kind)} {one.name}"
 
 
-def _shares(several: Iterable[TensorStatistics], form: FloatFormat) -> float:
-    """The share of all numbers that are not 0 that a format flushes without a loss scale."""
-    pairs = [(what_if(one, form).flushed * one.nonzero, one.nonzero) for one in several]
-    return sum(lost for lost, _ in pairs) / max(sum(of for _, of in pairs), 1)
-
-
-def _line(one: TensorStatistics, form: FloatFormat, k: int) -> tuple[str, ...]:
-    found = what_if(one, form, k if one.kind in SCALED else 0)
-    fit = window(one, form) if one.kind in SCALED else None
+def _line(one: TensorStatistics, form: FloatFormat) -> tuple[str, ...]:
+    found = what_if(one, form)
+    fit = window([one], form) if one.kind in ("gradient", "activation_gradient") else None
     scales = ""
     if fit is not None:
         scales = f"2^{fit.low} to 2^{fit.high}" if fit.fits else "none"
@@ -226,7 +171,7 @@ def _line(one: TensorStatistics, form: FloatFormat, k: int) -> tuple[str, ...]:
         f"{one.elements:,}",
         f"{one.absmax:.2g}",
         f"{one.rms:.2g}",
-        *(f"{count / max(one.elements, 1):.1%}" for count in (one.zeros, one.subnormal)),
+        f"{one.zeros / max(one.elements, 1):.1%}",
         f"{one.nan + one.inf:,}",
         f"{found.flushed:.1%}",
         f"{found.overflowed:.1%}",

@@ -1,13 +1,13 @@
 """Where a step of anybody's loop begins and ends, and where its finished gradients are seen.
 
 A loop tells it by what it calls: Precision.step; or optimizer.step, and with a gradient scaler
-unscale_ and update, as an overflowing step never reaches the optimizer. Methods are replaced on
-the very object for as long as it is watched, and call the original.
+update, as an overflowing step never reaches the optimizer. Methods are replaced on the very object
+for as long as it is watched, and call the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from halfstep.diagnostics.metrics import keep_lines
-from halfstep.errors import CheckpointError, NonFiniteError, PrecisionError, SpikeError
+from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.result import StepResult
@@ -51,7 +51,6 @@ class StepListener:
                 raise PrecisionError(f"{who}({name}={number}); allowed: {allowed}")
         if scaler is None and isinstance(source, Optimizer):
             scaler = vars(source).get("scaler")  # Accelerate's
-        _require_scaler(source, scaler, who)
         self._scaler, self._model, self._every = scaler, bare_model(model), every
         self._precision = source if isinstance(source, Precision) else None
         self._optimizers = [] if self._precision else _optimizers(source, who)
@@ -63,13 +62,8 @@ class StepListener:
         """Begin the file, or go on with it after the steps of a resumed run; watch the steps."""
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             self._to = None  # rank 0 writes
-        try:
-            if self._to is not None and self._start and self._to.is_file():
-                keep_lines(self._to, self._start)
-            elif self._to is not None:
-                self._to.write_text("", encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{self._to}: cannot be written: {error}") from error
+        if self._to is not None:
+            keep_lines(self._to, self._start)
         if self._precision is not None:
             self._steps = PrecisionSteps(self._precision, self)
         else:
@@ -107,24 +101,12 @@ class StepListener:
         """A collector for a step, or None."""
         raise NotImplementedError
 
+    def stopped(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Look at the weights at which a run ends."""
+
     def _measured(self, applied: bool) -> None:
         """Take what was collected of a step that has ended."""
         raise NotImplementedError
-
-
-def _require_scaler(source: object, scaler: Any, who: str) -> None:
-    if scaler is None:
-        return
-    if isinstance(source, Precision):
-        raise PrecisionError(
-            f"{who}(scaler): a Precision has its own loss scale; leave the scaler out"
-        )
-    for method in ("unscale_", "update", "get_scale"):
-        if not callable(getattr(scaler, method, None)):
-            raise PrecisionError(
-                f"{who}(scaler={scaler!r:.80}) has no {method}(); allowed: a torch.amp.GradScaler, "
-                "a halfstep.GradScaler, or None"
-            )
 
 
 def _optimizers(source: object, who: str) -> list[Optimizer]:
@@ -171,21 +153,18 @@ class PrecisionSteps:
 
     def _step(self, original: Callable[..., StepResult], *args: Any, **options: Any) -> StepResult:
         listener = self._listener
-        if listener.collector is None:
-            result = original(*args, **options)
-            listener.finished(lambda: result.applied)
-            return result
-        for name, weight in self._weights():
+        for name, weight in self._weights() if listener.collector is not None else ():
             listener.collector.before(name, local_part(weight).detach())
-        self._wants_gradients = True
+        self._wants_gradients = listener.collector is not None
         try:
             result = original(*args, **options)
         except (NonFiniteError, SpikeError):
+            listener.stopped(self._weights())
             listener.finished(lambda: False)
             raise
         finally:
             self._wants_gradients = False
-        if result.applied:
+        if listener.collector is not None and result.applied:
             for name, weight in self._weights():
                 listener.collector.after(name, local_part(weight).detach())
         listener.finished(lambda: result.applied)
@@ -225,7 +204,6 @@ class OptimizerSteps:
         self._optimizers, self._names = optimizers, names
         self._scaler, self._listener = scaler, listener
         self._stepped: list[Optimizer] = []
-        self._unscaled: list[Optimizer] = []
         self._flags: list[Tensor] = []  # of fused optimizers, which look for overflow themselves
         self._handles: list[Any]
         if optimizers:
@@ -236,7 +214,6 @@ class OptimizerSteps:
             self._handles.append(register_optimizer_step_post_hook(self._after))
         self._replaced: list[Replaced] = []
         if scaler is not None:
-            self._replaced.append(Replaced(scaler, "unscale_", self._unscale))
             self._replaced.append(Replaced(scaler, "update", self._update))
 
     def close(self) -> None:
@@ -289,24 +266,11 @@ class OptimizerSteps:
             self._end()
 
     def _measure(self, optimizer: Optimizer) -> None:
-        """Count the gradients that a step takes, unless they were counted as they were unscaled."""
-        if optimizer in self._unscaled:
-            return
-        scale = getattr(optimizer, "grad_scale", None)
-        self._count(optimizer, 1.0 if scale is None else float(scale))
-
-    def _count(self, optimizer: Optimizer, scale: float) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # of fused optimizers, which unscale
         for name, parameter in self._trained(optimizer):
             if parameter.grad is not None:
-                self._listener.collector.gradient(name, parameter.grad.detach(), scale)
-
-    @torch.no_grad()
-    def _unscale(self, original: Callable[..., Any], optimizer: Any) -> Any:
-        bare = bare_optimizer(optimizer)
-        if self._listener.collector is not None and self._ours(bare) and bare not in self._unscaled:
-            self._count(bare, self.scale())
-            self._unscaled.append(bare)
-        return original(optimizer)
+                gradient = parameter.grad.detach()
+                self._listener.collector.gradient(name, gradient, float(scale or 1.0))
 
     def _update(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -316,7 +280,7 @@ class OptimizerSteps:
 
     def _end(self) -> None:
         flags, stepped = self._flags, bool(self._stepped)
-        self._stepped, self._unscaled, self._flags = [], [], []
+        self._stepped, self._flags = [], []
         self._listener.finished(lambda: stepped and not any(bool(flag) for flag in flags))
 
 

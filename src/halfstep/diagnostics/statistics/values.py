@@ -1,9 +1,8 @@
 """What is known of the numbers of one tensor: how many have which exponent, and their extremes.
 
-It is made from a row of 283 fp64 counts: zeros; one count for each exponent from -149 (the smallest
-fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude;
-the mantissa bits in use. Counts of several tensors add up in one row, and are kept as JSON in
-``numerics.jsonl``.
+It is made from a row of 282 fp64 counts: zeros; one count for each exponent from -149 (the smallest
+fp32 number) to 127; infinities; NaN; the sum of the finite squares; the largest finite magnitude.
+Counts of several tensors add up in one row, and are kept as JSON in ``numerics.jsonl``.
 
 **Source:** IEEE 754-2019, 3.3: a number m 2^e with 1 <= m < 2 has the exponent e; fp32's
 subnormal numbers have those from -149 to -127.
@@ -13,10 +12,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +23,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.diagnostics.module_calls import Call, ModuleCalls
-from halfstep.errors import DataError
+from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
 
-Kind = Literal["weight", "activation", "activation_gradient", "gradient", "update"]
+Kind = Literal["weight", "activation", "activation_gradient", "gradient"]
 LEAST, MOST = -149, 127
 """The exponents of the smallest and of the largest fp32 number."""
 ZEROS, FIRST, INFINITE, NOT_A_NUMBER = 0, 1, 278, 279
 """Positions in a row; the exponent e is at ``FIRST + e - LEAST``."""
-SQUARES, LARGEST, DIGITS, ROW = 280, 281, 282, 283
+SQUARES, LARGEST, ROW = 280, 281, 282
 _COPIES = 64
 _AT_ONCE = 1 << 22
 
@@ -42,7 +41,7 @@ def count_into_(row: Tensor, x: Tensor) -> None:
     """Count a tensor's numbers in a row; nothing waits for the device.
 
     Args:
-        row: ``(283,)`` fp64, zeros at first, on the tensor's device.
+        row: ``(282,)`` fp64, zeros at first, on the tensor's device.
         x: Floating-point, of any shape. Exponents of fp64 numbers beyond those of fp32 count as
             the nearest that fp32 has.
     """
@@ -62,9 +61,6 @@ def count_into_(row: Tensor, x: Tensor) -> None:
         row[:SQUARES] += counts.view(_COPIES, SQUARES).sum(0)
         row[SQUARES] += numbers.double().square().sum()
         row[LARGEST] = torch.maximum(row[LARGEST], numbers.amax().double())
-        bits = magnitude.float().view(torch.int32)
-        digits = torch.where(bits & 0x1FFF != 0, 23, torch.where(bits & 0xFFFF != 0, 10, 7))
-        row[DIGITS] = torch.maximum(row[DIGITS], digits.amax().double())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +72,10 @@ class TensorStatistics:
 
     kind: Kind
     """``"weight"`` and ``"gradient"`` of a parameter; ``"activation"``, the output of a module,
-    and ``"activation_gradient"``, the loss's gradient with respect to it; ``"update"``, how a step
-    changed a weight, in files of older versions alone."""
+    and ``"activation_gradient"``, the loss's gradient with respect to it."""
     name: str
-    """Of the parameter or module, in the model; ``name[1]`` or ``name[key]`` where a module
-    returns several tensors."""
+    """Of the parameter or module, in the model; ``name[1]`` is the second tensor of several that a
+    module returns."""
     dtype: str
     """In which the numbers were, such as ``"bfloat16"``."""
     elements: int
@@ -91,15 +86,10 @@ class TensorStatistics:
     """The root of the mean square of the finite numbers; 0 where there is none."""
     zeros: int
     """Numbers that are exactly 0."""
-    subnormal: int
-    """Numbers below the smallest normal one of ``dtype`` that are not 0."""
     nan: int
     """Numbers that are NaN."""
     inf: int
     """Infinities of either sign."""
-    mantissa_bits: int
-    """7 where all numbers are bf16 numbers, 10 where fp16 has their mantissas, otherwise 23. Below
-    23 in fp32 they have been through 16 bits, as the gradients of a mixed policy's weights have."""
     exponents: Mapping[int, int]
     """How many finite numbers that are not 0 have the exponent e: 2^e <= |x| < 2^(e+1)."""
 
@@ -123,7 +113,6 @@ class TensorStatistics:
         """
         shift = round(-math.log2(scale))
         raw = {e: int(n) for e, n in enumerate(row[FIRST : FIRST + MOST - LEAST + 1], LEAST) if n}
-        normal = int(math.log2(torch.finfo(dtype).smallest_normal))
         zeros, nan, inf = int(row[ZEROS]), int(row[NOT_A_NUMBER]), int(row[INFINITE])
         finite = zeros + sum(raw.values())
         return cls(
@@ -135,63 +124,15 @@ class TensorStatistics:
             # an fp64 square may overflow, and the mean is at most the maximum
             rms=min(math.sqrt(row[SQUARES] / max(finite, 1)), row[LARGEST]) / scale,
             zeros=zeros,
-            subnormal=sum(count for e, count in raw.items() if e < normal),
             nan=nan,
             inf=inf,
-            mantissa_bits=int(row[DIGITS]),
             exponents={e + shift: count for e, count in raw.items()},
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them: no NaN, no infinity, exponents as text."""
-        return asdict(self) | {"exponents": {str(e): n for e, n in sorted(self.exponents.items())}}
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_dict` gave.
-
-        Raises:
-            DataError: If a field is missing or not what it must be.
-        """
-        try:
-            read = {field.name: table[field.name] for field in fields(cls)}
-            exponents = {int(e): n for e, n in read.pop("exponents").items()}
-            texts = [read[name] for name in ("kind", "name", "dtype")]
-            numbers = [*exponents.values(), *(v for v in read.values() if v not in texts)]
-            if texts[0] not in get_args(Kind) or not all(0 <= n < math.inf for n in numbers):
-                raise ValueError(texts[0])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"not the statistics of a tensor: {str(table)[:80]}") from error
-        return cls(exponents=exponents, **read)
-
-
-def merged(several: Sequence[TensorStatistics]) -> TensorStatistics:
-    """The statistics of several tensors as of one."""
-    first = several[0]
-    counts: dict[int, int] = {}
-    for one in several:
-        for e, n in one.exponents.items():
-            counts[e] = counts.get(e, 0) + n
-    finite = [one.elements - one.nan - one.inf for one in several]
-    most = max(one.absmax for one in several)
-    parts = [(one.rms / (most or 1.0)) ** 2 * n for one, n in zip(several, finite, strict=True)]
-    return replace(
-        first,
-        elements=sum(one.elements for one in several),
-        absmax=most,
-        rms=most * math.sqrt(math.fsum(parts) / max(sum(finite), 1)),
-        zeros=sum(one.zeros for one in several),
-        subnormal=sum(one.subnormal for one in several),
-        nan=sum(one.nan for one in several),
-        inf=sum(one.inf for one in several),
-        mantissa_bits=max(one.mantissa_bits for one in several),
-        exponents=counts,
-    )
 
 
 # Counting them as they are made in a step.
 
-_Key = tuple[Kind, str, torch.dtype, torch.device, float]
+_Key = tuple[Kind, str, torch.dtype, torch.device]
 
 
 class Collector:
@@ -215,6 +156,7 @@ class Collector:
         """
         self._ask, self._scale = scale, 0.0
         self._rows: dict[_Key, Tensor] = {}
+        self._scales: dict[_Key, float] = {}
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles: list[RemovableHandle] = []
         self._modules = ModuleCalls(model, self._ended)
@@ -250,13 +192,11 @@ class Collector:
             x = x.coalesce().values()
         if not x.is_floating_point() or x.is_meta:
             return
-        scale = scale if 0 < scale < math.inf else 1.0
-        count_into_(self._row((kind, name, x.dtype, x.device, scale)), x)
-
-    def _row(self, key: _Key) -> Tensor:
+        key = (kind, name, x.dtype, x.device)
         if key not in self._rows:
-            self._rows[key] = torch.zeros(ROW, dtype=torch.float64, device=key[3])
-        return self._rows[key]
+            self._rows[key] = torch.zeros(ROW, dtype=torch.float64, device=x.device)
+        self._scales[key] = scale if 0 < scale < math.inf else 1.0
+        count_into_(self._rows[key], x)
 
     @property
     def scale(self) -> float:
@@ -269,25 +209,21 @@ class Collector:
         return not self._rows
 
     def read(self) -> list[TensorStatistics]:
-        """Copy the counts to the host, in one transfer for each device."""
-        read: dict[_Key, list[float]] = {}
-        for device in {key[3] for key in self._rows}:
-            keys = [key for key in self._rows if key[3] == device]
-            rows = torch.stack([self._rows[key] for key in keys]).tolist()
-            read |= dict(zip(keys, rows, strict=True))
-        found: dict[tuple[Kind, str, torch.dtype], list[TensorStatistics]] = {}
-        for key in self._rows:  # in the order of their first numbers
-            kind, name, dtype, _, scale = key
-            one = TensorStatistics.from_row(kind, name, dtype, read[key], scale)
-            found.setdefault((kind, name, dtype), []).append(one)
-        return [same[0] if len(same) == 1 else merged(same) for same in found.values()]
+        """Copy the counts to the host, in one transfer, in the order of their first numbers."""
+        first = next(iter(self._rows.values()))
+        rows = torch.stack([row.to(first.device) for row in self._rows.values()]).tolist()
+        return [
+            TensorStatistics.from_row(*key[:3], row, self._scales[key])
+            for key, row in zip(self._rows, rows, strict=True)
+        ]
 
     def _ended(self, call: Call, output: Any) -> None:
         """Count a module's outputs, and wait for the gradients with respect to them."""
-        for key, tensor in tensors_in(output):
+        for i, tensor in enumerate(tensors_in(output)):
             evaluated = not call.learns and not tensor.requires_grad
             if not evaluated and not is_functorch_wrapped_tensor(tensor):
-                self._output(f"{call.name or call.class_name}{key}", tensor, call.learns)
+                name = f"{call.name or call.class_name}{f'[{i}]' if i else ''}"
+                self._output(name, tensor, call.learns)
 
     def _output(self, name: str, x: Tensor, counted: bool) -> None:
         version = -1 if x.is_inference() else x._version
@@ -304,23 +240,3 @@ class Collector:
     def _gradient(self, name: str, gradient: Tensor) -> None:
         self._scale = self.scale
         self.add("activation_gradient", name, gradient.detach(), self._scale)
-
-
-def tensors_in(output: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's output with their keys: none for one tensor, or the first of some.
-
-    An output may be a tensor, or a tuple, list, mapping or dataclass of outputs.
-    """
-    if isinstance(output, Tensor):
-        yield key, output
-        return
-    if isinstance(output, Mapping):
-        parts = [(f"{key}[{name}]", part) for name, part in output.items()]
-    elif isinstance(output, tuple | list):
-        parts = [(f"{key}[{i}]" if i else key, part) for i, part in enumerate(output)]
-    elif is_dataclass(output) and not isinstance(output, type):
-        parts = [(f"{key}[{f.name}]", getattr(output, f.name)) for f in fields(output)]
-    else:
-        return
-    for inner, part in parts:
-        yield from tensors_in(part, inner)

@@ -9,22 +9,19 @@ Where compiled kernels compute a block of halfstep's own GPT, a watched step is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.metrics import append_line
 from halfstep.diagnostics.statistics.numerics import StepNumerics
 from halfstep.diagnostics.statistics.steps import StepListener
 from halfstep.diagnostics.statistics.values import Collector
-from halfstep.errors import PrecisionError
-from halfstep.formats import FloatFormat
 from halfstep.precision.step import Precision
-
-_NOTHING = "no step has been watched yet"
 
 
 class Watch(StepListener):
@@ -37,11 +34,9 @@ class Watch(StepListener):
 
         Raises:
             CheckpointError: If the file of ``to`` cannot be written.
-            PrecisionError: If this context is entered a second time.
         """
-        if self._steps is not None:
-            raise PrecisionError("this watch is running already: make another one")
-        self._begin()
+        if self._steps is None:
+            self._begin()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,12 +47,8 @@ class Watch(StepListener):
         """The newest watched step, of this process; None before the first has ended."""
         return self._last
 
-    def table(self, form: FloatFormat | str = "fp16", *, k: int = 0, rows: int | None = 12) -> str:
-        """The newest watched step as text: see :meth:`StepNumerics.table`."""
-        return _NOTHING if self._last is None else self._last.table(form, k=k, rows=rows)
-
     def __str__(self) -> str:
-        return self.table()
+        return str(self._last or "no step has been watched yet")
 
     def _collect(self, step: int) -> Collector | None:
         watched = self._steps is not None and (step % self._every == 0 or step == 1)
@@ -65,17 +56,15 @@ class Watch(StepListener):
 
     def _measured(self, applied: bool) -> None:
         collector = self.collector
-        scale = collector.scale
         self._last = StepNumerics(
             step=self._step,
             applied=applied,
-            loss_scale=scale if math.isfinite(scale) else math.nan,
+            loss_scale=collector.scale,
             policy="" if self._precision is None else str(self._precision.policy),
             tensors=tuple(collector.read()),
         )
         if self._to is not None:
-            with self._to.open("a", encoding="utf-8") as file:
-                file.write(self._last.to_json() + "\n")
+            append_line(self._to, asdict(self._last))
 
 
 def watch(

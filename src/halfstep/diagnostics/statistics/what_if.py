@@ -6,8 +6,6 @@ elements in each binade (from 2^e to 2^(e+1)). Multiplying by 2^k only moves the
 one histogram answers for every loss scale that is a power of two::
 
     flushed    exponents + k below that of half the smallest subnormal: 2^-25 for fp16
-    subnormal  those from there to the smallest normal number: 2^-14 for fp16
-               (of the last binade below it, the uppermost part rounds to it)
     overflowed exponents + k above that of the largest number, and a part of its own binade, if the
                largest element is beyond the limit
 
@@ -21,10 +19,11 @@ spread would give.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfstep.diagnostics.statistics.values import TensorStatistics, merged
+from halfstep.diagnostics.statistics.values import TensorStatistics
 from halfstep.errors import PrecisionError
 from halfstep.formats import FORMATS, FloatFormat
 
@@ -42,16 +41,12 @@ class WhatIf:
 
     Attributes:
         flushed: Share of the numbers other than 0 that become 0.
-        subnormal: Share that becomes subnormal, and so loses bits.
         overflowed: Share beyond the largest number: infinite in fp16 and e5m2, NaN in e4m3, the
             largest number in e2m1.
-        zeros: Share of all numbers that are 0 afterwards, those that were before included.
     """
 
     flushed: float
-    subnormal: float
     overflowed: float
-    zeros: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +56,11 @@ class Window:
     Attributes:
         low: The smallest k at which at most one per cent of the numbers is flushed.
         high: The largest k at which none overflows.
-        low_name: The tensor with the smallest numbers, which needs the largest scale.
         high_name: The tensor that sets ``high``.
     """
 
     low: int
     high: int
-    low_name: str
     high_name: str
 
     @property
@@ -79,8 +72,8 @@ class Window:
         if self.fits:
             return f"loss scales from 2^{self.low} to 2^{self.high} fit"
         return (
-            f"no scale fits: at least 2^{self.low} is needed, most for {self.low_name}, and "
-            f"{self.high_name} allows 2^{self.high} at most"
+            f"no scale fits: at least 2^{self.low} is needed, and {self.high_name} allows "
+            f"2^{self.high} at most"
         )
 
 
@@ -93,32 +86,27 @@ def what_if(values: TensorStatistics, form: FloatFormat | str, k: int = 0) -> Wh
         k: The exponent of the loss scale.
 
     Returns:
-        The shares that are flushed, subnormal and overflowed.
+        The shares that are flushed and overflowed.
 
     Example:
         >>> tiny = TensorStatistics(kind="gradient", name="w", dtype="float32", elements=4,
-        ...     absmax=2e-8, rms=1e-8, zeros=1, subnormal=0, nan=0, inf=0, mantissa_bits=23,
-        ...     exponents={-26: 3})
+        ...     absmax=2e-8, rms=1e-8, zeros=1, nan=0, inf=0, exponents={-26: 3})
         >>> what_if(tiny, "fp16").flushed, what_if(tiny, "fp16", 10).flushed
         (1.0, 0.0)
     """
     form = as_format(form)
-    half = form.min_exponent - form.mantissa_bits - 1  # the exponent of what is flushed at most
-    at = values.exponents.get
-    # Half of the smallest subnormal goes to 0, the even one. Of numbers with few bits many are just
-    # that: all from half a gap above it to half of the finer gap below, as dense as on both sides.
-    dense = math.sqrt(2 * at(half - k, 0) * at(half - k - 1, 0))
-    ties = min(0.75 * dense * 2.0**-values.mantissa_bits, at(half - k, 0))
-    if values.absmax == math.ldexp(1.0, half - k):  # nothing in their binade is larger
-        ties = at(half - k, 0)
-    flushed = sum(n for e, n in values.exponents.items() if e + k < half) + ties
-    low = sum(n for e, n in values.exponents.items() if half <= e + k < form.min_exponent)
-    # of the last binade below it, this part rounds to the smallest normal number
-    subnormal = low - ties - at(form.min_exponent - 1 - k, 0) * form.eps
-    over = _overflowing(values, form, k)
+    flushed = _flushed(values, form, k)
     whole = max(values.nonzero, 1)
-    zeros = (values.zeros + flushed) / max(values.elements, 1)
-    return WhatIf(flushed / whole, subnormal / whole, over / whole, zeros)
+    return WhatIf(flushed / whole, _overflowing(values, form, k) / whole)
+
+
+def _flushed(values: TensorStatistics, form: FloatFormat, k: int) -> int:
+    """How many elements times 2^k round to 0."""
+    half = form.min_exponent - form.mantissa_bits - 1  # the exponent of what is flushed at most
+    # Half of the smallest subnormal goes to 0, the even one; it is counted where nothing in its
+    # binade is larger, as of equal gradients.
+    tie = values.absmax == math.ldexp(1.0, half - k)
+    return sum(n for e, n in values.exponents.items() if e + k < half + tie)
 
 
 def _overflowing(values: TensorStatistics, form: FloatFormat, k: int) -> float:
@@ -150,48 +138,37 @@ def beyond(magnitude: float, form: FloatFormat, k: int = 0) -> bool:
     return value > limit or (value == limit and not (form.finite_only and form.has_nan))
 
 
-def window(values: TensorStatistics, form: FloatFormat | str = "fp16") -> Window | None:
-    """The loss scales 2^k at which a tensor fits a format; None where every number is 0.
+def window(several: Sequence[TensorStatistics], form: FloatFormat | str = "fp16") -> Window | None:
+    """The loss scales 2^k at which gradients fit a format; None where all their numbers are 0.
+
+    At most one per cent of all numbers together is flushed, so that a bias whose gradient is
+    nothing but rounding noise does not count as much as a layer; and none of any tensor overflows.
 
     Args:
-        values: The statistics of a gradient, which must be finite to be of use.
-        form: The format in which the gradient would be.
+        several: The statistics of gradients, which must be finite to be of use.
+        form: The format in which they would be.
 
     Raises:
         PrecisionError: If there is no format of that name.
     """
     form = as_format(form)
-    if not values.nonzero:
+    counts: Counter[int] = Counter()
+    for one in several:
+        counts.update(one.exponents)
+    if not counts:
         return None
-    half = form.min_exponent - form.mantissa_bits - 1
-    allowed, seen, low = FLUSHED_AT_MOST * values.nonzero, 0, 0
-    for e in sorted(values.exponents):
-        seen += values.exponents[e]
+    most = max(several, key=lambda one: one.absmax)
+    allowed, seen, low = FLUSHED_AT_MOST * counts.total(), 0, 0
+    for e in sorted(counts):
+        seen += counts[e]
         if seen > allowed:
-            low = half - e  # this binade must not be flushed
+            low = form.min_exponent - form.mantissa_bits - 1 - e  # this binade must not be flushed
             break
-    low += what_if(values, form, low).flushed > FLUSHED_AT_MOST  # the ties at its lower end
-    high = math.frexp(_limit(form))[1] - math.frexp(values.absmax)[1] + 1
-    while beyond(values.absmax, form, high):
+    low += sum(_flushed(one, form, low) for one in several) > allowed  # the ties at its lower end
+    high = math.frexp(_limit(form))[1] - math.frexp(most.absmax)[1] + 1
+    while beyond(most.absmax, form, high):
         high -= 1
-    return Window(low, high, values.name, values.name)
-
-
-def common_window(
-    several: Sequence[TensorStatistics], form: FloatFormat | str = "fp16"
-) -> Window | None:
-    """The loss scales that fit several gradients; None where all their numbers are 0.
-
-    At most one per cent of all numbers together is flushed, so that a bias whose gradient is
-    nothing but rounding noise does not count as much as a layer; and none of any tensor overflows.
-    """
-    windows = [found for one in several if (found := window(one, form)) is not None]
-    if not windows:
-        return None
-    together = window(merged(several), form)
-    assert together is not None, "some of them is not 0"
-    lowest, high = max(windows, key=lambda w: w.low), min(windows, key=lambda w: w.high)
-    return Window(together.low, high.high, lowest.low_name, high.high_name)
+    return Window(low, high, most.name)
 
 
 def as_format(form: FloatFormat | str) -> FloatFormat:

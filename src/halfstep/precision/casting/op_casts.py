@@ -101,7 +101,8 @@ class OpCasts(TorchFunctionMode):
             # the fast path, for most calls, such as every view and shape query of a model
             return func(*args) if kwargs is None else func(*args, **kwargs)
         kwargs = kwargs or {}
-        if cast is not None and self._is_on():
+        # a Dirichlet's backward, which no autocast is around, has no 16-bit kernel
+        if cast is not None and (self._is_on() or func is torch._dirichlet_grad):
             return self._run(cast, func, args, kwargs)
         if cast in _PRODUCTS:
             args, kwargs = _agreed(args, kwargs)
@@ -446,12 +447,10 @@ _REDUCTIONS = ("none", "sum", "mean")
 
 
 def may_run() -> bool:
-    """Whether kernels may run here: not where something wants to see torch's operators.
-
-    Such are ``torch.compile``, a dispatch mode, functorch and forward-mode AD.
-    """
+    """Whether kernels may run: not where a compiler, tracer, mode, functorch or AD looks on."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.maybe_current_level() is not None
         or torch.autograd.forward_ad._current_level >= 0

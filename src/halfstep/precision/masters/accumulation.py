@@ -30,20 +30,21 @@ from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, loca
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
 
-class _Backward:
-    """A backward that runs: 1 / S, and autograd's number of it once it has begun."""
+class _Receiver:
+    """What the hooks of one Precision share: its format, and the backward that it runs."""
 
-    def __init__(self, inverse: float) -> None:
-        self.inverse = inverse
-        self.task: int | None = None
+    def __init__(self, widens: bool) -> None:
+        self.widens = widens  # whether gradients are accumulated in fp32
+        self.inverse: float | None = None  # 1 / S, while a backward runs
+        self.task: int | None = None  # autograd's number of it
 
     def begin(self, gradient: Tensor) -> None:
         """Take the number, as a hook on the loss, which autograd calls before all others."""
         self.task = torch._C._current_graph_task_id()
 
 
-# Thread id to the backward it runs. Global, as a loss may reach another Precision's model.
-_RUNNING: dict[int, _Backward] = {}
+# Thread id to whose backward it runs. Global, as a loss may reach another Precision's model.
+_RUNNING: dict[int, _Receiver] = {}
 
 
 def is_running(device: torch.device) -> bool:
@@ -52,14 +53,6 @@ def is_running(device: torch.device) -> bool:
     On a CPU a backward runs in the thread that called it; on CUDA autograd uses its own thread.
     """
     return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
-
-
-class _Receiver:
-    """What the hooks of one Precision share: its format, and the backward that it runs."""
-
-    def __init__(self, widens: bool) -> None:
-        self.widens = widens  # whether gradients are accumulated in fp32
-        self.running: _Backward | None = None
 
 
 class _Unscale:
@@ -74,12 +67,12 @@ class _Unscale:
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # a Function's backward returned none
             return None
-        running = self.receiver.running
-        if running is None:
+        running: _Receiver | None = self.receiver
+        if self.receiver.inverse is None:
             running = _RUNNING.get(threading.get_ident())
         if running is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
             running = next(iter(_RUNNING.values()), None)
-        if running is None or running.inverse == 1.0:
+        if running is None or running.inverse is None or running.inverse == 1.0:
             return None
         if torch._C._current_graph_task_id() != running.task and self._is_returned():
             return None
@@ -157,16 +150,17 @@ class GradientAccumulation:
         """
         wide, plain = self._prepare(scale), scale == 1.0
         passing = [] if plain or self._by_fsdp else self._receive_foreign(loss, wide)
-        running = _Backward(1.0 / scale)
+        receiver = self._receiver
         if not plain:
-            passing.append(loss.register_hook(running.begin))  # type: ignore[no-untyped-call]
+            passing.append(loss.register_hook(receiver.begin))  # type: ignore[no-untyped-call]
         thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
-        outer, self._receiver.running = self._receiver.running, running
-        _RUNNING[thread] = running
+        outer = receiver.inverse, receiver.task
+        receiver.inverse = 1.0 / scale
+        _RUNNING[thread] = receiver
         try:
             yield
         finally:
-            self._receiver.running = outer
+            receiver.inverse, receiver.task = outer
             if before is None:
                 del _RUNNING[thread]
             else:
@@ -180,7 +174,7 @@ class GradientAccumulation:
                     gradient = parameter.grad
                     if gradient is not None and gradient.dtype in LOW and self._widens:
                         parameter.grad = gradient.float()
-                _multiply_gradients_(self._sharded, running.inverse)
+                _multiply_gradients_(self._sharded, 1.0 / scale)
 
     def _prepare(self, scale: float) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""

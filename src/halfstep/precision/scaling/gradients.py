@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class NonFinite:
     @property
     def what(self) -> str:
         """What was found, in the words of messages."""
-        return "NaN" if self.reason == "nan_gradients" else "overflow (inf)"
+        return " and ".join(["NaN"] * bool(self.nan) + ["inf"] * bool(self.inf))
 
 
 def _values(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -117,14 +118,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 def find_nonfinite(named_gradients: Iterable[tuple[str, Tensor]]) -> NonFinite:
     """Find the parameters whose gradients hold NaN or inf. Synchronises with the host."""
-    nan: list[str] = []
-    inf: list[str] = []
-    for name, gradient in named_gradients:
-        (value,) = _values([gradient])
-        if not is_finite(value):
-            nan += [name] if value.isnan().any() else []
-            inf += [name] if value.isinf().any() else []
-    return NonFinite(tuple(nan), tuple(inf))
+    values = ((name, _values([gradient])[0]) for name, gradient in named_gradients)
+    broken = [(name, value) for name, value in values if not is_finite(value)]
+    nan = tuple(name for name, value in broken if value.isnan().any())
+    return NonFinite(nan, tuple(name for name, value in broken if value.isinf().any()))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -142,13 +139,7 @@ class Ranks:
     """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
-        """The loss of the whole step, and the 2-norm of all its gradients, on the host.
-
-        Args:
-            loss: This rank's loss, an fp32 scalar.
-            gradients: This rank's parts of the step's gradients.
-            norm: A function that returns the 2-norm of gradients as a scalar tensor.
-        """
+        """The loss of the whole step, and the 2-norm of all its gradients, on the host."""
         every = [gradient for some in gradients.values() for gradient in some]
         total = norm(every)
         if total.is_cpu and loss.is_cpu:
@@ -290,11 +281,32 @@ class Progress:
         self.skipped_in_a_row = 0
         self.calibrating = config.kind == "dynamic"
         """Whether a dynamic scale searches for its level still, as no step has been applied."""
+        self.losses: deque[tuple[int, float]] = deque(maxlen=500)
+        """The last applied steps, from 1, and their losses."""
 
     @property
     def steps(self) -> int:
         """Steps taken, skipped ones included."""
         return self.applied_total + self.skipped_total
+
+    def slower(self, more: float = math.inf) -> str:
+        """What to do about a loss that has left its past, as words; empty if it has not.
+
+        ``more`` is a finite loss of the next step, if there is one, in a wider format.
+        The last two are then three times above all that led to the lowest, or one is five times.
+        """
+        losses = [*self.losses, (self.steps + 1, more)][: None if math.isfinite(more) else -1]
+        low = min(range(len(losses)), key=lambda i: (losses[i][1], -i), default=0)
+        past, after = losses[max(0, low - 20) : low + 1], losses[low + 1 :]
+        size = max((abs(loss) for _, loss in past), default=0.0)
+        if not after or not size:
+            return ""
+        far = max(past, key=lambda one: one[1])[1] + (2 if len(after) > 1 else 4) * size
+        if any(loss <= far for _, loss in after[-2:]):
+            return ""
+        (since, first), (step, last) = past[-1], after[-1]
+        rose = f"the loss rose from {first:.4g} at step {since} to {last:.4g} at step {step}"
+        return f"lower the learning rate: {rose}"
 
     def applied(self, judged: Judged) -> StepResult:
         """Count an applied step, after which the loss scale holds or grows."""
@@ -303,13 +315,9 @@ class Progress:
             self.loss_scale.update(found_nonfinite=False)
         self.skipped_in_a_row = 0
         self.applied_total += 1
+        self.losses.append((self.applied_total + self.skipped_total, judged.loss))
         self.calibrating = False
         return self._result(judged, scale, calibrating, applied=True)
-
-    def skip(self) -> None:
-        """Count a skipped step, before anybody recovers from it."""
-        self.skipped_total += 1
-        self.skipped_in_a_row += 1
 
     def skipped(self, judged: Judged) -> StepResult:
         """The result of a skipped step that is counted; gradients that broke it lower the scale."""

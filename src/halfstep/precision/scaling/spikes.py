@@ -46,20 +46,17 @@ _TINIEST = 2.0**-149  # stands for a norm of 0
 
 
 _Pair = tuple[float, float]
+_Left = tuple[float, float, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Spike:
     """A step that is too far from the ones before it."""
 
-    reason: Spiking
-    """Which of the two values is further out."""
-    expected_loss: float
-    """Where the steps before lead."""
+    reason: Spiking  # which of the two values is further out
+    expected_loss: float  # where the steps before lead
     expected_norm: float
-    """The same for the global gradient norm."""
-    excess: float
-    """Distance of loss and norm together from there, as a multiple of what is allowed; above 1."""
+    excess: float  # distance of both from there, as a multiple of what is allowed; above 1
 
 
 class SpikeDetector:
@@ -72,7 +69,7 @@ class SpikeDetector:
     _seen: deque[_Pair]  # loss and norm
     _highest: float  # loss of any applied step, where losses are positive
     _furthest: _Pair  # that loss and norm of the last thousand steps were from their lines
-    _left_out: list[tuple[float, float, int]]  # loss, norm, and applied steps since
+    _left_out: list[_Left]  # loss, norm, and applied steps since
     _was_spike: bool  # the step before
 
     def __init__(self) -> None:
@@ -95,18 +92,21 @@ class SpikeDetector:
             return None
         losses, norms = zip(*self._seen, strict=True)
         logs = min(*losses, loss) > 0
-        of_loss = _Trend([*losses], logs=logs)
-        of_norm = _Trend([max(value, _TINIEST) for value in norms], logs=True)
-        loss_out, norm_out = of_loss.beyond(loss), of_norm.beyond(max(norm, _TINIEST))
+        seen = [*map(math.log, losses)] if logs else [*losses]
+        lead, mad, far = _trend(seen)
+        lead_norm, mad_norm, far_norm = _trend([math.log(max(norm, _TINIEST)) for norm in norms])
+        loss_out = (math.log(loss) if logs else loss) - lead
+        norm_out = math.log(max(norm, _TINIEST)) - lead_norm
         self._out = (loss_out if logs else 0.0), norm_out  # in logarithms
-        furthest = max(of_loss.furthest, self._furthest[0] if logs else 0.0)
-        noise = max(_TO_SIGMA * of_loss.mad, _LEAST_LOSS * of_loss.size)
-        of_norms = max(_TO_SIGMA * of_norm.mad, _LEAST_NORM)
-        loss_part = _part(loss_out, LOSS_LIMIT * noise, furthest)
-        norm_part = _part(norm_out, NORM_LIMIT * of_norms, max(of_norm.furthest, self._furthest[1]))
+        far = max(far, self._furthest[0] if logs else 0.0)
+        size = 1.0 if logs else _median(np.abs(seen)) or 1.0
+        noise = max(_TO_SIGMA * mad, _LEAST_LOSS * size)
+        of_norms = max(_TO_SIGMA * mad_norm, _LEAST_NORM)
+        loss_part = _part(loss_out, LOSS_LIMIT * noise, far)
+        norm_part = _part(norm_out, NORM_LIMIT * of_norms, max(far_norm, self._furthest[1]))
         excess = math.hypot(loss_part, norm_part)
         if logs and loss > RECORD * self._highest:
-            excess = max(excess, _part(loss_out, RECORD_LIMIT * noise, furthest))
+            excess = max(excess, _part(loss_out, RECORD_LIMIT * noise, far))
         excess /= 1 + _FEW / len(self._seen)
         if excess <= 1:
             return None
@@ -114,7 +114,8 @@ class SpikeDetector:
         if self.repeated:
             return None
         reason: Spiking = "loss_spike" if loss_part >= norm_part else "gradient_spike"
-        return Spike(reason, of_loss.expected, of_norm.expected, excess)
+        expected = math.exp(min(lead, 700.0)) if logs else lead
+        return Spike(reason, expected, math.exp(min(lead_norm, 700.0)), excess)
 
     def leave_out(self, loss: float, norm: float) -> None:
         """Remember a spike that is not applied: if it comes again, it is data."""
@@ -132,17 +133,15 @@ class SpikeDetector:
         if self.repeated:
             return
         self._highest = max(self._highest, loss)
-        kept = [(a, b, age + 1) for a, b, age in self._left_out if age < MEMORY]
-        self._left_out = kept
-        faded = [far * (1 - 1 / MEMORY) for far in self._furthest]
-        self._furthest = max(faded[0], self._out[0]), max(faded[1], self._out[1])
+        self._left_out = [(a, b, age + 1) for a, b, age in self._left_out if age < MEMORY]
+        far, further = (far * (1 - 1 / MEMORY) for far in self._furthest)
+        self._furthest = max(far, self._out[0]), max(further, self._out[1])
 
     def state(self) -> dict[str, Any]:
         """Everything that later tests depend on: numbers in lists, which JSON keeps exactly."""
-        window = [[loss, norm] for loss, norm in self._seen]
         return {
             "highest_loss": self._highest,
-            "window": window,
+            "window": [[*one] for one in self._seen],
             "furthest": [*self._furthest],
             "left_out": [[*one] for one in self._left_out],
             "was_spike": self._was_spike,
@@ -156,23 +155,16 @@ class SpikeDetector:
         self.repeated, self._out = False, (0.0, 0.0)
 
 
-_State = tuple[float, list[_Pair], _Pair, list[tuple[float, float, int]], bool]
-
-
-def as_state(state: object) -> _State:
+def as_state(state: object) -> tuple[float, list[_Pair], _Pair, list[_Left], bool]:
     """Check a detector's saved state, which may come from a damaged file; None is an empty one."""
-    if state is None:
-        return 0.0, [], (0.0, 0.0), [], False
-    saved: Any = state
+    saved: Any = {"highest_loss": 0.0, "window": []} if state is None else state
     try:
         highest, window = saved["highest_loss"], [(loss, norm) for loss, norm in saved["window"]]
         far, further = saved.get("furthest", (0.0, 0.0))  # not in states of older versions
         left_out = [(loss, norm, age) for loss, norm, age in saved.get("left_out", ())]
-        values = [highest, far, further]
-        values += [value for some in (*window, *left_out) for value in some]
-        if len(window) <= WINDOW and all(map(math.isfinite, values)):
-            was_spike = bool(saved.get("was_spike", False))
-            return highest, window, (far, further), left_out, was_spike
+        numbers = [highest, far, further, *(value for row in (*window, *left_out) for value in row)]
+        if len(window) <= WINDOW and all(map(math.isfinite, numbers)):
+            return highest, window, (far, further), left_out, bool(saved.get("was_spike", False))
     except (KeyError, TypeError, ValueError, AttributeError):
         pass
     raise PrecisionError(
@@ -186,35 +178,22 @@ def _part(out: float, limit: float, furthest: float) -> float:
     return max(out, 0.0) / max(limit, _OF_FURTHEST * furthest)
 
 
-class _Trend:
-    """Where values lead, and how they scatter: a resistant line through them, or their logarithms.
+def _trend(values: Sequence[float]) -> tuple[float, float, float]:
+    """Where values lead by a resistant line, their MAD around it, and the furthest above it.
 
     The line is Tukey's, through the medians of the first and the last third.
 
     **Source:** Tukey, Exploratory Data Analysis, 1977, chapter 10 (the line); Rousseeuw and Croux,
     "Alternatives to the median absolute deviation", 1993, section 1 (the factor of the MAD).
     """
-
-    def __init__(self, values: Sequence[float], *, logs: bool) -> None:
-        self._logs = logs
-        seen = np.array([math.log(v) for v in values] if logs else values)
-        n, third = len(seen), len(seen) // 3
-        first, last = _median(seen[:third]), _median(seen[-third:])
-        slope = (last - first) / (n - third)
-        times = np.arange(n)
-        start = _median(seen - slope * times)
-        residuals = seen - (start + slope * times)
-        self._expected = max(start + slope * n, _median(seen[-_RECENT:]))
-        self.mad = _median(np.abs(residuals))
-        self.furthest = float(residuals.max())
-        self.size = 1.0 if logs else _median(np.abs(seen)) or 1.0
-
-    def beyond(self, value: float) -> float:
-        return (math.log(value) if self._logs else value) - self._expected
-
-    @property
-    def expected(self) -> float:
-        return math.exp(min(self._expected, 700.0)) if self._logs else self._expected
+    seen = np.array(values)
+    n, third = len(seen), len(seen) // 3
+    slope = (_median(seen[-third:]) - _median(seen[:third])) / (n - third)
+    times = np.arange(n)
+    start = _median(seen - slope * times)
+    residuals = seen - (start + slope * times)
+    expected = max(start + slope * n, _median(seen[-_RECENT:]))
+    return expected, _median(np.abs(residuals)), float(residuals.max())
 
 
 def _median(values: np.ndarray[Any, Any]) -> float:

@@ -6,6 +6,7 @@ fields' types, and the spellings of policy, layout and ``on_nonfinite`` to their
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -17,12 +18,14 @@ import tomli_w
 
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.policy import RECIPES, PrecisionPolicy
+from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_later
 from halfstep.precision.recovery import Recovery
-from halfstep.trainer.config.read import build, did_you_mean, insert, shown
-from halfstep.trainer.config.run import BaseConfig
+from halfstep.trainer.config.run import BaseConfig, build, did_you_mean, shown
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
+
+_PATHS = {"train", "validation", "dev", "tokenizer", "source"}
+"""Keys of a section that may name a file or folder, among other things."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -35,24 +38,18 @@ def shipped_configs() -> dict[str, str]:
 def read_table(spec: str) -> tuple[str, dict[str, Any]]:
     """Read a configuration as :func:`load_config` does: its name for messages, its raw table."""
     shipped = shipped_configs()
-    if spec in shipped:
-        text, where = shipped[spec], f"configuration {spec}"
-    elif spec.endswith(".toml") or "/" in spec:
-        where = f"configuration file {spec}"
-        try:
-            text = Path(spec).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-            raise ConfigError(f"{where}: cannot be read: {error}") from error
-    else:
+    if spec not in shipped and not spec.endswith(".toml") and "/" not in spec:
         hint, allowed = did_you_mean(spec, shipped), ", ".join(shipped)
         raise ConfigError(
             f"unknown configuration {shown(spec)}{hint}; allowed: {allowed}, or a path to a .toml "
             "file"
         )
+    where = f"configuration {'' if spec in shipped else 'file '}{spec}"
     try:
+        text = shipped[spec] if spec in shipped else Path(spec).read_text(encoding="utf-8")
         table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
-        raise ConfigError(f"{where}: not valid TOML: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:  # also for thousands of brackets
+        raise ConfigError(f"{where}: cannot be read: {error}") from error
     table.setdefault("name", Path(spec).stem)
     return where, table
 
@@ -78,12 +75,21 @@ def load_config(
     where, table = read_table(spec)
     try:
         for key, value in overrides:
-            insert(table, key, value)
+            _insert(table, key, value)
             if key == "run.epochs":  # as many as are asked for, however few steps those are
                 table["run"].pop("min_steps", None)
         return config_from_table(table, unknown=unknown)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _insert(table: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for name in parents:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"key {key}: {name} is a value, not a section")
+    table[last] = value
 
 
 def config_from_table(
@@ -97,12 +103,9 @@ def config_from_table(
         raise ConfigError(f"{what}; allowed: {', '.join(TASKS)}")
     config: BaseConfig = build(TASKS[task], values, unknown=unknown)
     run = config.run
-    precision = parse_later(config.precision)
-    if run.simulate:
-        precision = simulated(precision)
     return replace(
         config,
-        precision=precision,
+        precision=parse_later(config.precision),
         run=replace(
             run,
             parallel=run.parallel and Layout.of(run.parallel),
@@ -112,24 +115,22 @@ def config_from_table(
     )
 
 
-def simulated(precision: PrecisionPolicy | str) -> PrecisionPolicy:
-    """Return the policy with its formats below 16 bits simulated, as ``--simulate`` asks.
-
-    Raises:
-        ConfigError: If it has none.
-    """
-    if isinstance(precision, str) or not precision.recipes():
-        raise ConfigError(
-            f"--simulate (run.simulate=true) with precision {precision}, which has no format below "
-            f"16 bits, and only those are simulated; allowed: {', '.join(RECIPES)} and policies "
-            "with one of them. Leave --simulate out, or name one by --precision"
-        )
-    return replace(precision, simulate=True)
-
-
 def config_to_table(config: BaseConfig) -> dict[str, Any]:
-    """Return the configuration as nested dicts of plain values, ready for TOML or JSON."""
-    return {"task": config.TASK, **_plain(config)}
+    """Return the configuration as nested dicts of plain values, ready for TOML or JSON.
+
+    What names a file or folder becomes absolute, so that a run goes on from any directory.
+    """
+    table = {"task": config.TASK, **_plain(config)}
+    for part in table.values():
+        if isinstance(part, dict):
+            part |= {key: _absolute(part[key]) for key in _PATHS & part.keys()}
+    return table
+
+
+def _absolute(name: Any) -> Any:
+    if isinstance(name, str):
+        return os.path.abspath(name) if name != "bytes" and os.path.exists(name) else name
+    return tuple(map(_absolute, name))
 
 
 def _plain(part: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The configuration classes of all tasks: training on text, fine-tuning, and a user's module."""
+"""The configuration classes of all tasks, and how their trained models are used.
+
+These are command options, so this imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from halfstep.errors import ConfigError
-from halfstep.option import AtLeast1, Count, Positive, Range, Share, option
+from halfstep.option import Amount, AtLeast1, Count, Positive, Range, Share, option
 from halfstep.trainer.config.run import BaseConfig, RunConfig
 from halfstep.trainer.data.config import DataConfig, InstructionsConfig, LabelledConfig
-from halfstep.trainer.models.shapes import GPTConfig
+from halfstep.trainer.models import GPTConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +109,6 @@ class PretrainedConfig:
     """The model settings that both kinds of fine-tuning share."""
 
     source: str = option("", "A Hugging Face folder, or a name on the hub.")
-    revision: str = option("", "Branch, tag or commit on the hub; empty: the main branch.")
-    dropout: Annotated[float, Range("below 1", lambda x: x < 1)] = option(
-        -1.0, "Dropout of all the model's own layers; below 0: as the model's config says."
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +121,11 @@ class FinetuneConfig(BaseConfig):
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)
 
     def filled(self, saved: Self) -> Self:
-        """Take over the saved number of warm-up steps and the saved commit of the model."""
+        """Take over the saved number of warm-up steps."""
         asked = min(self.schedule.warmup_steps, saved.run.max_steps)
         warmup = asked or saved.schedule.warmup_steps
-        revision = self.model.revision or saved.model.revision
         return dataclasses.replace(
-            self,
-            schedule=dataclasses.replace(self.schedule, warmup_steps=warmup),
-            model=dataclasses.replace(self.model, revision=revision),
+            self, schedule=dataclasses.replace(self.schedule, warmup_steps=warmup)
         )
 
     def resolved(self, steps_per_epoch: int) -> Self:
@@ -223,3 +219,69 @@ TASKS: Mapping[str, type[BaseConfig]] = {
     kind.TASK: kind for kind in (TrainConfig, ClassifyConfig, LMConfig, ModuleConfig)
 }
 """Value of a file's key ``task`` (absent: ``pretrain``) to the configuration class of that task."""
+
+
+# How a trained model is used.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Which model to use, on which device and in which precision."""
+
+    run: str = field(
+        metadata={"help": "A run folder: its newest checkpoint, or if fine-tuned its best state."}
+    )
+    device: str = option("auto", "auto, cpu, mps, cuda or cuda:N.")
+    precision: str = option("", "Policy of the forward pass; default: the run's own.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicting(Use):
+    """Classify texts; write one JSON object per text: text, label, probability."""
+
+    input: str = field(
+        metadata={"help": "A .jsonl, .json, .csv, .tsv or .parquet file, or lines; '-': stdin."}
+    )
+    output: str = option("-", "JSONL file to write; '-', the default, is stdout.")
+    text_column: str = option("", "Name of the column that holds the text.")
+    batch_size: AtLeast1 = option(64, "Texts in one forward pass.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generating(Use):
+    """Write text with a trained model."""
+
+    prompt: str = option("", "Text to go on from; '-' reads stdin.")
+    max_new_tokens: Count = option(200, "Write at most this many tokens.")
+    temperature: Amount = option(0.8, "How boldly to sample; 0: always the likeliest token.")
+    seed: int = option(0, "Random seed of the sampling.")
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """How tokens are drawn, as arguments."""
+        return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "seed")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating(Use):
+    """Measure a language model's loss, or a classifier's accuracy."""
+
+    data: tuple[str, ...] = option(
+        (),
+        "Text (for fine-tuned models: records) to measure on; default: the run's validation data.",
+    )
+    batch_size: AtLeast1 = option(8, "Rows in one forward pass.")
+    max_batches: Count = option(0, "Batches to measure on; 0: everything once.")
+    json: bool = option(False, "Print one JSON object on stdout.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporting:
+    """Write a trained model in another format."""
+
+    run: str = field(metadata={"help": "The run folder."})
+    to: Literal["hf"] = field(metadata={"help": "hf: a Hugging Face folder."})
+    output: str = field(metadata={"help": "The folder to write."})
+    dtype: Literal["", "fp32", "bf16", "fp16"] = option(
+        "", "Dtype of the weights; default: fp32, or the base model's own for merged adapters."
+    )

@@ -1,4 +1,7 @@
-"""Makes batches as pure functions of the seed and the step, so that no loader state is saved."""
+"""Makes batches as pure functions of the seed and the step, so that no loader state is saved.
+
+Those of a text are windows of a token file: raw little-endian integers on disk.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +20,59 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError
-from halfstep.trainer.data.config import LabelledTexts
-from halfstep.trainer.data.token_file import TokenFile
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """The tokens of a prepared text."""
+
+    path: Path
+    dtype: Literal["uint16", "uint32"]  # little-endian
+    count: int  # tokens, at least 1
+    text_bytes: int  # of the text they encode in UTF-8, separators of one newline included
+    sha256: str  # of the stored bytes
+
+    @property
+    def density(self) -> float:
+        """Tokens per UTF-8 byte of the text."""
+        return self.count / self.text_bytes
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """The dtype of the file."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Reads the ``length`` tokens from each start on, ``(starts, length)``.
+
+        There are zeros where the tokens end before. They are read and not mapped: a map that lives
+        on keeps every page it ever touched in the memory of the process.
+        """
+        found = np.zeros((len(starts), length), self.stored)
+        with open(self.path, "rb", buffering=0) as file:
+            for row, start in zip(found, starts, strict=True):
+                file.seek(start * self.stored.itemsize)
+                wanted = min(length, self.count - start)
+                part = np.fromfile(file, self.stored, wanted)
+                if len(part) < wanted:
+                    raise DataError(f"{self.path}: was cut; remove its folder to prepare it again")
+                row[:wanted] = part
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Texts and the numbers of their classes, side by side."""
+
+    texts: list[str]
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
 
 CHUNK_TEXTS = 1024
 """Texts a tokenizer gets at once: enough to keep its threads busy, little memory."""
@@ -59,7 +111,7 @@ def batch(
         (inputs, targets), int64 of shape (len(sequences), block_size); the target of a position is
         the input of the next.
     """
-    places = _check_length(tokens, block_size)
+    places = require_block(tokens, block_size)
     starts = [start_of_sequence(seed, step, number, places) for number in sequences]
     return _windows(tokens, starts, block_size)
 
@@ -89,7 +141,7 @@ def validation_batches(
     Yields:
         (inputs, targets), int64 of shape (at most batch_size, block_size).
     """
-    _check_length(tokens, block_size)
+    require_block(tokens, block_size)
     windows = -(-(tokens.count - 1) // block_size)
     used = windows if max_batches is None else min(windows, max_batches * batch_size)
     starts = [number * windows // used * block_size for number in range(used)]
@@ -99,8 +151,8 @@ def validation_batches(
     )
 
 
-def _check_length(tokens: TokenFile, block_size: int) -> int:
-    """Returns how many starts leave room for block_size inputs and their targets."""
+def require_block(tokens: TokenFile, block_size: int) -> int:
+    """Returns how many starts leave room for block_size inputs and their targets, at least 1."""
     if tokens.count < block_size + 1:
         raise DataError(
             f"{tokens.count} tokens are too few for block_size {block_size}, which needs "
@@ -159,21 +211,26 @@ def encode_examples(
     )
 
 
-def padded(examples: Examples, indices: Indices, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lays examples, by number, out as rows of one length, filled up with ``pad_id`` on the right.
+def padded(
+    values: npt.NDArray[Any], starts: Indices, numbers: Indices, fill: int
+) -> tuple[Tensor, Tensor]:
+    """Lays rows, by number, out in one length, filled up on the right.
+
+    Args:
+        values: (n,): row after row.
+        starts: Where each row begins in them, and the end of the last.
+        numbers: (B,): which rows; B may be 0.
+        fill: What follows a row.
 
     Returns:
-        (ids_BT int64, mask_BT bool, labels_B int64), T the longest of these examples; the mask is
-        True at real tokens. B may be 0, then T is 0.
+        (values_BT int64, mask_BT bool), T the longest of these rows; True at what is no filling.
     """
-    starts = examples.starts[indices]
-    lengths = examples.lengths[indices]
+    firsts, lengths = starts[numbers], np.diff(starts)[numbers]
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    ids = np.full(mask.shape, pad_id, dtype=np.int64)
-    for row, start, length in zip(ids, starts, lengths, strict=True):
-        row[:length] = examples.ids[start : start + length]
-    labels = examples.labels[indices]
-    return torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(labels)
+    found = np.full(mask.shape, fill, dtype=np.int64)
+    for row, first, length in zip(found, firsts, lengths, strict=True):
+        row[:length] = values[first : first + length]
+    return torch.from_numpy(found), torch.from_numpy(mask)
 
 
 WINDOW_BATCHES = 50

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
-from halfstep.errors import ConfigError
 from halfstep.option import Range, option
 
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""``progress(what, done_bytes, total_bytes)``."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Reports nothing; the default."""
+
+
 Part: TypeAlias = Annotated[float, Range("0 < x < 1", lambda x: 0 < x < 1)]
-MIN_BPE_IDS = 257
-"""Smallest byte-level BPE vocabulary: the 256 bytes and the end-of-text token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +38,10 @@ class DataConfig:
         0.1, "Share of the bytes held out, in (0, 1); unused with validation."
     )
 
-    def __post_init__(self) -> None:
-        _check(self, "validation")
-        size = bpe_size(self.tokenizer)
-        if self.tokenizer.startswith("bpe:") and (size is None or size < MIN_BPE_IDS):
-            raise ConfigError(
-                f"data.tokenizer must be bytes, bpe:N with N of at least {MIN_BPE_IDS} (256 bytes "
-                f"and the end-of-text token), or a path, got {self.tokenizer!r}"
-            )
-
 
 def bpe_size(tokenizer: str) -> int | None:
     """Tells how many ids ``bpe:N`` asks for; None for ``bytes`` and for paths."""
     return int(tokenizer[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", tokenizer) else None
-
-
-def _check(config: object, held_out: str) -> None:
-    """Refuses paths that name nothing: an empty one would be this folder."""
-    for field in ("train", held_out):
-        if not all(path.strip() for path in getattr(config, field)):
-            raise ConfigError(f"data.{field} holds an empty path; remove it or name a file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,36 +69,6 @@ class LabelledConfig:
         "in the data are then these names, or their ids from 0.",
     )
 
-    def __post_init__(self) -> None:
-        _check(self, "dev")
-        if twice := [name for name in self.labels if self.labels.count(name) > 1]:
-            raise ConfigError(f"data.labels holds {twice[0]!r} twice; remove one")
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledTexts:
-    """Texts and the numbers of their classes, side by side."""
-
-    texts: list[str]
-    labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledData:
-    """Everything a classifier is trained and evaluated on."""
-
-    names: tuple[str, ...]  # of the classes; a label is a place in here
-    train: LabelledTexts
-    dev: LabelledTexts
-    sha256: str  # over names, texts and labels, whatever files they came from
-    notes: tuple[str, ...]  # what a user should know though nothing is wrong
-
-
-Template: TypeAlias = Literal["", "plain", "alpaca", "tokenizer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionsConfig:
@@ -126,21 +86,9 @@ class InstructionsConfig:
     dev_fraction: Part = option(
         0.1, "Share of the documents held out, drawn with the seed, in (0, 1); unused with dev."
     )
-    template: Template = option(
-        "",
-        "plain, alpaca, tokenizer (its own chat template); empty means the one of the records: "
-        "alpaca for instructions, the tokenizer's for messages, else plain.",
-    )
     max_length: Annotated[int, Range("integers >= 2", lambda x: x >= 2)] = option(
         1024,
         "Maximal number of tokens in a row. Longer records are cut at the right; plain "
         "text is cut into several documents.",
     )
-    packing: bool = option(
-        True, "Whether several documents share a row (without seeing each other) to save padding."
-    )
     drop_empty: bool = option(False, "Whether records with an empty field are left out.")
-    mask_prompt: bool = option(True, "Whether only answers are learned; otherwise prompts too.")
-
-    def __post_init__(self) -> None:
-        _check(self, "dev")

@@ -8,25 +8,32 @@ read, so that no token spans the border of a prompt and its answer: what the mod
 answer in training is, id by id, what generation will give it. (Tokenised together, "Response:" and
 "Yes" could share a token with which no prompt ends.) A document is ``[bos] prompt answer eos
 [prompt answer eos ...]``; its first token is never learned, as nothing precedes it.
+
+A row holds documents end to end, so that few positions are padding. Position ids restart at 0 where
+a document begins, by which a model tells documents apart, and no target crosses into the next one.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import held_out, permutation
+from halfstep.trainer.data.batches import Indices, held_out, padded, permutation
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.corpus import in_batches, read_pieces, split_corpus
-from halfstep.trainer.data.packing import Encoded, Rows, fit, pack
 from halfstep.trainer.data.records import HUB_PREFIX, READERS, Source, find_sources, open_records
-from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer
+from halfstep.trainer.models.causal_lm import LMBatch
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models.pretrained import PretrainedTokenizer
 
 Input: TypeAlias = Source | str
 """A text file or part of one, or an input of ``open_records``."""
@@ -42,13 +49,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 **Source:** OpenAI's chats, Stanford Alpaca, TRL's prompt-completion.
 """
-TEMPLATES_OF = {
-    ALPACA: (ALPACA, TOKENIZER),
-    COMPLETION: (PLAIN, ALPACA, TOKENIZER),
-    CHAT: (TOKENIZER,),
-    TEXT: (PLAIN,),
-}
-"""Templates that can write each format; the first is the one that "" stands for."""
+TEMPLATES = {CHAT: TOKENIZER, ALPACA: ALPACA, COMPLETION: PLAIN, TEXT: PLAIN}
+"""Format to the template that writes its prompts."""
 _MESSAGE = ("role", "content")
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
@@ -74,24 +76,59 @@ class Part(NamedTuple):
 Document: TypeAlias = list[Part]
 
 
+class Encoded(NamedTuple):
+    """A document as tokens."""
+
+    ids: npt.NDArray[np.int32]  # (tokens,)
+    learned: npt.NDArray[np.bool_]  # (tokens,), False at the first
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one or several documents, in flat arrays."""
+
+    ids: npt.NDArray[np.int32]  # (tokens,)
+    targets: npt.NDArray[np.int32]  # (tokens,): the next token where it is learned, else -100
+    positions: Indices  # (tokens,): place of each token in its document
+    starts: Indices  # (rows + 1,): where each row begins, and the end of the last
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Indices:
+        """Tokens of each row."""
+        return np.diff(self.starts)
+
+    @property
+    def learned_tokens(self) -> int:
+        """Targets that count, in all rows."""
+        return int(np.count_nonzero(self.targets != IGNORE_INDEX))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of tokens among all positions if every row were as long as the longest."""
+        return len(self.ids) / (len(self) * int(self.lengths.max()))
+
+
 @dataclass(frozen=True, slots=True)
 class LMData:
     """Everything a language model is fine-tuned and evaluated on."""
 
     train_rows: Rows
     dev_rows: Rows
-    format: str  # a key of FIELDS
     template: str  # plain, alpaca or tokenizer; the prompt of generation needs the same
     sha256: str  # over all rows, so over every choice that made them
     notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
 def read_instructions(
-    config: InstructionsConfig, tokenizer: PretrainedTokenizer, seed: int
+    config: InstructionsConfig, tokenizer: PretrainedTokenizer, seed: int, *, packing: bool
 ) -> LMData:
-    """Reads, writes out, tokenises and packs everything that a language model learns from.
+    """Reads, writes out and tokenises everything that a language model learns from.
 
-    The same files, configuration, tokenizer and seed give the same rows, whatever the paths.
+    With ``packing`` several documents share a row. The same files, configuration, tokenizer and
+    seed give the same rows, whatever the paths.
     """
     if not config.train:
         raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
@@ -100,14 +137,14 @@ def read_instructions(
     if not dev_inputs and len(train_inputs) == 1 and isinstance(train_inputs[0], Source):
         # no other documents to draw from
         train_inputs, dev_inputs = split_corpus((train_inputs[0],), config.dev_fraction)
-    writer = _Writer(config.template, tokenizer, config.drop_empty)
-    mask = config.mask_prompt
-    train = encode_documents(writer.documents(train_inputs, "train"), tokenizer, mask_prompt=mask)
+    writer = _Writer(tokenizer, config.drop_empty)
+    train = encode_documents(writer.documents(train_inputs, "train"), tokenizer)
     if not writer.format:
         raise DataError("data.train holds no record; fill it or name another file")
-    notes = [f"format {writer.format} ({writer.origin}), template {writer.template}"]
+    template = TEMPLATES[writer.format]
+    notes = [f"format {writer.format} ({writer.origin}), template {template}"]
     if dev_inputs:
-        dev = encode_documents(writer.documents(dev_inputs, "dev"), tokenizer, mask_prompt=mask)
+        dev = encode_documents(writer.documents(dev_inputs, "dev"), tokenizer)
     else:
         count = len(train)
         if count < 2:
@@ -122,15 +159,18 @@ def read_instructions(
         notes.append(f"dev: {len(dev)} of {count} documents, drawn by the seed")
     if writer.dropped:
         notes.append(f"{writer.dropped} records with an empty field are left out")
-    train_rows = _rows("train", train, writer.format, config, notes)
-    dev_rows = _rows("dev", dev, writer.format, config, notes)
+    train_rows, dev_rows = (
+        _rows(name, part, writer.format == TEXT, config.max_length, packing, notes)
+        for name, part in (("train", train), ("dev", dev))
+    )
     digest = hashlib.sha256()
     for rows in (train_rows, dev_rows):
-        for values in (rows.ids, rows.targets, rows.starts, rows.documents):
+        documents = np.append(np.flatnonzero(rows.positions == 0), len(rows.ids))
+        for values in (rows.ids, rows.targets, rows.starts, documents):
             digest.update(len(values).to_bytes(8, "little"))
             digest.update(values.astype(values.dtype.newbyteorder("<")).data)
     sha256 = digest.hexdigest()
-    return LMData(train_rows, dev_rows, writer.format, writer.template, sha256, tuple(notes))
+    return LMData(train_rows, dev_rows, template, sha256, tuple(notes))
 
 
 def prompt_ids(prompt: str, tokenizer: PretrainedTokenizer, template: str) -> list[int]:
@@ -140,39 +180,34 @@ def prompt_ids(prompt: str, tokenizer: PretrainedTokenizer, template: str) -> li
     token). ``template`` is ``LMData.template`` of the training.
     """
     _refuse_control([prompt], tokenizer)
-    document = pair_parts(prompt, "", None, template, tokenizer)
-    ids: list[int] = encode_documents([document], tokenizer, mask_prompt=True)[0].ids.tolist()
+    document = prompt_parts(prompt, "", template, tokenizer)
+    ids: list[int] = encode_documents([document], tokenizer)[0].ids.tolist()
     return ids
 
 
 def _rows(
-    name: str, documents: list[Encoded], format: str, config: InstructionsConfig, notes: list[str]
+    name: str,
+    documents: list[Encoded],
+    text: bool,
+    max_length: int,
+    packing: bool,
+    notes: list[str],
 ) -> Rows:
-    fitted, happened = fit(documents, config.max_length, text=format == TEXT)
+    fitted, happened = fit(documents, max_length, text=text)
     notes += [f"{name}: {note}" for note in happened]
     if not fitted:
         raise DataError(
             f"data.{name}: no document of {len(documents)} has a token to learn within "
-            f"{config.max_length} tokens; raise max_length or give other records"
+            f"{max_length} tokens; raise max_length or give other records"
         )
-    rows = pack(fitted, config.max_length, packing=config.packing)
-    notes.append(
-        f"{name}: {len(fitted)} documents in {len(rows)} rows of at most {rows.lengths.max()} "
-        f"tokens, {rows.efficiency:.1%} full; {rows.learned_tokens} of {len(rows.ids)} tokens "
-        f"learned"
-    )
-    return rows
+    return pack(fitted, max_length, packing=packing)
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: PretrainedTokenizer, *, mask_prompt: bool
+    documents: Iterable[Document], tokenizer: PretrainedTokenizer
 ) -> list[Encoded]:
-    """Encodes documents; with the mask only answers are learned."""
-    parts = (
-        (part, number == len(document))
-        for document in documents
-        for number, part in enumerate(document, 1)
-    )
+    """Encodes documents."""
+    parts = ((part, part is document[-1]) for document in documents for part in document)
     found: list[Encoded] = []
     end = tokenizer.end_of_text()
     ids, learned = array("i"), bytearray()
@@ -184,7 +219,7 @@ def encode_documents(
             if part.ends:
                 tokens = [*tokens, end]
             ids.extend(tokens)
-            learned.extend(bytes([part.learned or not mask_prompt]) * len(tokens))
+            learned.extend(bytes([part.learned]) * len(tokens))
             if last:
                 found.append(Encoded(np.array(ids, np.int32), np.array(learned, np.bool_)))
                 found[-1].learned[:1] = False
@@ -218,10 +253,9 @@ def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
 class _Writer:
     """Writes the records of inputs out, all in the format of the first one."""
 
-    def __init__(self, template: str, tokenizer: PretrainedTokenizer, drop_empty: bool) -> None:
+    def __init__(self, tokenizer: PretrainedTokenizer, drop_empty: bool) -> None:
         self.format = self.origin = ""  # until the first record is read
         self.dropped, self._drop_empty = 0, drop_empty
-        self.template = template
         self._tokenizer = tokenizer
 
     def documents(self, inputs: Iterable[Input], role: str) -> Iterator[Document]:
@@ -275,7 +309,8 @@ class _Writer:
             return self._text(values)
         _refuse_control([*values, context], self._tokenizer)
         prompt, answer = values
-        return pair_parts(prompt, context, answer, self.template, self._tokenizer)
+        asked = prompt_parts(prompt, context, TEMPLATES[format], self._tokenizer)
+        return [*asked, Part(answer, True, ends=True)]
 
     def _text(self, pieces: Sequence[str]) -> Document:
         _refuse_control(pieces, self._tokenizer)
@@ -284,13 +319,7 @@ class _Writer:
 
     def _take_format(self, format: str, place: str) -> None:
         if not self.format:
-            if self.template and self.template not in TEMPLATES_OF[format]:
-                raise ConfigError(
-                    f"data.template {self.template} cannot write records of the format {format}; "
-                    f"use {' or '.join(TEMPLATES_OF[format])}, or leave it empty"
-                )
             self.format, self.origin = format, place
-            self.template = self.template or TEMPLATES_OF[format][0]
         elif format != self.format:
             raise DataError(
                 f"records of two formats: {format} here, and {self.format} at {self.origin}; give "
@@ -319,21 +348,16 @@ def _messages(value: Any) -> Messages:
     return messages
 
 
-def pair_parts(
-    prompt: str, context: str, answer: str | None, template: str, tokenizer: PretrainedTokenizer
+def prompt_parts(
+    prompt: str, context: str, template: str, tokenizer: PretrainedTokenizer
 ) -> list[Part]:
-    """Writes out a prompt and its answer; without an answer, the parts that precede one."""
-    question = f"{prompt}\n\n{context}" if context else prompt
+    """Writes out what precedes an answer."""
     if template == TOKENIZER:
-        messages = [{"role": "user", "content": question}]
-        if answer is None:
-            return [Part(tokenizer.chat(messages, True), False)]
-        return chat_parts([*messages, {"role": "assistant", "content": answer}], tokenizer)
+        return [Part(tokenizer.chat([{"role": "user", "content": prompt}], True), False)]
     if template == ALPACA:
         words = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
-        question = words.format(prompt=prompt, context=context)
-    asked = Part(question, False, begins=True)
-    return [asked] if answer is None else [asked, Part(answer, True, ends=True)]
+        prompt = words.format(prompt=prompt, context=context)
+    return [Part(prompt, False, begins=True)]
 
 
 def chat_parts(messages: Messages, tokenizer: PretrainedTokenizer) -> list[Part]:
@@ -367,3 +391,94 @@ def chat_parts(messages: Messages, tokenizer: PretrainedTokenizer) -> list[Part]
         parts += [Part(before.removeprefix(done), False), Part(answer, True)]
         done = before + answer
     return parts
+
+
+# From documents to rows and batches.
+
+
+def fit(
+    documents: Sequence[Encoded], max_length: int, *, text: bool
+) -> tuple[list[Encoded], list[str]]:
+    """Makes every document at most ``max_length`` tokens long, with something to learn.
+
+    Plain text that is too long becomes several documents, each of which begins with the last token
+    of the one before, so that every token but the first is learned exactly once. Of other documents
+    the right end goes, and with it the end-of-text token; if only the prompt stays, all of it.
+    Notes say so.
+    """
+    fitted = []
+    for ids, learned in documents:
+        # Windows of max_length tokens that overlap by one.
+        for start in range(0, max(len(ids) - 1, 1), max_length - 1) if text else (0,):
+            part = slice(start, start + max_length)
+            here = learned[part].copy()
+            here[:1] = False
+            if here.any():
+                fitted.append(Encoded(ids[part], here))
+    notes = []
+    if long := sum(len(ids) > max_length for ids, _ in documents):
+        done = "cut into several" if text else "cut at the right"
+        notes.append(f"{long} documents of more than {max_length} tokens were {done}")
+    if not text and (less := len(documents) - len(fitted)):
+        notes.append(f"{less} documents left out: no token to learn within max_length")
+    return fitted, notes
+
+
+def pack(documents: Sequence[Encoded], max_length: int, *, packing: bool) -> Rows:
+    """Lays documents into rows of at most ``max_length`` tokens, each once and whole."""
+    lengths = [len(ids) for ids, _ in documents]
+    alone = [[number] for number in range(len(documents))]
+    shared = best_fit_decreasing(lengths, max_length) if packing else alone
+    order = list(chain.from_iterable(shared))
+    ids = np.concatenate([documents[number].ids for number in order])
+    positions = np.concatenate([np.arange(lengths[number]) for number in order])
+    starts = np.cumsum([0, *(sum(lengths[n] for n in row) for row in shared)], dtype=np.int64)
+    # The first token of a document is never learned, so nothing is a target across a border.
+    follows = np.flatnonzero(np.concatenate([documents[number].learned for number in order]))
+    targets = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
+    targets[follows - 1] = ids[follows]
+    return Rows(ids, targets, positions, starts)
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs lengths into bins: the longest first, each where it leaves the least room.
+
+    ::
+
+        for n in numbers, by length, longest first (ties: the smaller number first):
+            bin = the bin with the least room that still holds lengths[n], else a new one
+            (ties: the bin that came to this room last)
+
+    These are at most 11/9 of the fewest bins possible, plus 4. Each length is at least 1 and at
+    most ``capacity``.
+
+    **Source:** Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional
+    packing algorithms"; ``packing_strategy: bfd`` of TRL.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int, int]] = []  # sorted (room, -time it came to it, bin)
+    for time, number in enumerate(sorted(range(len(lengths)), key=lambda n: -lengths[n])):
+        at = bisect_left(rooms, (lengths[number],))
+        if at == len(rooms):
+            bins.append([])
+            room, chosen = capacity, len(bins) - 1
+        else:
+            room, _, chosen = rooms.pop(at)
+        bins[chosen].append(number)
+        if left := room - lengths[number]:
+            insort(rooms, (left, -time, chosen))
+    return bins
+
+
+def lm_batch(rows: Rows, indices: Sequence[int] | Indices, pad_id: int) -> LMBatch:
+    """Builds the batch of some rows, padded on the right to the longest of them.
+
+    Padding has no targets, so any ``pad_id`` will do. It is one more document: its positions too
+    restart at 0.
+    """
+    numbers = np.asarray(indices, dtype=np.int64)
+    ids_BT, mask_BT = padded(rows.ids, rows.starts, numbers, pad_id)
+    targets_BT, _ = padded(rows.targets, rows.starts, numbers, IGNORE_INDEX)
+    positions_BT, _ = padded(rows.positions, rows.starts, numbers, 0)
+    padding_BT = ~mask_BT
+    return ids_BT, targets_BT, positions_BT + (padding_BT.cumsum(1) - 1) * padding_BT

@@ -6,6 +6,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,8 +14,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.data.batches import Indices, held_out, permutation
-from halfstep.trainer.data.config import LabelledConfig, LabelledData, LabelledTexts
+from halfstep.trainer.data.batches import Indices, LabelledTexts, held_out, permutation
+from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
 
 _TEXT = """text texta sentence content contents review reviews reviewtext reviewbody body comment
@@ -29,8 +30,18 @@ USUAL = {"text": frozenset(_TEXT.split()), "label": frozenset(_LABEL.split())}
 SURE = {"text", "文本", "label", "labels", "标签"}
 """Those that are taken though a column with another usual name is there."""
 STREAM = "standard input"
-_FILL = "correct it, or leave rows with an empty field out by --drop-empty"
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledData:
+    """Everything a classifier is trained and evaluated on."""
+
+    names: tuple[str, ...]  # of the classes; a label is a place in here
+    train: LabelledTexts
+    dev: LabelledTexts
+    sha256: str  # over names, texts and labels, whatever files they came from
+    notes: tuple[str, ...]  # what a user should know though nothing is wrong
 
 
 def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
@@ -57,8 +68,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
     seen = set(train.texts)
     if repeated := sum(text in seen for text in dev.texts):
         notes.append(
-            f"{repeated} of {len(dev)} dev texts also stand in train, so scores on them are too "
-            f"good"
+            f"{repeated} of {len(dev)} dev texts also stand in train, which inflates the scores"
         )
     return LabelledData(names, train, dev, _content_sha256(names, train, dev), tuple(notes))
 
@@ -68,7 +78,7 @@ def read_known(
     config: LabelledConfig,
     names: tuple[str, ...],
     role: str,
-    notes: list[str] | None = None,
+    notes: list[str],
 ) -> LabelledTexts:
     """Reads labelled texts, ``inputs`` like ``config.train``, of known classes; adds to notes."""
     return _numbered(_read(inputs, config, role, notes), names)
@@ -98,23 +108,19 @@ def _plain(lines: Iterator[tuple[int, str]], name: str) -> Rows:
 
 
 def _read(
-    inputs: tuple[str, ...], config: LabelledConfig, role: str, notes: list[str] | None = None
+    inputs: tuple[str, ...], config: LabelledConfig, role: str, notes: list[str]
 ) -> list[tuple[str, str, str]]:
     """Reads (place, text, name of the label) of all inputs; notes what a user should know."""
-    notes = [] if notes is None else notes
     columns = {"text": config.text_column, "label": config.label_column}
-    found, dropped, renamed = list[tuple[str, str, str]](), 0, ""
+    found, dropped = list[tuple[str, str, str]](), 0
     for given in inputs:
         for place, (text, value) in _values(open_records(given, role), columns, notes):
             if config.drop_empty and (_is_empty(text) or _is_empty(value)):
                 dropped += 1
                 continue
-            found.append((place, _text(text, place, _FILL), label := _label(value, place)))
-            if isinstance(value, str | float) and label != value:
-                renamed = renamed or f"{role}: labels such as {value!r} are read as {label!r}"
+            found.append((place, _text(text, place), _label(value, place)))
     if not found:
         raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
-    notes += [renamed] * bool(renamed)
     notes += [f"{role}: {dropped} rows without text or label are left out"] * bool(dropped)
     return found
 
@@ -123,26 +129,26 @@ def _is_empty(value: object) -> bool:
     return value is None or value != value or (isinstance(value, str) and not value.strip())
 
 
-def _kind(value: object) -> str:
-    return "an empty one" if _is_empty(value) else type(value).__name__
-
-
-def _text(text: object, place: str, do: str = "correct or remove it") -> str:
-    if isinstance(text, str) and text.strip():
-        return text
-    raise DataError(f"{place}: the text must be a string, got {_kind(text)}; {do}")
+def _text(value: object, place: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise _unusable(value, f"{place}: the text must be a string")
 
 
 def _label(value: object, place: str) -> str:
     """Turns the label at a place into a name: 3, 3.0 and "3.0" into "3", true into "true"."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int):
-        return str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, str) and value.strip():
         return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", value)
-    got = _kind(value)
-    raise DataError(f"{place}: the label must be a string or an integer, got {got}; {_FILL}")
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return str(value).lower() if isinstance(value, bool) else str(int(value))
+    raise _unusable(value, f"{place}: the label must be a string or an integer")
+
+
+def _unusable(value: object, what: str) -> DataError:
+    got = "an empty one" if _is_empty(value) else type(value).__name__
+    return DataError(
+        f"{what}, got {got}; correct or remove it (--drop-empty leaves empty ones out of training)"
+    )
 
 
 def _values(
@@ -189,12 +195,13 @@ def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[
             f"{place}: no column could hold the {what} ({listed}); give its name by {option} (the "
             f"first line of a table must name the columns)"
         )
-    both = f"{option} {shlex.quote('+'.join(usual))} joins them"
+    both = f"{option} {shlex.quote('+'.join(usual))} joins them" if what == "text" else ""
     if len(usual) > 1 and len(sure) != 1:
-        do = f"write {option} {shlex.quote(usual[0])} or another"
-        do += f"; {both}" if what == "text" else ""
-        raise DataError(f"{place}: several columns could hold the {what} ({_shown(usual)}); {do}")
-    if len(usual) > 1 and what == "text":
+        raise DataError(
+            f"{place}: several columns could hold the {what} ({_shown(usual)}); write {option} "
+            f"{shlex.quote(usual[0])} or another; {both}".rstrip("; ")
+        )
+    if len(usual) > 1 and both:
         notes.append(f"of {_shown(usual)} only {sure[0]!r} is read; {both}")
     return sure or usual
 
@@ -205,9 +212,8 @@ def _shown(names: Sequence[str]) -> str:
 
 def _sorted(names: set[str]) -> tuple[str, ...]:
     """Sorts by value if all names are integers, else by code point."""
-    if all(map(_INTEGER.fullmatch, names)):
-        return tuple(sorted(names, key=lambda name: (int(name), name)))
-    return tuple(sorted(names))
+    numbers = all(map(_INTEGER.fullmatch, names))
+    return tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
 
 
 def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> LabelledTexts:
@@ -224,13 +230,12 @@ def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> Labe
     return LabelledTexts([text for _, text, _ in found], [numbers[label] for _, _, label in found])
 
 
-def _content_sha256(names: Sequence[str], train: LabelledTexts, dev: LabelledTexts) -> str:
+def _content_sha256(names: Sequence[str], *parts: LabelledTexts) -> str:
     """Hashes names, texts and labels in order, each prefixed by its length to be unambiguous."""
     digest = hashlib.sha256()
-    for strings, labels in ((names, []), (train.texts, train.labels), (dev.texts, dev.labels)):
+    for strings, labels in ((names, []), *((part.texts, part.labels) for part in parts)):
         digest.update(len(strings).to_bytes(8, "little"))
-        for string in strings:
-            raw = string.encode("utf-8")
+        for raw in (string.encode() for string in strings):
             digest.update(len(raw).to_bytes(8, "little") + raw)
         digest.update(np.array(labels, dtype="<i8").tobytes())
     return digest.hexdigest()

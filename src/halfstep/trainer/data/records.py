@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,12 +26,11 @@ FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file as it was when it was listed, or a part of it."""
+    """A file, or a part of it."""
 
     path: Path
     start: int
     stop: int  # the bytes from start to stop are meant
-    seen: tuple[int, int]  # size, and time of the last change
 
     @property
     def size(self) -> int:
@@ -44,7 +42,7 @@ def find_sources(paths: tuple[str, ...]) -> tuple[Source, ...]:
     """Lists the files that paths and folders stand for, in the order given."""
     found: list[Source] = []
     for given in paths:
-        path = Path(given).expanduser()
+        path = Path(given if given.strip() else "an empty path").expanduser()
         sources = _folder(path) if path.is_dir() else [inspect_file(path)]
         sources = [source for source in sources if source.size > 0]
         if not sources:
@@ -66,13 +64,11 @@ def _folder(folder: Path) -> list[Source]:
 def inspect_file(path: Path) -> Source:
     """Looks at one file without reading it."""
     try:
-        status = path.stat()
+        return Source(path, 0, path.stat().st_size)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file or folder; check the path") from None
-    return Source(path, 0, status.st_size, (status.st_size, status.st_mtime_ns))
 
 
-@lru_cache(maxsize=2)
 def content_sha256(sources: tuple[Source, ...]) -> str:
     """Hashes size and content of the parts in order, but not their paths."""
     digest = hashlib.sha256()
@@ -83,19 +79,6 @@ def content_sha256(sources: tuple[Source, ...]) -> str:
             while chunk := file.read(min(1 << 20, source.stop - file.tell())):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def check_unchanged(sources: Iterable[Source]) -> None:
-    """Refuses files that changed, by size or time, since they were listed.
-
-    The content hash names the cached result, so text that changes between the hash and the encoding
-    would be kept under a wrong name for ever.
-    """
-    for source in sources:
-        if inspect_file(source.path).seen != source.seen:
-            raise DataError(
-                f"{source.path}: changed while it was read; run again when nothing writes to it"
-            )
 
 
 def decode(raw: bytes, place: str, offset: int = 0) -> str:
@@ -173,7 +156,7 @@ def parse_objects(lines: Lines, name: Path | str) -> Iterator[tuple[str, dict[st
 def _parse(text: str, name: Path | str, number: int) -> Any:
     """Parses the JSON that begins at a line of a file."""
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -184,14 +167,6 @@ def _parse(text: str, name: Path | str, number: int) -> Any:
             why += " in a .jsonl file, or a .json list of objects"
         raise DataError(f"{name}:{number}: {why}") from None
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)!r} stands twice in one object")
-    return found
 
 
 def _json(path: Path) -> Rows:
@@ -264,19 +239,18 @@ def read_dataset(given: str, role: str) -> Rows:
     split = split or {"dev": "validation"}.get(role, role)
     path = Path(name).expanduser()
     try:
-        if (path / "dataset_dict.json").exists():
-            table = datasets.load_from_disk(str(path))[split]
-        elif (path / "state.json").exists():
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             table = datasets.load_from_disk(str(path))
+            table = table[split] if isinstance(table, dict) else table
         elif path.is_file():
             table = datasets.load_dataset("parquet", data_files=str(path), split="train")
         else:
             table = datasets.load_dataset(str(path) if path.is_dir() else name, split=split)
     except Exception as error:  # datasets raises many kinds for network and file errors
         raise DataError(
-            f"{given}: cannot be loaded: {str(error)[:300] or type(error).__name__}; check the "
-            f"name, and the split: {HUB_PREFIX}NAME@SPLIT. Without a network give "
-            f"{HUB_PREFIX}FOLDER with what save_to_disk wrote elsewhere"
+            f"{given}: cannot be loaded: {error!r:.300}; check the name, and the split: "
+            f"{HUB_PREFIX}NAME@SPLIT. Without a network give {HUB_PREFIX}FOLDER with what "
+            "save_to_disk wrote elsewhere"
         ) from None
     names = {k: f.names for k, f in table.features.items() if isinstance(f, datasets.ClassLabel)}
     numbers = count(1)

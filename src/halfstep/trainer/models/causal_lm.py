@@ -3,7 +3,7 @@
 Only the positions with a target go through the head. Rows may hold several documents, kept apart by
 position ids that restart at 0: without a mask and a cache, ``transformers`` masks attention between
 such documents (**Source:** ``find_packed_sequence_indices`` of ``transformers.masking_utils``), but
-not in every architecture, which is why :meth:`PretrainedLM.check_packing` tests it.
+not in every architecture, which is why :meth:`PretrainedLM.keeps_documents_apart` tests it.
 
 Adapters are small, fp32 and beside frozen linear layers and embeddings. The base stays in its
 stored dtype, bit for bit. **Source:** Hu et al., "LoRA: Low-Rank Adaptation of Large Language
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,11 +32,13 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import read_json, require_intact
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
-from halfstep.trainer.models.gpt import require_finite_logits
+from halfstep.trainer.models.gpt import GPT, require_finite_logits
 from halfstep.trainer.models.pretrained import (
     ADAPTER,
+    WEIGHTS,
     Pretrained,
     first_line,
+    new_folder,
     open_folder,
     quiet,
     read_safetensors,
@@ -53,18 +56,13 @@ ADAPTER_NAME = "default"
 
 
 def open_causal_lm(
-    source: str | os.PathLike[str],
-    *,
-    dropout: float | None = None,
-    gradient_checkpointing: bool = False,
-    revision: str = "",
+    source: str | os.PathLike[str], *, gradient_checkpointing: bool = False
 ) -> PretrainedLM:
     """Load a pretrained causal LM in its stored dtype on the CPU, in training mode.
 
-    ``dropout`` is all the model's dropout probabilities; None keeps its own. With
-    ``gradient_checkpointing``, each layer's activations are recomputed in backward.
+    With ``gradient_checkpointing``, each layer's activations are recomputed in backward.
     """
-    folder = open_folder(source, revision)
+    folder = open_folder(source)
     config = folder.config
     masked = folder.knows("AutoModelForMaskedLM") and not getattr(config, "is_decoder", False)
     if masked or getattr(config, "is_encoder_decoder", False):
@@ -73,7 +71,7 @@ def open_causal_lm(
             "is to predict; take a causal language model (GPT-2, Llama, Qwen, Mistral, ...)"
         )
     dtype = folder.stored_dtype
-    model, _ = folder.build("AutoModelForCausalLM", dtype, dropout=dropout)
+    model, _ = folder.build("AutoModelForCausalLM", dtype)
     if gradient_checkpointing:
         with quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -89,10 +87,6 @@ class PretrainedLM(Pretrained):
         # Determined on the bare model, before adapters or sharding wrap it.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.plain_head = _head_is_plain(model)
-
-    def forward(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss and count of a batch, as :meth:`loss_sum` does."""
-        return self.loss_sum(batch)
 
     def loss_sum(self, batch: LMBatch) -> tuple[Tensor, Tensor]:
         """Return the summed loss of all targets and their number, without computing other logits.
@@ -153,8 +147,8 @@ class PretrainedLM(Pretrained):
         return logits
 
     @torch.no_grad()
-    def check_packing(self) -> None:
-        """Raise ConfigError if documents in one row see each other; call before sharding.
+    def keeps_documents_apart(self) -> bool:
+        """Whether documents in one row do not see each other; call before sharding.
 
         Two rows differ in their first document only: the logits of their second document must be
         equal, and equal to those of the document alone.
@@ -177,11 +171,7 @@ class PretrainedLM(Pretrained):
         size = float(alone.abs().max())
         eps = torch.finfo(weight.dtype).eps
         leak, change = float((one - two).abs().max()), float((one - alone).abs().max())
-        if leak > 4 * torch.finfo(torch.float32).eps * size or change > 16 * eps * size:
-            raise ConfigError(
-                f"{self.model_class.__name__} lets documents that are packed into one row see "
-                "each other; pad instead of packing"
-            )
+        return leak <= 4 * torch.finfo(torch.float32).eps * size and change <= 16 * eps * size
 
 
 def _head_is_plain(model: Any) -> bool:
@@ -189,25 +179,21 @@ def _head_is_plain(model: Any) -> bool:
 
     One token goes through the model with all tensors on the device "meta".
     """
-    head, outputs = model.get_output_embeddings(), []
-    if head is None:
+    if model.get_output_embeddings() is None:
         raise ConfigError(f"{type(model).__name__} has no output embeddings to take a loss from")
-    state = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    hook = head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    outputs: list[Any] = []
     try:
         with quiet(), torch.no_grad(), torch.device("meta"):
-            inputs: dict[str, Any] = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
+            bare = type(model)(model.config)
+            bare.get_output_embeddings().register_forward_hook(
+                lambda *call: outputs.append(call[2])
+            )
             # Given a mask, transformers need not read values, which meta tensors do not have.
-            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-            inputs["use_cache"] = False
-            out = torch.func.functional_call(model, state, (), inputs)
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            ids = torch.zeros(1, 1, dtype=torch.int64)
+            out = bare(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception:  # the architecture reads values; False is always right, only slower
         return False
-    finally:
-        hook.remove()
     return len(outputs) == 1 and out.logits is outputs[0]
 
 
@@ -227,34 +213,50 @@ def add_lora(
     ``targets`` are last parts of the names of layers; ``("all-linear",)`` means all but the head,
     () the default of ``peft`` for the architecture. The caller's generators are not touched.
     """
-    peft = require_library("peft")
-    layers = _layers(lm.core)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None,
-    )
+    settings = {"r": r, "lora_alpha": alpha, "lora_dropout": dropout}
     try:
-        for target in set(targets) - {ALL_LINEAR}:
-            if not any(f".{name}".endswith(f".{target}") for name in layers):
-                raise ValueError(f"no linear layer has the target {target!r}, and no embedding")
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = peft.get_peft_model(lm.core, config)
-        for name, module in model.base_model.model.named_modules():
-            why = layers.get(name, "it is no linear layer or embedding")
-            if why and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-                raise ValueError(f"an adapter of {name!r} could not be merged: {why}")
+            return LoraLM(lm, _adapted(lm.core, targets, settings))
     except ValueError as error:  # or peft has no default for the architecture
-        every = () if ALL_LINEAR in targets else (repr(ALL_LINEAR),)
-        good = sorted({name.rpartition(".")[2] for name, why in layers.items() if not why})
+        names = sorted({name.rpartition(".")[2] for name in _layers(_bare(lm))})
+        good = [name for name in (*names, ALL_LINEAR) if _can_adapt(lm, name)]
         raise ConfigError(
             f"LoRA cannot be put there: {first_line(error).rstrip('.')}. Targets that can be "
-            f"merged: {', '.join((*good, *every))}"
+            f"merged: {', '.join(good)}"
         ) from error
-    return LoraLM(lm, model)
+
+
+def _adapted(model: Any, targets: Sequence[str], settings: Mapping[str, Any]) -> Any:
+    """Put adapters into a model; raise ValueError where one could not be put or merged."""
+    peft, layers = require_library("peft"), _layers(model)
+    for target in set(targets) - {ALL_LINEAR}:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise ValueError(f"no linear layer has the target {target!r}, and no embedding")
+    modules = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **settings)
+    with quiet():
+        adapted = peft.get_peft_model(model, config)
+    for name, module in adapted.base_model.model.named_modules():
+        why = layers.get(name, "it is no linear layer or embedding")
+        if why and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            raise ValueError(f"an adapter of {name!r} could not be merged: {why}")
+    return adapted
+
+
+def _bare(lm: PretrainedLM) -> Any:
+    """Build the model anew, without memory."""
+    with quiet(), torch.device("meta"):
+        return lm.model_class(lm.core.config)
+
+
+def _can_adapt(lm: PretrainedLM, target: str) -> bool:
+    """Whether an adapter can be put there: ``peft`` refuses some layers, such as Mamba's."""
+    try:
+        _adapted(_bare(lm), [target], {})
+    except ValueError:
+        return False
+    return True
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
@@ -280,11 +282,11 @@ def _layers(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
+def open_adapted_lm(folder: Path) -> LoraLM:
     """Load a saved adapter and the base model that it names, ready to be trained further.
 
-    ``revision`` is that of the base model. Of the adapter's settings only those of plain LoRA are
-    passed on: ``peft`` would import a module that others name.
+    Of the adapter's settings only those of plain LoRA are passed on: ``peft`` would import a module
+    that others name.
     """
     peft = require_library("peft")
     require_intact(folder)
@@ -302,7 +304,7 @@ def open_adapted_lm(folder: Path, *, revision: str = "") -> LoraLM:
             "one into its base with peft (merge_and_unload)"
         )
     targets = [targets] if isinstance(targets, str) else targets
-    lora = add_lora(open_causal_lm(source, revision=revision), r, alpha, dropout, targets)
+    lora = add_lora(open_causal_lm(source), r, alpha, dropout, targets)
     weights = folder / ADAPTER_WEIGHTS
     tensors = read_safetensors(weights)
     wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
@@ -446,7 +448,7 @@ def generate_ids(
     max_new_tokens: int,
     temperature: float = 0.8,
     seed: int = 0,
-    ends: Sequence[Sequence[int]] = (),
+    ends: Sequence[int] = (),
 ) -> list[int]:
     """Generate ids after a prompt, up to the model's last position or one of ``ends``.
 
@@ -466,12 +468,9 @@ def generate_ids(
     config = settings(
         max_new_tokens=min(max_new_tokens, limit - len(prompt)),
         pad_token_id=0,  # unused for one row, but transformers requires it
+        eos_token_id=list(ends) or None,
         **(drawing if temperature else {}),
     )
-
-    def ended(ids_BT: Tensor, *_: Any, **__: Any) -> Tensor:
-        end = _end(ids_BT[0, len(prompt) :].tolist(), ends)
-        return torch.tensor([end > 0], device=ids_BT.device)
 
     core = lm.eval().core
     core.generation_config = settings()  # generate takes what config leaves open from there
@@ -483,12 +482,74 @@ def generate_ids(
             attention_mask=torch.ones_like(ids_1T),
             generation_config=config,
             logits_processor=[lambda _, logits: require_finite_logits(logits)],
-            stopping_criteria=[ended],
         )
     written: list[int] = out_1T[0, len(prompt) :].tolist()
-    return written[: len(written) - _end(written, ends)]
+    return written[:-1] if written and written[-1] in ends else written
 
 
-def _end(written: list[int], ends: Sequence[Sequence[int]]) -> int:
-    """Return the length of the first of ``ends`` that the ids end with; 0 if with none."""
-    return next((len(end) for end in ends if end and written[-len(end) :] == list(end)), 0)
+# A GPT of our own as a folder of GPT-2. Besides the names, two things differ: their ``Conv1D``
+# weights are ``(in, out)`` where ours are ``(out, in)``, and their fused attention projection has
+# outputs in the order (q|k|v, head, D) where ours has (head, q|k|v, D).
+
+
+_NAMES = {
+    "layers.": "h.",
+    "attn_norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "final_norm": "ln_f",
+}
+"""Parts of a parameter's name, ours to theirs."""
+
+
+@torch.no_grad()
+def export_gpt2(
+    model: GPT, folder: Path, dtype: torch.dtype, beside: Callable[[Path], object]
+) -> str:
+    """Write such a folder, and what ``beside`` writes there, if ``transformers`` computes the same.
+
+    The model must be in fp32 and is used up. For result and errors see :func:`require_faithful`.
+    """
+    ids_BT = random_ids(model.config.vocab_size, min(16, model.config.block_size))
+    trained_BTV = model.eval()(ids_BT)
+    with new_folder(folder) as empty:
+        save_gpt2(model, empty, dtype)
+        beside(empty)
+        return require_faithful(empty, dtype, model, model, ids_BT, trained_BTV)
+
+
+def save_gpt2(model: GPT, folder: Path, dtype: torch.dtype) -> None:
+    """Write into an empty folder what ``GPT2LMHeadModel.from_pretrained`` reads.
+
+    Raises:
+        CheckpointError: If a weight is not finite in ``dtype``.
+    """
+    shape, tensors = model.config, {}
+    # only GPT-2's vocabulary has <|endoftext|> at 50256, where transformers assumes it
+    end = 50256 if shape.vocab_size == 50257 else None
+    config = require_library("transformers").GPT2Config(
+        n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
+        n_positions=shape.block_size, vocab_size=shape.vocab_size,
+        layer_norm_epsilon=shape.layer_norm_eps, attn_pdrop=shape.dropout,
+        embd_pdrop=shape.dropout, resid_pdrop=shape.dropout, bos_token_id=end, eos_token_id=end,
+        architectures=["GPT2LMHeadModel"], dtype=dtype,
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        theirs = f"transformer.{name}"
+        for ours, other in _NAMES.items():
+            theirs = theirs.replace(ours, other)
+        tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", dtype)
+        require_finite(tensor, folder, theirs)
+        tensors[theirs] = tensor.contiguous()
+    config.save_pretrained(folder)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def to_hf(name: str, parameter: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Convert our parameter to their layout, same dtype, maybe as a view."""
+    if ".qkv." in name:
+        parameter = torch.unflatten(parameter, 0, (n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return parameter.t() if name.startswith("layers.") and parameter.ndim == 2 else parameter

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -22,19 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfstep.errors import ConfigError, DataError
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import (
     Pretrained,
+    PretrainedTokenizer,
     open_folder,
     quiet,
     require_library,
-    set_dropout,
 )
-from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer
 
-IGNORED_LABEL = -1
-"""Label of a row that only fills a batch and does not count."""
 ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""(ids_BT int64, mask_BT bool, labels_B int64 with -1 for "does not count")."""
+"""(ids_BT int64, mask_BT bool, labels_B int64 with -100 for "does not count")."""
 
 
 class PretrainedClassifier(Pretrained):
@@ -57,10 +53,6 @@ class PretrainedClassifier(Pretrained):
         self.label_smoothing = label_smoothing
         self.head_is_new = head_is_new
 
-    def forward(self, batch: ClassifierBatch) -> Tensor:
-        """Return the logits of a batch, ``(B, C)``, as :meth:`logits` does."""
-        return self.logits(batch)
-
     def logits(self, batch: ClassifierBatch) -> Tensor:
         """Compute logits ``(B, C)`` in fp32; the batch's labels are ignored."""
         ids_BT, mask_BT = batch[:2]
@@ -78,11 +70,10 @@ class PretrainedClassifier(Pretrained):
         loss = functional.cross_entropy(
             logits_BC,
             labels_B,
-            ignore_index=IGNORED_LABEL,
             reduction="sum",
             label_smoothing=self.label_smoothing if self.training else 0.0,
         )
-        return loss, (labels_B != IGNORED_LABEL).sum().to(loss.dtype)
+        return loss, (labels_B != IGNORE_INDEX).sum().to(loss.dtype)
 
     def read_back(self, folder: Path) -> dict[str, Tensor]:
         """Read the weights, with a head of the folder's own."""
@@ -93,29 +84,25 @@ def open_classifier(
     source: str | os.PathLike[str],
     names: Sequence[str] | None,
     *,
-    dropout: float | None = None,
     label_smoothing: float = 0.0,
-    revision: str = "",
     seed: int = 0,
 ) -> PretrainedClassifier:
     """Load a pretrained encoder with a head for these classes, in fp32 on the CPU, in train mode.
 
     The head is the folder's own if its ``id2label`` equals ``names`` in order (None: whatever the
-    folder says); otherwise it is drawn from ``seed``. ``dropout`` is all the model's dropout
-    probabilities; None keeps its own.
+    folder says); otherwise it is drawn from ``seed``.
 
     Raises:
         ConfigError: If the source or the architecture cannot be used.
         CheckpointError: If the folder is damaged or lacks weights of the encoder.
     """
-    folder = open_folder(source, revision)
+    folder = open_folder(source)
     own = [name for _, name in sorted(folder.config.id2label.items())]
     names = own if names is None else list(names)
     _name_classes(folder.config, names)
     model, drawn = folder.build(
         "AutoModelForSequenceClassification",
         torch.float32,
-        dropout=dropout,
         head="kept" if names == own else "new",
         seed=seed,
     )
@@ -136,34 +123,21 @@ SCRATCH = "scratch:"
 """Prefix of the names of models that are made from scratch, not loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The shape of a named size; other settings are the defaults of ``BertConfig``."""
+SIZES = {"tiny": (2, 2, 64, 2048), "small": (2, 4, 128, 4608), "base": (6, 8, 512, 8192)}
+"""Layers, heads and width (0.2, 1.0 and 23 million parameters), and the most ids of the tokenizer.
 
-    layers: int
-    heads: int
-    width: int
-    vocabulary: int
-    """Maximal number of ids of the tokenizer that is trained for it."""
+Other settings are the defaults of ``BertConfig``.
 
-
-SIZES: Mapping[str, Size] = MappingProxyType(
-    {
-        "tiny": Size(layers=2, heads=2, width=64, vocabulary=2048),
-        "small": Size(layers=2, heads=4, width=128, vocabulary=4608),
-        "base": Size(layers=6, heads=8, width=512, vocabulary=8192),
-    }
-)
-"""0.2, 1.0 and 23 million parameters. **Source:** docs/decisions/0014-scratch-classifier.md."""
-
+**Source:** docs/decisions/0014-scratch-classifier.md.
+"""
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 """BERT's special tokens; in this order they get the ids 0 to 3."""
 _SPACE = "▁"
 """The library's character for a space, which makes the space a part of the word after it."""
 
 
-def scratch_size(source: str) -> Size:
-    """Return the size that ``scratch:NAME`` names, or raise ConfigError."""
+def scratch_size(source: str) -> tuple[int, int, int, int]:
+    """Return the entry of ``SIZES`` that ``scratch:NAME`` names, or raise ConfigError."""
     name = source.removeprefix(SCRATCH)
     if name not in SIZES:
         allowed = ", ".join(SCRATCH + known for known in SIZES)
@@ -172,34 +146,32 @@ def scratch_size(source: str) -> Size:
 
 
 def make_classifier(
-    size: Size,
+    size: tuple[int, int, int, int],
     names: Sequence[str],
     *,
     vocab_size: int,
     max_length: int,
-    dropout: float | None = None,
     label_smoothing: float = 0.0,
     seed: int = 0,
 ) -> PretrainedClassifier:
     """Make a BERT classifier in fp32 on the CPU, in training mode, with weights from ``seed``.
 
-    ``max_length`` is the number of positions. ``dropout`` None means 0.1, the default of
-    ``BertConfig``. The other arguments are those of :func:`open_classifier`.
+    ``max_length`` is the number of positions. The other arguments are those of
+    :func:`open_classifier`.
     """
     transformers = require_library("transformers")
+    layers, heads, width, _ = size
     config = transformers.BertConfig(
         vocab_size=vocab_size,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        intermediate_size=4 * size.width,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
         max_position_embeddings=max_length,
         pad_token_id=0,
         attn_implementation="sdpa",
     )
     _name_classes(config, names)
-    if dropout is not None:
-        set_dropout(config, dropout)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.BertForSequenceClassification(config)

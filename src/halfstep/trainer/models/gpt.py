@@ -29,12 +29,12 @@ from halfstep.kernels.rows import (
     normalised,
 )
 from halfstep.precision.casting.op_casts import is_plain, may_run
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.cross_entropy import (
     autocast_off,
     linear_cross_entropy_sum,
     matmul_dtype,
 )
-from halfstep.trainer.models.shapes import GPTConfig
 
 
 class GPT(nn.Module):
@@ -525,37 +525,21 @@ def generate(
     Only the last ``block_size`` tokens are seen. ``temperature`` 0 takes the most probable token
     every time. Generation ends after ``stop_token``. The model is left in evaluation mode.
     """
-    # Drawn on the CPU, so that they are the same on every device.
-    uniforms = torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     tokens = list(tokens)
     model.eval()
-    for uniform in uniforms.tolist():
+    for _ in range(max_new_tokens):
         window = torch.tensor([tokens[-model.config.block_size :]], device=device)
-        logits_V = require_finite_logits(model.last_logits(window))[0]
-        tokens.append(
-            sample(logits_V, uniform, temperature) if temperature else int(logits_V.argmax())
-        )
+        # drawn on the CPU, so that draws are the same on every device
+        logits_V = require_finite_logits(model.last_logits(window))[0].cpu()
+        tokens.append(int(logits_V.argmax()))
+        if temperature:
+            gaps_V = (logits_V - logits_V.max()).double() / temperature
+            tokens[-1] = int(gaps_V.softmax(dim=-1).multinomial(1, generator=generator))
         if tokens[-1] == stop_token:
             break
     return tokens
-
-
-def sample(logits_V: Tensor, uniform: float, temperature: float) -> int:
-    """Draw a token by inverting the cumulative distribution at ``uniform``, in ``[0, 1)``.
-
-    Tokens are sorted most probable first (ties: lower id first), so that a smaller uniform number
-    means a more probable token.
-    """
-    ranked_V, ids_V = logits_V.sort(descending=True, stable=True)
-    # Subtract the largest logit first and keep the temperature a normal fp32 number, so that tiny
-    # temperatures give 0 and -inf, never inf - inf or 0 / 0.
-    gaps_V = ranked_V - ranked_V[0]
-    p_V = torch.softmax(gaps_V / max(temperature, torch.finfo(torch.float32).tiny), dim=-1)
-    cumulative_V = p_V.cumsum(dim=-1)
-    # Rounding may lift the product to the total itself; take the last token with p > 0 then.
-    rank = torch.searchsorted(cumulative_V, uniform * cumulative_V[-1:], right=True)
-    return int(ids_V[rank.clamp(max=int((p_V > 0).sum()) - 1)])
 
 
 def require_finite_logits(logits_BV: Tensor) -> Tensor:

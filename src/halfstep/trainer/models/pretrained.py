@@ -1,4 +1,4 @@
-"""Opens Hugging Face model folders, builds their models by ``transformers``, and writes them.
+"""Opens Hugging Face models and tokenizers by ``transformers``, and writes them.
 
 No code of a folder runs and no pickle is opened. Weights are read from safetensors here, and
 ``transformers`` gets the tensors, never the folder, in which it would also look for pickles.
@@ -6,11 +6,13 @@ No code of a folder runs and no pickle is opened. Weights are read from safetens
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -23,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.files import require_intact, sync, sync_folder, write_manifest
 from halfstep.precision.scaling.gradients import is_finite
 
@@ -33,27 +35,19 @@ _FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"
 """What is downloaded: no pickles and no code."""
 
 
-def resolve_source(source: str | os.PathLike[str], revision: str = "") -> Path:
+def resolve_source(source: str | os.PathLike[str]) -> Path:
     """Return the local folder of a model that is given as a folder or as a hub name.
 
     If the hub does not answer, or ``HF_HUB_OFFLINE`` is set, an earlier download is used.
-    ``revision`` is the branch, tag or commit of a hub name.
     """
     text = os.fspath(source)
     folder = Path(text).expanduser()
     if text and folder.is_dir():
-        if revision:
-            raise ConfigError(f"revision {revision!r} is for hub names, and {text} is a folder")
         return folder
     hub = require_library("huggingface_hub")
     try:
         with quiet():
-            found = hub.snapshot_download(text, revision=revision or None, allow_patterns=_FILES)
-    except hub.errors.HFValidationError as error:
-        raise ConfigError(
-            f"model {text!r} is not a folder here, and no name that the hub could have; give a "
-            "model's folder, or a name such as openai-community/gpt2"
-        ) from error
+            found = hub.snapshot_download(text, allow_patterns=_FILES)
     except Exception as error:  # unknown or gated names, any kind of network failure
         raise ConfigError(
             f"model {text!r} is not a folder here, and the hub answers: "
@@ -61,16 +55,6 @@ def resolve_source(source: str | os.PathLike[str], revision: str = "") -> Path:
             f"Where there is a network, run `hf download {text} --local-dir DIR`, and give DIR"
         ) from error
     return Path(found)
-
-
-def pin(source: str | os.PathLike[str], revision: str = "") -> str:
-    """Return the current commit of a hub name's revision, "" for a folder.
-
-    A branch may move between the opening of a model and that of its tokenizer.
-    """
-    folder = resolve_source(source, revision)
-    # The cache's layout: snapshots/COMMIT.
-    return "" if Path(source).expanduser().is_dir() else folder.name
 
 
 def require_library(module: str) -> Any:
@@ -135,7 +119,6 @@ class PretrainedFolder:
         auto_class: str,
         dtype: torch.dtype,
         *,
-        dropout: float | None = None,
         head: Literal["needed", "kept", "new"] = "needed",
         seed: int = 0,
     ) -> tuple[Any, list[str]]:
@@ -152,8 +135,6 @@ class PretrainedFolder:
         if not self.knows(auto_class):
             kind = self.config.model_type
             raise ConfigError(f"{self.folder}: model_type {kind!r} has no {auto_class}")
-        if dropout is not None:
-            set_dropout(self.config, dropout)
         try:
             with quiet(), torch.random.fork_rng(devices=[]):
                 model, info = self._loaded(auto_class, dtype, head == "new", seed)
@@ -200,7 +181,7 @@ class PretrainedFolder:
         return model, info
 
 
-def open_folder(source: str | os.PathLike[str], revision: str = "") -> PretrainedFolder:
+def open_folder(source: str | os.PathLike[str]) -> PretrainedFolder:
     """Open the folder of a model, given as for :func:`resolve_source`.
 
     Raises:
@@ -208,7 +189,7 @@ def open_folder(source: str | os.PathLike[str], revision: str = "") -> Pretraine
         CheckpointError: If a file is missing, damaged or not as its manifest says, or the model
             needs code of its own.
     """
-    folder = resolve_source(source, revision)
+    folder = resolve_source(source)
     require_intact(folder)
     if (folder / ADAPTER).exists():
         raise ConfigError(f"{folder} holds an adapter, not a model: merge it into its base first")
@@ -255,13 +236,6 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{file} is missing, damaged or not a safetensors file ({error}); copy it again"
         ) from error
-
-
-def set_dropout(config: Any, dropout: float) -> None:
-    """Set every dropout probability of a ``transformers`` config, attention's too."""
-    for key, value in config.to_dict().items():
-        if ("dropout" in key or "pdrop" in key) and type(value) in (int, float):
-            setattr(config, key, dropout)
 
 
 class Pretrained(nn.Module):
@@ -392,3 +366,150 @@ def _position_limit(model: Any) -> int | None:
         ):
             return int(module.num_embeddings - module.padding_idx - 1)
     return getattr(model.config, "max_position_embeddings", None)
+
+
+# Tokenizers.
+
+
+def open_tokenizer(
+    source: str | os.PathLike[str],
+    *,
+    max_length: int,
+    model: Pretrained | None = None,
+) -> PretrainedTokenizer:
+    """Open the tokenizer of a model's folder or hub name.
+
+    The smallest of ``max_length``, the model's and the tokenizer's limit applies to a text.
+
+    Raises:
+        ConfigError: If the source cannot be used, or has ids that the model's embedding has not.
+        CheckpointError: If the folder has no tokenizer, a damaged one, or one that needs its code.
+    """
+    folder = resolve_source(source)
+    require_intact(folder, besides=".safetensors")  # weights are checked where they are read
+    try:
+        with quiet():
+            tokenizer = require_library("transformers").AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be read: {first_line(error)}"
+        ) from error
+    files = getattr(tokenizer, "vocab_files_names", {}).values()
+    if not any((folder / name).exists() for name in files):  # then transformers made one up
+        raise CheckpointError(f"{folder} has no tokenizer: none of {', '.join(files)}")
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"{folder}: its tokenizer has no fast version (tokenizer.json)")
+    limit = min(max_length, int(tokenizer.model_max_length))
+    if model is None:
+        return PretrainedTokenizer(tokenizer, limit)
+    found = PretrainedTokenizer(tokenizer, min(limit, model.max_length or limit))
+    rows = model.core.get_input_embeddings().weight.shape[0]
+    if found.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer has ids up to {found.vocab_size - 1}, but the model's embedding has "
+            f"{rows} rows: tokenizer and weights are of different models"
+        )
+    return found
+
+
+class PretrainedTokenizer:
+    """Turns text into ids by a fast ``transformers`` tokenizer.
+
+    Attributes:
+        max_length: Maximal ids of a text in :meth:`encode_batch`, special ones included.
+        pad_id: The tokenizer's padding id; else its end-of-text id, as for GPT-2; else 0.
+        bos_id: The id that the tokenizer itself writes before a text, if it does.
+        special_tokens: Strings that become control tokens, wherever they occur in a text.
+        vocab_size: One more than the largest id.
+        fingerprint: SHA-256 of everything that determines ids.
+        truncated: Number of texts encoded so far that were cut.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self._tokenizer = tokenizer
+        self.max_length = max_length
+        self.truncated = 0
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self.pad_id: int = next(i for i in pads if i is not None)
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        named = list(tokenizer.all_special_tokens)
+        added = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+        self.special_tokens: tuple[str, ...] = tuple(dict.fromkeys(named + added))
+        first = self._ids(["a"], add_special_tokens=True)[0][:1]
+        bos: int | None = tokenizer.bos_token_id
+        self.bos_id = bos if first == [bos] else None
+        parts = [backend.to_str(), self.pad_id, max_length, tokenizer.truncation_side]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts with special tokens, cut to ``max_length``; ``truncated`` counts cuts."""
+        found = self._ids(texts, add_special_tokens=True)
+        cut = sum(len(ids) > self.max_length for ids in found)
+        if not cut:
+            return found
+        self.truncated += cut
+        limit = self.max_length
+        return self._ids(texts, add_special_tokens=True, truncation=True, max_length=limit)
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts without special tokens, to any length."""
+        return self._ids(texts, add_special_tokens=False)
+
+    def _ids(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        if not texts:
+            return []
+        with quiet():  # silences warnings about long texts, which encode_batch counts
+            out = self._tokenizer(list(texts), **options)
+        return [list(ids) for ids in out["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids into text, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def end_of_text(self) -> int:
+        """Return the id that ends an answer and a document."""
+        found: int | None = self._tokenizer.eos_token_id
+        if found is None:
+            raise ConfigError(
+                "the tokenizer has no end-of-text token (eos_token in tokenizer_config.json), so a "
+                "tuned model could not learn to stop; set one"
+            )
+        return found
+
+    def end_of_turn(self) -> list[int]:
+        """Return the id with which the chat template ends an answer, if it is one id."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return []
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        ids = self.encode_plain([self.chat(turns).rpartition("!")[2].rstrip()])[0]
+        return ids if len(ids) == 1 else []
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
+    ) -> str:
+        """Write messages in the chat template, special tokens spelled out.
+
+        ``add_generation_prompt`` ends with what precedes an answer.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template raises what it likes: jinja2's errors, or its own
+            raise DataError(
+                f"the tokenizer's chat template refuses the conversation ({first_line(error)}); "
+                "change the record, or write instruction and output"
+            ) from error
+        return text
+
+    def save(self, folder: Path) -> None:
+        """Write the files that :func:`open_tokenizer` and ``AutoTokenizer`` read."""
+        self._tokenizer.save_pretrained(folder)

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
 from halfstep.precision.scaling.gradients import in_fp64
+from halfstep.shown import aligned
 from halfstep.trainer.checkpoint import Exported
-from halfstep.trainer.config.tasks import ClassifyConfig
-from halfstep.trainer.config.use import Evaluating, Predicting
-from halfstep.trainer.data.batches import Examples, encode_examples, evaluation_batches, padded
-from halfstep.trainer.data.config import LabelledData, LabelledTexts
+from halfstep.trainer.config.tasks import ClassifyConfig, Evaluating, Predicting
+from halfstep.trainer.data.batches import (
+    Examples,
+    Indices,
+    LabelledTexts,
+    encode_examples,
+    evaluation_batches,
+    evaluation_shares,
+    padded,
+)
+from halfstep.trainer.data.config import Progress
 from halfstep.trainer.data.labelled import read_known, read_labelled
-from halfstep.trainer.data.token_file import Progress
 from halfstep.trainer.models.classifier import (
     SCRATCH,
+    ClassifierBatch,
     PretrainedClassifier,
     make_classifier,
     open_classifier,
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.pretrained_tokenizer import PretrainedTokenizer, open_tokenizer
-from halfstep.trainer.step import Batch, Evaluation, Judge
-from halfstep.trainer.tasks.epochs import (
-    FinetuneTask,
-    model_folder,
-    pinned,
-    tokenizer_of,
-)
-from halfstep.trainer.tasks.scores import (
-    classifier_scores,
-    example_batches,
-    report_table,
-    report_values,
-)
+from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models.pretrained import PretrainedTokenizer, open_tokenizer
+from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
+from halfstep.trainer.tasks.epochs import FinetuneTask, model_folder
 from halfstep.trainer.tasks.task import Measured, Trained
 
 _BATCHES_AT_ONCE = 32  # texts of this many batches are sorted by length together, to save padding
@@ -59,19 +58,34 @@ class ClassifyTask(FinetuneTask):
     def __init__(
         self, config: ClassifyConfig, world: World, progress: Progress, *_: object
     ) -> None:
-        """Read the data, make or load tokenizer and model; for arguments see ``open_session``.
-
-        Raises:
-            HalfstepError: For data or a model folder that cannot be used.
-        """
+        """Read the data, make or load tokenizer and model; for arguments see ``open_session``."""
         run, choice = config.run, config.model
         data = read_labelled(config.data, run.seed)
         self.labels = data.names
         self.notes = list(data.notes)
+        smoothing, seed = choice.label_smoothing, run.seed
         if choice.source.startswith(SCRATCH):
-            self._make(config, data)
+            size = scratch_size(choice.source)
+            self.tokenizer = train_tokenizer(data.train.texts, size[-1], choice.max_length)
+            self.model = make_classifier(
+                size,
+                data.names,
+                vocab_size=self.tokenizer.vocab_size,
+                max_length=choice.max_length,
+                label_smoothing=smoothing,
+                seed=seed,
+            )
         else:
-            config = self._load(config, world)
+            self.model = open_classifier(
+                choice.source, data.names, label_smoothing=smoothing, seed=seed
+            )
+            self.tokenizer = open_tokenizer(
+                choice.source, max_length=choice.max_length, model=self.model
+            )
+        if self.model.head_is_new:
+            self.notes.append(
+                f"the layer that gives the classes is new: {choice.source} has none for these"
+            )
         self._train = self._encoded("training", data.train)
         self._dev = self._encoded("validation", data.dev)
         self.identity: Mapping[str, str] = {
@@ -80,38 +94,6 @@ class ClassifyTask(FinetuneTask):
         }
         world.require_same(self.identity)
         self.deal(config, self._train.lengths)
-
-    def _make(self, config: ClassifyConfig, data: LabelledData) -> None:
-        choice = config.model
-        size = scratch_size(choice.source)
-        self.tokenizer = train_tokenizer(data.train.texts, size.vocabulary, choice.max_length)
-        self.model = make_classifier(
-            size,
-            self.labels,
-            vocab_size=self.tokenizer.vocab_size,
-            max_length=choice.max_length,
-            dropout=None if choice.dropout < 0 else choice.dropout,
-            label_smoothing=choice.label_smoothing,
-            seed=config.run.seed,
-        )
-
-    def _load(self, config: ClassifyConfig, world: World) -> ClassifyConfig:
-        config = pinned(config, world)
-        choice = config.model
-        self.model = open_classifier(
-            choice.source,
-            self.labels,
-            dropout=None if choice.dropout < 0 else choice.dropout,
-            label_smoothing=choice.label_smoothing,
-            seed=config.run.seed,
-            revision=choice.revision,
-        )
-        if self.model.head_is_new:
-            self.notes.append(
-                f"the layer that gives the classes is new: {choice.source} has none for these"
-            )
-        self.tokenizer = tokenizer_of(self.model, choice, choice.max_length)
-        return config
 
     def _encoded(self, role: str, texts: LabelledTexts) -> Examples:
         before = self.tokenizer.truncated
@@ -135,7 +117,7 @@ class ClassifyTask(FinetuneTask):
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT int64, mask_BT bool, labels_B int64) of some rows of a step's batch."""
         indices = self.indices(step)[rows.start : rows.stop]
-        return padded(self._train, indices, self.tokenizer.pad_id)
+        return _rows(self._train, indices, self.tokenizer.pad_id)
 
     def targets(self, batch: Batch) -> float:
         """Return the number of examples."""
@@ -143,16 +125,9 @@ class ClassifyTask(FinetuneTask):
 
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss (unsmoothed) and confusion on every validation example once."""
-        run = self.config.run
-        batches = example_batches(
-            self._dev,
-            run.batch_size // run.grad_accum,
-            self.tokenizer.pad_id,
-            run.eval_batches * run.grad_accum,
-            judge.rank,
-            judge.ranks,
-        )
-        return classifier_scores(self.model, batches, self.labels, judge, run.best_by)
+        shares = self.shares(self._dev.lengths, judge)
+        batches = example_batches(self._dev, self.tokenizer.pad_id, shares)
+        return classifier_scores(self.model, batches, self.labels, judge, self.config.run.best_by)
 
     def improved(self, folder: Path, step: int, evaluation: Evaluation) -> None:
         """Write the report on the best state so far: report.txt, report.json."""
@@ -165,7 +140,7 @@ class ClassifyTask(FinetuneTask):
             "data": self.identity["data"],
             **report_values(evaluation.confusion, self.labels),
         }
-        write_whole(folder / "report.txt", report_table(evaluation.confusion, self.labels))
+        write_whole(folder / "report.txt", report_table(values))
         text = json.dumps(values, indent=1, ensure_ascii=False)
         write_whole(folder / "report.json", f"{text}\n")
 
@@ -185,9 +160,8 @@ class TrainedClassifier(Trained):
         folder = model_folder(self.path)
         self.model = open_classifier(folder, None)
         self.labels: tuple[str, ...] = self.model.names
-        self.tokenizer = open_tokenizer(
-            folder, max_length=self.config.model.max_length, model_limit=self.model.max_length
-        )
+        length = self.config.model.max_length
+        self.tokenizer = open_tokenizer(folder, max_length=length, model=self.model)
 
     @torch.no_grad()
     def probabilities(self, texts: list[str], batch_size: int) -> np.ndarray[Any, Any]:
@@ -198,11 +172,8 @@ class TrainedClassifier(Trained):
         found = np.zeros((len(texts), len(self.labels)))
         with self.around():
             for indices in evaluation_batches(examples.lengths, batch_size):
-                ids_BT, mask_BT, labels_B = (
-                    part.to(self.device)
-                    for part in padded(examples, indices, self.tokenizer.pad_id)
-                )
-                logits_BC = self.model.logits((ids_BT, mask_BT, labels_B))
+                batch = _rows(examples, indices, self.tokenizer.pad_id)
+                logits_BC = self.model.logits(to_device(batch, self.device))
                 found[indices] = in_fp64(logits_BC).softmax(dim=-1).cpu().numpy()
         self._require_finite(bool(np.isfinite(found).all()))
         return found
@@ -225,17 +196,16 @@ class TrainedClassifier(Trained):
         """Report the scores on the run's validation texts, or on ``--data``."""
         self.open(use)
         examples = encode_examples(self.tokenizer.encode_batch, self._texts(use))
-        batches = example_batches(examples, use.batch_size, self.tokenizer.pad_id, use.max_batches)
+        shares = evaluation_shares(examples.lengths, use.batch_size, use.max_batches)
+        batches = example_batches(examples, self.tokenizer.pad_id, shares)
         judge = Judge(self.model.loss_sum, self.around, self.device)
         found = classifier_scores(self.model, batches, self.labels, judge)
         self._require_finite(math.isfinite(found.loss))
         self._note_cuts()
         values = {"loss": found.loss, "examples": found.targets, "precision": str(self.policy)}
+        values |= report_values(found.confusion, self.labels)
         head = f"loss {found.loss:.4f}, macro F1 {found.macro_f1:.4f} in {self.policy}\n"
-        return Measured(
-            head + report_table(found.confusion, self.labels),
-            values | report_values(found.confusion, self.labels),
-        )
+        return Measured(head + report_table(values), values)
 
     def _texts(self, use: Evaluating) -> LabelledTexts:
         """Read ``--data`` or the run's validation texts, numbered by the model's labels."""
@@ -263,3 +233,116 @@ class TrainedClassifier(Trained):
     def _note_cuts(self) -> None:
         if cut := self.tokenizer.truncated:
             self.notes.append(f"{cut} texts were cut at {self.tokenizer.max_length} tokens")
+
+
+# Scores on every example once.
+
+
+def _rows(examples: Examples, numbers: Indices, pad_id: int) -> ClassifierBatch:
+    labels_B = torch.from_numpy(examples.labels[numbers])
+    return (*padded(examples.ids, examples.starts, numbers, pad_id), labels_B)
+
+
+def example_batches(
+    examples: Examples, pad_id: int, shares: Iterable[tuple[Indices, bool]]
+) -> Iterator[Batch]:
+    """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
+    for numbers, counts in shares:
+        ids_BT, mask_BT, labels_B = _rows(examples, numbers, pad_id)
+        yield ids_BT, mask_BT, labels_B if counts else torch.full_like(labels_B, IGNORE_INDEX)
+
+
+@torch.no_grad()
+def classifier_scores(
+    model: Any, batches: Iterable[Batch], labels: Sequence[str], judge: Judge, best_by: str = ""
+) -> Evaluation:
+    """Measure loss (unsmoothed) and confusion over the batches of all ranks.
+
+    ``best_by`` is the measure used as score: ``accuracy`` (also if empty), ``macro_f1``, ``loss``.
+    """
+    size = len(labels)
+    confusion = torch.zeros(size * size, dtype=torch.float64)
+    total = 0.0
+    with judge.around():
+        for batch in batches:
+            *_, labels_B = here = to_device(batch, judge.device)
+            logits_BC = model.logits(here)
+            losses_B = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
+            total += float(in_fp64(losses_B).sum())
+            counted = labels_B != IGNORE_INDEX
+            cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
+            confusion += torch.bincount(cells, minlength=size * size).cpu()
+    total, *cells_of_all = judge.sum([total, *confusion.tolist()])
+    counts = [round(cell) for cell in cells_of_all]
+    rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))
+    examples = sum(counts)
+    loss, found = total / examples, report_values(rows, labels)
+    right, f1 = found["accuracy"], found["macro_f1"]
+    if not math.isfinite(loss):  # give no accuracy: the argmax of NaNs would count as class 0
+        text = f"validation loss {loss}: the model's outputs are not finite"
+        return Evaluation(loss=loss, targets=examples, score=math.nan, text=text)
+    return Evaluation(
+        loss=loss,
+        targets=examples,
+        score={"accuracy": right, "macro_f1": f1, "loss": -loss}[best_by or "accuracy"],
+        text=f"validation loss {loss:.4f}, accuracy {right:.4f}, macro F1 {f1:.4f} on {examples:,} "
+        "examples",
+        accuracy=right,
+        macro_f1=f1,
+        confusion=rows,
+    )
+
+
+# Reports from a confusion matrix: the number of examples by true class (row) and predicted class
+# (column). A ratio 0 / 0 is 0, as in scikit-learn's classification_report with zero_division=0.
+
+
+def class_scores(confusion: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    """Compute precision, recall, F1 and support (number of examples) of each class.
+
+    **Source:** van Rijsbergen, "Information Retrieval", 1979, chapter 7.
+    """
+    scores = []
+    for number, row in enumerate(confusion):
+        hits, support = row[number], sum(row)
+        predicted = sum(other[number] for other in confusion)
+        scores.append(
+            {
+                "precision": hits / max(predicted, 1),
+                "recall": hits / max(support, 1),
+                "f1": 2 * hits / max(predicted + support, 1),
+                "support": support,
+            }
+        )
+    return scores
+
+
+def report_values(confusion: Sequence[Sequence[int]], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the scores of all classes, and the confusion matrix, as plain values for JSON."""
+    scores = class_scores(confusion)
+    hits = sum(row[number] for number, row in enumerate(confusion))
+    return {
+        "accuracy": hits / sum(map(sum, confusion)),
+        "macro_f1": sum(score["f1"] for score in scores) / len(scores),
+        "classes": [{"label": label, **score} for label, score in zip(labels, scores, strict=True)],
+        "labels": list(labels),
+        "confusion": [list(row) for row in confusion],
+        "loss_of_a_guess": math.log(len(labels)),
+    }
+
+
+def report_table(values: Mapping[str, Any]) -> str:
+    """Format what :func:`report_values` returns as text in columns."""
+    keys, classes = ("precision", "recall", "f1"), values["classes"]
+    total = sum(one["support"] for one in classes)
+    lines = [["", "precision", "recall", "F1", "examples"]]
+    for one in classes:
+        lines.append([one["label"], *(f"{one[key]:.4f}" for key in keys), str(one["support"])])
+    means = (sum(one[key] for one in classes) / len(classes) for key in keys)
+    lines.append(["macro mean", *(f"{mean:.4f}" for mean in means), str(total)])
+    rows = zip(values["labels"], values["confusion"], strict=True)
+    counts = [["actual \\ predicted", *values["labels"]]]
+    counts += [[label, *map(str, row)] for label, row in rows]
+    head = f"accuracy {values['accuracy']:.4f} on {total} examples"
+    tables = (aligned(table, range(1, len(table[0]))) for table in (lines, counts))
+    return "\n\n".join((head, *tables)) + "\n"

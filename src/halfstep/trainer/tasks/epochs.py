@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.trainer.checkpoint import Exported
-from halfstep.trainer.config.tasks import (
-    ClassifyConfig,
-    FinetuneConfig,
-    LMConfig,
-    PretrainedConfig,
-)
-from halfstep.trainer.data.batches import EpochBatches
-from halfstep.trainer.models.pretrained import Pretrained, new_folder, pin
-from halfstep.trainer.models.pretrained_tokenizer import (
-    PretrainedTokenizer,
-    open_tokenizer,
-    require_vocabulary,
-)
+from halfstep.trainer.config.tasks import FinetuneConfig
+from halfstep.trainer.data.batches import EpochBatches, Indices, evaluation_shares
+from halfstep.trainer.models.pretrained import Pretrained, PretrainedTokenizer, new_folder
+from halfstep.trainer.step import Judge
 from halfstep.trainer.tasks.task import Task, shortened
 
 
@@ -45,9 +33,15 @@ class EpochTask(Task):
         self.config = config.resolved(self._batches.steps_per_epoch)
         self.notes += shortened(config.schedule.warmup_steps, self.config.schedule.warmup_steps)
 
-    def indices(self, step: int) -> npt.NDArray[np.int64]:
+    def indices(self, step: int) -> Indices:
         """Return the indices of a step's examples."""
         return self._batches.indices(step)
+
+    def shares(self, lengths: Indices, judge: Judge) -> Iterator[tuple[Indices, bool]]:
+        """Deal the batches of an evaluation out to this rank; see :func:`evaluation_shares`."""
+        run = self.config.run
+        size, most = run.batch_size // run.grad_accum, run.eval_batches * run.grad_accum
+        return evaluation_shares(lengths, size, most, judge.rank, judge.ranks)
 
     def batch_size(self, step: int) -> int:
         """Return the number of a step's examples; steps of an epoch differ by one at most."""
@@ -79,34 +73,6 @@ class FinetuneTask(EpochTask):
             self.tokenizer.save(empty)
             self.model.require_saved(empty, weights)
         return f"{self.leaves} in {folder / 'model'}"
-
-
-Config = TypeVar("Config", ClassifyConfig, LMConfig)
-
-
-def pinned(config: Config, world: World) -> Config:
-    """Pin the configuration to the model's current commit on the hub; all ranks call it.
-
-    A run uses one commit throughout: all ranks, model and tokenizer, all resumes.
-    """
-    choice = config.model
-    own = world.main_only(lambda: pin(choice.source, choice.revision))
-    model: Any = dataclasses.replace(choice, revision=world.share(own or ""))
-    return dataclasses.replace(config, model=model)
-
-
-def tokenizer_of(
-    model: Pretrained, choice: PretrainedConfig, max_length: int
-) -> PretrainedTokenizer:
-    """Open the tokenizer that comes with a model, and check that it belongs to it."""
-    tokenizer = open_tokenizer(
-        choice.source,
-        max_length=max_length,
-        model_limit=model.max_length,
-        revision=choice.revision,
-    )
-    require_vocabulary(model, tokenizer)
-    return tokenizer
 
 
 def model_folder(run: Path) -> Path:

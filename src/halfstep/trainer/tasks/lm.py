@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 
@@ -15,13 +15,16 @@ from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.casting.cast import add_regions_
 from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
-from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating
-from halfstep.trainer.data.batches import evaluation_shares
-from halfstep.trainer.data.config import Template
-from halfstep.trainer.data.instructions import prompt_ids, read_instructions
-from halfstep.trainer.data.packing import Rows, lm_batch
-from halfstep.trainer.data.token_file import Progress
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, LMConfig
+from halfstep.trainer.data.batches import Indices, evaluation_shares
+from halfstep.trainer.data.config import Progress
+from halfstep.trainer.data.instructions import (
+    TEMPLATES,
+    Rows,
+    lm_batch,
+    prompt_ids,
+    read_instructions,
+)
 from halfstep.trainer.models.causal_lm import (
     LoraLM,
     PretrainedLM,
@@ -32,19 +35,9 @@ from halfstep.trainer.models.causal_lm import (
     require_faithful,
 )
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
-from halfstep.trainer.models.pretrained import new_folder
-from halfstep.trainer.models.pretrained_tokenizer import (
-    PretrainedTokenizer,
-    open_tokenizer,
-)
-from halfstep.trainer.step import Batch, Evaluation, Judge, count_targets, mean_loss, perplexity
-from halfstep.trainer.tasks.epochs import (
-    FinetuneTask,
-    frozen_fingerprint,
-    model_folder,
-    pinned,
-    tokenizer_of,
-)
+from halfstep.trainer.models.pretrained import PretrainedTokenizer, new_folder, open_tokenizer
+from halfstep.trainer.step import Batch, Evaluation, Judge, mean_loss, perplexity
+from halfstep.trainer.tasks.epochs import FinetuneTask, frozen_fingerprint, model_folder
 from halfstep.trainer.tasks.task import Measured, Trained
 
 PROMPT_FILE = "prompt.json"
@@ -58,24 +51,17 @@ class LMTask(FinetuneTask):
     model: PretrainedLM
 
     def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
-        """Load model and tokenizer, read the data; for arguments see ``open_session``.
-
-        Raises:
-            HalfstepError: For data or a model folder that cannot be used.
-        """
+        """Load model and tokenizer, read the data; for arguments see ``open_session``."""
         if config.run.best_by not in ("", "loss"):
             raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
         if not config.model.source:
             raise ConfigError(
                 "model.source is empty; name a model to tune by --model: a folder, or a hub name"
             )
-        config = pinned(config, world)
         choice = config.model
         self.model = open_causal_lm(
             choice.source,
-            dropout=None if choice.dropout < 0 else choice.dropout,
             gradient_checkpointing=choice.gradient_checkpointing,
-            revision=choice.revision,
         )
         limit, data = self.model.max_length, config.data
         self.notes = []
@@ -83,23 +69,9 @@ class LMTask(FinetuneTask):
             data = dataclasses.replace(data, max_length=limit)
             config = dataclasses.replace(config, data=data)
             self.notes.append(f"rows have the model's {limit} positions")
-        self.tokenizer = tokenizer_of(self.model, choice, data.max_length)
-        self.data = read_instructions(data, self.tokenizer, config.run.seed)
-        if data.packing:
-            self.model.check_packing()
-        self._adapt(config)
-        self.identity: Mapping[str, str] = {
-            "data": self.data.sha256,
-            "tokenizer": self.tokenizer.fingerprint,
-            "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
-        }
-        world.require_same(self.identity)
-        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
-        self.notes += [*self.data.notes, *([held] if held else [])]
-        self.deal(config, self.data.train_rows.lengths)
-
-    def _adapt(self, config: LMConfig) -> None:
-        choice = config.model
+        self.tokenizer = open_tokenizer(choice.source, max_length=data.max_length, model=self.model)
+        self._packing = self.model.keeps_documents_apart()
+        self.data = read_instructions(data, self.tokenizer, config.run.seed, packing=self._packing)
         if choice.lora_r:
             self.leaves = "adapter"
             self.model = add_lora(
@@ -110,6 +82,15 @@ class LMTask(FinetuneTask):
                 choice.lora_targets,
                 seed=config.run.seed,
             )
+        self.identity: Mapping[str, str] = {
+            "data": self.data.sha256,
+            "tokenizer": self.tokenizer.fingerprint,
+            "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
+        }
+        world.require_same(self.identity)
+        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
+        self.notes += [*self.data.notes, *([held] if held else [])]
+        self.deal(config, self.data.train_rows.lengths)
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters, tokens and rows."""
@@ -127,43 +108,34 @@ class LMTask(FinetuneTask):
         indices = self.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.pad_id)
 
-    def targets(self, batch: Batch) -> float:
-        """Return the number of target tokens that enter the loss."""
-        return count_targets(batch)
-
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure loss and perplexity on every validation row once."""
-        run = self.config.run
-        batches = validation_rows(
-            self.data.dev_rows,
-            run.batch_size // run.grad_accum,
-            self.tokenizer.pad_id,
-            run.eval_batches * run.grad_accum,
-            judge.rank,
-            judge.ranks,
-        )
+        rows = self.data.dev_rows
+        batches = validation_rows(rows, self.tokenizer.pad_id, self.shares(rows.lengths, judge))
         return measured_loss(batches, judge, str(self.config.precision))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer and the prompt settings."""
         super().save(folder)
         about = {
-            "format": self.data.format,
             "template": self.data.template,
+            "packing": self._packing,
             "base_model": self.identity["base model"],
         }
         (folder / PROMPT_FILE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
 def validation_rows(
-    rows: Rows, batch_size: int, pad_id: int, most: int = 0, rank: int = 0, ranks: int = 1
+    rows: Rows, pad_id: int, shares: Iterable[tuple[Indices, bool]]
 ) -> Iterator[Batch]:
     """Yield a rank's batches, as :func:`evaluation_shares` deals them."""
-    for indices, counts in evaluation_shares(rows.lengths, batch_size, most, rank, ranks):
-        ids_BT, targets_BT, positions_BT = lm_batch(rows, indices, pad_id)
-        if not counts:
-            targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
-        yield ids_BT, targets_BT, positions_BT
+    for numbers, counts in shares:
+        ids_BT, targets_BT, positions_BT = lm_batch(rows, numbers, pad_id)
+        yield (
+            ids_BT,
+            targets_BT if counts else torch.full_like(targets_BT, IGNORE_INDEX),
+            positions_BT,
+        )
 
 
 def measured_loss(batches: Iterator[Batch], judge: Judge, precision: str) -> Evaluation:
@@ -221,7 +193,9 @@ class TrainedLM(Trained):
     model: PretrainedLM
     tokenizer: PretrainedTokenizer
     template: str
-    """The prompt template of training; see :mod:`halfstep.trainer.data.config`."""
+    """The prompt template of training."""
+    packing: bool
+    """Whether several documents share a row; padding gives the same loss."""
 
     def load(self) -> None:
         """Load the best state: the whole model, or the adapter on its base model."""
@@ -229,12 +203,13 @@ class TrainedLM(Trained):
         try:
             about = json.loads(file.read_text(encoding="utf-8"))
             self.template, base = about["template"], about["base_model"]
-            if self.template not in get_args(Template):
+            self.packing = about.get("packing", False)
+            if self.template not in TEMPLATES.values():
                 raise ValueError(f"template {self.template!r}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
         if config.model.lora_r:
-            self.model = open_adapted_lm(folder, revision=config.model.revision)
+            self.model = open_adapted_lm(folder)
             if frozen_fingerprint(self.model) != base:
                 raise ConfigError(
                     f"{self.path}: the base model {config.model.source} has changed since the run, "
@@ -242,9 +217,8 @@ class TrainedLM(Trained):
                 )
         else:
             self.model = open_causal_lm(folder)
-        self.tokenizer = open_tokenizer(
-            folder, max_length=config.data.max_length, model_limit=self.model.max_length
-        )
+        length = config.data.max_length
+        self.tokenizer = open_tokenizer(folder, max_length=length, model=self.model)
 
     def cast_(self) -> None:
         """Give the weights their dtypes in training, and compute as there."""
@@ -263,7 +237,7 @@ class TrainedLM(Trained):
         ids = prompt_ids(prompt, tokenizer, self.template)
         end = tokenizer.end_of_text()
         ids = ids or [end]  # in pretraining, every document follows this token
-        ends = [[end], tokenizer.end_of_turn()]
+        ends = [end, *tokenizer.end_of_turn()]
         with self.around():
             written = generate_ids(self.model, ids, ends=ends, **drawing)
         decode = tokenizer.decode
@@ -285,8 +259,10 @@ class TrainedLM(Trained):
         data = self.config.data
         if use.data:
             data = dataclasses.replace(data, train=use.data, dev=use.data)
-        rows = read_instructions(data, self.tokenizer, self.config.run.seed).dev_rows
-        batches = validation_rows(rows, use.batch_size, self.tokenizer.pad_id, use.max_batches)
+        seed = self.config.run.seed
+        rows = read_instructions(data, self.tokenizer, seed, packing=self.packing).dev_rows
+        shares = evaluation_shares(rows.lengths, use.batch_size, use.max_batches)
+        batches = validation_rows(rows, self.tokenizer.pad_id, shares)
         judge = Judge(self.model.loss_sum, self.around, self.device)
         found = measured_loss(batches, judge, str(self.policy))
         values = {

@@ -33,7 +33,7 @@ from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
 from halfstep.trainer.tasks.epochs import EpochTask
 from halfstep.trainer.tasks.task import dropout_seed, micro_batches, share_of
 
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor]]
+Loss = Callable[[nn.Module, Any], Tensor]
 Measure = Callable[[nn.Module, Any], Mapping[str, Tensor | float]]
 
 
@@ -58,15 +58,11 @@ class Parts:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for data that cannot be shuffled, shared and resumed."""
-        for name in ("train_data", "val_data"):
-            data = getattr(self, name)
-            if data is None and name == "val_data":
-                continue
+        for data in (self.train_data, self.val_data if self.val_data is not None else [0]):
             if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
                 raise ConfigError(
-                    f"Trainer({name}) got a {type(data).__name__}; allowed: a dataset of at least "
-                    "one item with __len__ and __getitem__, which can be shuffled, shared between "
-                    "ranks and resumed at any step; put a stream's items into a list"
+                    f"Trainer got a {type(data).__name__} as data; allowed: a dataset with "
+                    "__len__ and __getitem__ that is not empty; put a stream's items into a list"
                 )
 
 
@@ -165,23 +161,16 @@ class ModuleTask(EpochTask):
                     yield later, part
 
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the user's mean loss times its count, or the sum and count that the user gave."""
-        found = self._parts.loss(self.model, batch)
-        if isinstance(found, tuple):
-            if self._parts.targets is None:
-                raise ConfigError(
-                    "Trainer(loss) gave a sum and a count: the count of all micro-batches must be "
-                    "known before the first of them runs; give targets=, a function from a batch "
-                    "to its count, too"
-                )
-            return found
-        if found.dim():
+        """Return the user's mean loss times its count."""
+        mean, count = self._parts.loss(self.model, batch), self.targets(batch)
+        if not isinstance(mean, Tensor) or mean.dim():
             raise ConfigError(
-                f"Trainer(loss) gave a tensor of shape {tuple(found.shape)}; allowed: a tensor of "
-                "no dims, the mean over the batch, or a pair of the sum and its count"
+                f"Trainer(loss) gave a {type(mean).__name__} of shape {tuple(np.shape(mean))}; "
+                "allowed: a tensor of no dims, the mean over what targets= counts"
             )
-        count = self.targets(batch)
-        return found * count, torch.tensor(count, device=found.device)
+        if not count:  # a mean over nothing is NaN, and adds nothing
+            mean = mean.nan_to_num(0.0, 0.0, 0.0)
+        return mean * count, torch.tensor(count, device=mean.device)
 
     def targets(self, batch: Batch) -> float:
         """Count the batch's targets by the user's function or, without one, its rows."""
@@ -237,9 +226,8 @@ class ModuleTask(EpochTask):
 
         with new_folder(folder / "model", replace=True) as empty:
             safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
-        left = len(own) - len(frozen)
-        note = f" (without {left} frozen weights, which lie in parts on the ranks)" * (left > 0)
-        return f"weights in {folder / 'model' / 'model.safetensors'}{note}"
+        left = " (without frozen weights that lie in parts on the ranks)" * (len(frozen) < len(own))
+        return f"weights in {folder / 'model' / 'model.safetensors'}{left}"
 
     def close(self) -> None:
         """Drop the DataLoader's iterator, which ends its worker processes."""

@@ -24,10 +24,17 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating, Predicting, Use
-from halfstep.trainer.data.token_file import Progress
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
+from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device, policy_on
-from halfstep.trainer.step import Batch, Evaluation, Judge, learning_rate, make_optimizer
+from halfstep.trainer.step import (
+    Batch,
+    Evaluation,
+    Judge,
+    count_targets,
+    learning_rate,
+    make_optimizer,
+)
 
 
 class Task(Protocol):
@@ -80,6 +87,7 @@ class Task(Protocol):
 
     def targets(self, batch: Batch) -> float:
         """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
+        return count_targets(batch)
 
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch over all ranks, without padding."""
@@ -179,8 +187,10 @@ class Trained:
     def _without(self, verb: str) -> ConfigError:
         verbs = ("predict", "generate", "evaluate", "export")
         own = [verb for verb in verbs if getattr(type(self), verb) is not getattr(Trained, verb)]
-        by = self.config.COMMAND or "halfstep.Trainer"
-        instead = f"there is {', '.join(own)}" if own else f"load {self.path / 'model'} yourself"
+        by, model = self.config.COMMAND or "halfstep.Trainer", self.path / "model"
+        instead = f"there is {', '.join(own)}" if own else f"load {model} yourself"
+        if own and verb == "export":
+            instead = f"{model} is a Hugging Face folder of its best state already"
         return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
 
 

@@ -20,20 +20,22 @@ from halfstep.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
 )
-from halfstep.trainer.config.tasks import TrainConfig
-from halfstep.trainer.config.use import Evaluating, Exporting, Generating
-from halfstep.trainer.data.batches import (
-    batch,
-    validation_batches,
+from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, TrainConfig
+from halfstep.trainer.data.batches import batch, require_block, validation_batches
+from halfstep.trainer.data.config import Progress
+from halfstep.trainer.data.corpus import (
+    PreparedData,
+    Tokenizer,
+    load_tokenizer,
+    prepare,
+    token_file,
 )
-from halfstep.trainer.data.corpus import PreparedData, prepare, prepare_one
-from halfstep.trainer.data.token_file import Progress
-from halfstep.trainer.data.tokenizer import Tokenizer, load_tokenizer
+from halfstep.trainer.data.records import find_sources
 from halfstep.trainer.environment import require_host_room
+from halfstep.trainer.models import GPTConfig
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.gpt import GPT, generate
-from halfstep.trainer.models.shapes import GPTConfig
-from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity, tokens_per_byte
+from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
 from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened
 
 
@@ -45,11 +47,7 @@ class TextTask(Task):
     def __init__(
         self, config: TrainConfig, world: World, progress: Progress, layout: Layout
     ) -> None:
-        """Prepare the data and build the model; for arguments see ``open_session``.
-
-        Raises:
-            HalfstepError: For data or a layout that cannot be used.
-        """
+        """Prepare the data and build the model; for arguments see ``open_session``."""
         self.data: PreparedData = world.first_on_machine(
             lambda: prepare(config.data, progress=progress)
         )
@@ -73,15 +71,11 @@ class TextTask(Task):
         schedule = dataclasses.replace(config.schedule, warmup_steps=warmup)
         self.config = dataclasses.replace(config, model=shape, schedule=schedule)
         self.smallest_batch = run.batch_size
-        which = "training"
-        try:  # refuse data shorter than a block here, not at the first step
-            self.batch(0, range(1))
-            which = "validation"
-            next(iter(self._validation(0, 1)))
-        except DataError as error:
-            given = config.data.validation if which == "validation" else ()
-            files = ", ".join(given or config.data.train) or "the standard library"
-            raise DataError(f"the {which} data ({files:.200}) is too short: {error}") from error
+        for which, tokens in (("training", data.train), ("validation", data.validation)):
+            try:  # refuse data shorter than a block here, not at the first step
+                require_block(tokens, config.block_size)
+            except DataError as error:
+                raise DataError(f"the {which} data is too short: {error}") from error
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
@@ -102,10 +96,6 @@ class TextTask(Task):
             block_size=self.config.block_size,
         )
 
-    def targets(self, batch: Batch) -> float:
-        """Return the number of target tokens, all of which enter the loss: no window is padded."""
-        return int(batch[1].numel())
-
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch, the same number in every step."""
         return self.config.run.batch_size * self.config.block_size
@@ -113,7 +103,7 @@ class TextTask(Task):
     def evaluate(self, judge: Judge) -> Evaluation:
         """Measure the loss on the same validation windows every time."""
         batches = self._validation(judge.rank, judge.ranks)
-        return evaluate(batches, judge, tokens_per_byte(self.data.validation))
+        return evaluate(batches, judge, self.data.validation.density)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer to ``folder/tokenizer``."""
@@ -174,7 +164,7 @@ class TrainedText(Trained):
         self.open(use)
         config = self.config
         if use.data:
-            tokens = prepare_one(use.data, self.tokenizer, progress)
+            tokens = token_file(find_sources(use.data), self.tokenizer, progress)
         else:
             data = dataclasses.replace(config.data, tokenizer=str(self.path / "tokenizer"))
             tokens = prepare(data, progress=progress).validation
@@ -185,7 +175,7 @@ class TrainedText(Trained):
             max_batches=use.max_batches or None,
         )
         judge = Judge(self.model.loss_sum, self.around, self.device)
-        found = evaluate(batches, judge, tokens_per_byte(tokens))
+        found = evaluate(batches, judge, tokens.density)
         values = {
             "loss": found.loss,
             "perplexity": perplexity(found.loss),
@@ -203,7 +193,7 @@ class TrainedText(Trained):
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
         count, dtype = self.model.num_parameters(), use.dtype or "fp32"
-        export = part("trainer.models.gpt2_folder:export_gpt2")
+        export = part("trainer.models.causal_lm:export_gpt2")
         near = export(self.model, Path(use.output), DTYPES[dtype], self.tokenizer.save)
         return f"{use.output}: {count:,} parameters in {dtype}\n{near}"
 
