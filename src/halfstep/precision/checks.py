@@ -42,7 +42,7 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
     allowed = "an Optimizer over its parameters, or several: Precision(policy, model, optimizer)"
     for given in several or [None]:
         one = require(given, Optimizer, "Precision(optimizer)", allowed)
-        taken = inspect.signature(one.step).parameters.values()
+        _, *taken = inspect.signature(type(one).step).parameters.values()  # Lightning patches its own
         needed = [p.name for p in taken if p.default is p.empty and "VAR" not in p.kind.name]
         if needed:
             raise PrecisionError(
