@@ -50,13 +50,7 @@ OUTCOMES = {
         [r"first cause: .* of layers\.", "to do: ", "try: the same command with --learning-rate 1"],
         ["runs/nan/report.html"],
     ),
-    "policy": (
-        [
-            r"V100 +fp16-mixed .*Volta", r"T4 +fp16-mixed .*none for bf16", r"A100 +bf16-mixed",
-            r"H100 +bf16-mixed", r"mps +fp32 .*never run", r"cpu +(bf16|fp32)", "remainder",
-        ],
-        [],
-    ),
+    "policy": ([rf"take {AUTO}: ", "source: ", "remainder"], []),
     "memory": (
         [r"bf16-mixed .* 23\.4 GB", r"moments=8bit .* 10\.4 GB", r"policy .* activations"],
         [],
@@ -64,7 +58,7 @@ OUTCOMES = {
     "trace": ([rf"layers\.0\.attn\.qkv +Linear +forward +addmm +3 {PRODUCTS}"], []),
     "compare": ([r"step 20; .*", "Written: compared.html"], ["compared.html"]),
     "curves": (["Written: runs/book/report.html"], ["runs/book/report.html"]),
-    "mac": ([r"take fp32: .*Apple M"], []),
+    "mac": (["20 steps applied"], ["runs/mac"]),
 }  # fmt: skip
 
 

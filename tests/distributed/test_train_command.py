@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_made_ends_all_ranks(pool2, corpus, tmp_path):
     file.write_text("")
     (cause, _, said), (follows, _, other) = run(pool2, *tiny(corpus, file / "r"), "--quiet")
     assert (cause, follows) == (2, 1)
-    assert_one_line(said, f"run folder {file / 'r'} cannot be written")
+    assert_one_line(said, f"{file / 'r'}: Not a directory")
     assert_one_line(other, "rank 0 failed; its own message tells why")
 
 

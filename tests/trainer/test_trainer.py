@@ -250,9 +250,9 @@ def refused(*words):
     [
         ({"batchsize": 4}, ["batchsize", "did you mean 'batch_size'", "max_steps"]),
         ({"optimizer": "adamv"}, ["optimizer.name", "adamv", "adamw"]),
-        ({"val_data": []}, ["val_data", "at least one item"]),
+        ({"val_data": []}, ["val_data is a list", "not empty"]),
         ({"model": plain}, ["a torch.nn.Module"]),
-        ({"train_data": Stream()}, ["train_data", "Stream", "__len__"]),
+        ({"train_data": Stream()}, ["train_data is a Stream", "__len__"]),
         ({"loss": lambda model, batch: model(batch[0])}, ["shape (8, 3)", "mean over"]),
         ({"loss": lambda *_: 1.0}, ["gave a float of shape ()"]),
         ({"evaluate": lambda model, batch: {"acc": 1.0}}, ["gave acc", "'loss'"]),

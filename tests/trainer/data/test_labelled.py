@@ -254,7 +254,7 @@ def test_a_dev_file_is_taken_whole_and_texts_in_both_are_told(write):
     assert (data.dev.texts, data.dev.labels) == (["x", "y", "text 3"], [0, 1, 0])
     assert len(data.train) == 20
     assert data.notes == ("1 of 3 dev texts also stand in train, which inflates the scores",)
-    assert read_known((dev,), LabelledConfig(), data.names, "test") == data.dev
+    assert read_known((dev,), LabelledConfig(), data.names, "test", []) == data.dev
 
 
 def test_names_can_be_given_in_their_order_and_stand_for_ids(write):

@@ -59,6 +59,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     stored,
 )
 from halfstep.errors import NonFiniteError
+from halfstep.precision.border import require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
@@ -99,7 +100,7 @@ class trace_nonfinite(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
+        self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter

@@ -501,8 +501,9 @@ class SimulatedProducts(TorchDispatchMode):
             with self:
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
-        args, kwargs = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
-        result = func(*args, **kwargs)
+        # a trace and a first cause look for ``wide`` in this frame: the kernel runs in fp32
+        wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
+        result = func(*wide, **named)
         if func is _ATTENTION:
             return (result[0].to(low), *result[1:])
         return mapped(result, lambda t: t.to(low) if t.dtype == torch.float32 else t)

@@ -58,10 +58,11 @@ class Parts:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for data that cannot be shuffled, shared and resumed."""
-        for data in (self.train_data, self.val_data if self.val_data is not None else [0]):
+        for name in ("train_data", "val_data") if self.val_data is not None else ("train_data",):
+            data = getattr(self, name)
             if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
                 raise ConfigError(
-                    f"Trainer got a {type(data).__name__} as data; allowed: a dataset with "
+                    f"{name} is a {type(data).__name__}; allowed: a dataset with "
                     "__len__ and __getitem__ that is not empty; put a stream's items into a list"
                 )
 
