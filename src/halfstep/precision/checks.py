@@ -42,11 +42,11 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
     allowed = "an Optimizer over its parameters, or several: Precision(policy, model, optimizer)"
     for given in several or [None]:
         one = require(given, Optimizer, "Precision(optimizer)", allowed)
-        _, *taken = inspect.signature(type(one).step).parameters.values()  # Lightning patches its own
-        needed = [p.name for p in taken if p.default is p.empty and "VAR" not in p.kind.name]
-        if needed:
+        asked = inspect.signature(type(one).step).parameters  # Lightning patches its own
+        needed = [k for k, p in asked.items() if p.default is p.empty and "VAR" not in p.kind.name]
+        if needed[1:]:
             raise PrecisionError(
-                f"{type(one).__name__}.step() needs {needed[0]}, as it runs the model itself, and "
+                f"{type(one).__name__}.step() needs {needed[1]}, as it runs the model itself, and "
                 "Precision steps once after a backward; allowed: an optimizer whose step() needs "
                 "no argument"
             )
