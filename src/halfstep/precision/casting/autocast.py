@@ -479,7 +479,7 @@ class SimulatedProducts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(kind is NestedTensor for kind in types):
+        if NestedTensor in types:
             return NotImplemented  # its class has kernels, whose products come here again
         # the casting modes have already seen this call; what it runs is not the model's own call
         with torch._C.DisableTorchFunction():
