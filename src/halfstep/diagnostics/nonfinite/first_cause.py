@@ -437,10 +437,9 @@ def search(
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
-    It starts from the present buffers and random state, and leaves them as they are. ``run`` is
-    given a micro-batch's number, from 0, and it or a part of it, ``clear`` drops the gradients,
-    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
-    left its past; it may be given that loss.
+    It leaves buffers and random state as they are. ``run`` is given a micro-batch's number, from 0,
+    and it or a part of it, ``clear`` drops the gradients, ``wide`` runs in fp32 and returns the
+    loss, and ``slower``, given that loss or not, says what to do about one that has left its past.
     """
     at, trace, clear = 0, trace_nonfinite(model), clear or model.zero_grad
     clear()
