@@ -432,7 +432,7 @@ class Flow:
             table = self._labels.get(ref.cdata, (None, None))[1]
             elements = storage.nbytes() // value.element_size()
             if not new.dim() and (table is None or value.numel() == elements):
-                table = new.expand(elements)  # which takes no memory
+                table = new.clone().expand(elements)  # which takes no memory
             else:
                 if table is None or table.numel() != elements:
                     table = torch.full((elements,), MEANT, dtype=torch.int32, device=value.device)
