@@ -92,15 +92,13 @@ class RunFinding:
         return {**self.values, **{k: translated(str(self.values[k]), language) for k in keys}}
 
 
-ROSE = N_("lower the learning rate: the loss rose from {0} at step {1} to {2} at step {3}")
-
-
 def translated(text: str, language: str) -> str:
     """A class of causes, a quantity or a remedy; of one that holds figures, all but these."""
+    rose = N_("lower the learning rate: the loss rose from {0} at step {1} to {2} at step {3}")
     body, wider, _ = text.partition(WIDER)
     said = gettext(body, language)
-    if said == body and (figures := re.fullmatch(re.sub(r"{\d}", r"(\\S+)", ROSE), body)):
-        said = gettext(ROSE, language).format(*figures.groups())
+    if said == body and (figures := re.fullmatch(re.sub(r"{\d}", r"(\\S+)", rose), body)):
+        said = gettext(rose, language).format(*figures.groups())
     elif said == body:
         parts = re.split("(: | is up to )", body)
         said = "".join(gettext(part, language) for part in parts if part)
