@@ -186,8 +186,8 @@ def _estimate(arguments: Estimate) -> None:
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
         return
     fits = ("fits", ["yes" if memory.total <= have else "no" for memory in found])
-    rooms = [(abs(room), "short" * (room < 0)) for room in (have - m.total for m in found)]
-    left = ("left", [f"{size_text(size)} {short}".rstrip() for size, short in rooms])
+    rooms = [have - memory.total for memory in found]
+    left = ("left", [size_text(abs(r)) + (" short" if r < 0 else "") for r in rooms])
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
     print(parts_table(found, fits, left))
     print(f"\nfits: state only, in {size_text(have)}; what is left is for activations{ranks}.")

@@ -345,12 +345,16 @@ def _read(number: int, group: _Group) -> GroupReport | None:
     stuck, seen = [], [(s, s.counts.tolist()) for s in group.samples if s.counts is not None]
     if not seen:
         return None
-    for sample, (moving, same) in seen if group.rate else ():
+    for sample, (moving, same) in seen:
+        if not group.rate:  # nothing is to move
+            break
         each = local_part(sample.parameter).numel() / len(sample.weight)
-        updates, unmoved = updates + moving * each, unmoved + same * each
+        updates += moving * each
+        unmoved += same * each
         if not ROUNDING[sample.update].random:
             lost += same * each
-            stuck += [sample.name] if moving == same > 0 and group.known else []
+            if group.known and same and same == moving:
+                stuck.append(sample.name)
     return GroupReport(
         group=group.name,
         step=number,

@@ -25,8 +25,6 @@ from halfstep.precision.policy.devices import (
     default_device,
     name_of,
 )
-from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -47,11 +45,6 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
         return torch.device("cuda", local_rank) if spec == "cuda" else torch.device(spec)
     except RuntimeError as error:
         raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
-
-
-def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> PrecisionPolicy:
-    """Return a configuration's policy on a device, which decides what ``auto`` means."""
-    return parse_policy(precision, device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

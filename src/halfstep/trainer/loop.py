@@ -252,10 +252,9 @@ class _Books:
             return replay or (f"halfstep report {self._folder.parent}" if cause else "")
         if self._session.config.TASK == "module":
             given = value if key == "learning_rate" else repr(value)
-            return f"Trainer({key}={given}, ...).train({'resume=True' * resume})"
-        return (
-            f"the same command with {'--resume ' * resume}--{key.replace('_', '-')} {value}"
-        )  # fmt: skip
+            return f"Trainer({key}={given}, ...).train({'resume=True' if resume else ''})"
+        begin = "the same command with " + ("--resume " if resume else "")
+        return f"{begin}--{key.replace('_', '-')} {value}"
 
 
 class _Losses:

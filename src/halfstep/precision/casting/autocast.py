@@ -496,7 +496,11 @@ class SimulatedProducts(TorchDispatchMode):
             with self:
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
-        # a trace and a first cause look for ``wide`` in this frame: the kernel runs in fp32
+        return self.in_fp32(func, args, kwargs)
+
+    def in_fp32(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a product by an fp32 kernel; a trace and a first cause know it by this frame."""
+        low = self.dtype
         wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
         result = func(*wide, **named)
         if func is _ATTENTION:

@@ -227,7 +227,11 @@ class ModuleTask(EpochTask):
 
         with new_folder(folder / "model", replace=True) as empty:
             safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
-        left = " (without frozen weights that lie in parts on the ranks)" * (len(frozen) < len(own))
+        left = (
+            ""
+            if len(frozen) == len(own)
+            else " (without frozen weights that lie in parts on the ranks)"
+        )
         return f"weights in {folder / 'model' / 'model.safetensors'}{left}"
 
     def close(self) -> None:
