@@ -19,9 +19,9 @@ from inspect import getdoc
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, did_you_mean
 from halfstep.option import Count, option
-from halfstep.trainer.config.run import BaseConfig, build, did_you_mean
+from halfstep.trainer.config.run import BaseConfig, build
 from halfstep.trainer.config.tasks import TASKS, Evaluating, Exporting, Generating, Predicting
 
 
@@ -267,7 +267,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the command that words begin with; with --help instead, print the commands and exit.
+    """Return the command that words begin with; with --help, or none, print all and exit.
 
     Raises:
         ConfigError: If there is no such command, with a suggestion.
@@ -275,7 +275,7 @@ def command_of(words: Sequence[str]) -> str:
     first, given = " ".join(words[:1]), " ".join(words[:2])
     if given in COMMANDS or first in COMMANDS:
         return given if given in COMMANDS else first
-    if {"-h", "--help"} & {*words[:2]}:
+    if not words or {"-h", "--help"} & {*words[:2]}:
         rows = [f"  {name:<18}{(getdoc(kind) or '').splitlines()[0]}"
                 for name, kind in COMMANDS.items()]  # fmt: skip
         print("usage: halfstep COMMAND [--help] [options]; halfstep --version\n", *rows, sep="\n")

@@ -19,7 +19,6 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import (
-    choose,
     cpu_has_bf16,
     cpu_name,
     default_device,
@@ -141,22 +140,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for key, value in (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20):
             mallopt(key, value)
-
-
-# Which precision suits a device.
-
-
-def diagnose(device: torch.device) -> dict[str, str]:
-    """Look up a device of this machine.
-
-    Returns:
-        The policy to take, the reason and its source, and the device's name and family.
-
-    Raises:
-        ConfigError: If torch has no such device.
-    """
-    chosen = choose(device)
-    if chosen.kind is None:
-        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
-    found = {"name": name_of(device), "family": chosen.kind.family, "policy": chosen.policy}
-    return found | {"reason": chosen.reason, "source": chosen.kind.source}

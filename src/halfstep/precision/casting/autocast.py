@@ -106,13 +106,9 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
         return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
     missing = {"cuda": "torch sees no CUDA device", "mps": "torch sees no GPU of a Mac (mps)"}
     reason = missing.get(device.type, f"device {device.type!r} is not supported yet")
-    return Support("refused", reason, _nearest_on_cpu(policy))
-
-
-def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return f"{'fp32' if policy.tf32 else str(policy)} on --device cpu"
+    return Support("refused", reason, f"{'fp32' if policy.tf32 else policy} on --device cpu")
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:

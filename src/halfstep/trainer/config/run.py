@@ -5,7 +5,6 @@ Imports no torch, so that ``--help`` is quick.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -23,7 +22,7 @@ from typing import (
     get_type_hints,
 )  # fmt: skip
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, did_you_mean
 from halfstep.option import (
     Amount,
     AtLeast1,
@@ -180,7 +179,7 @@ class BaseConfig:
     """Name of the task in files: the key ``task``."""
     COMMAND: ClassVar[str]
     """The command that trains it."""
-    SHORT: ClassVar[Mapping[str, str]] = {}
+    SHORT: ClassVar[dict[str, str]] = {"optimizer": "optimizer.name"}
     """Short option name to dotted key, besides the last part of each key."""
 
     name: str = option("custom", "A name for the run folder.")
@@ -300,9 +299,3 @@ def shown(value: Any) -> str:
     """Represent any value in an error message, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
-
-
-def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """Suggest the known name closest to a misspelt one; empty if none is close."""
-    close = difflib.get_close_matches(word[:100], list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""

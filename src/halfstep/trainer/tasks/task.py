@@ -146,10 +146,7 @@ class Trained:
     def open(self, use: Use) -> Self:
         """Load the model on its device and under its policy, in evaluation mode."""
         self.device = choose_device(use.device)
-        if use.precision:
-            self.policy = parse_policy(use.precision, self.device)
-        else:
-            self.policy = parse_policy(self.config.precision, self.device)
+        self.policy = parse_policy(use.precision or self.config.precision, self.device)
         require_support(self.policy, self.device)
         self.load()
         self.cast_()
