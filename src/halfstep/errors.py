@@ -7,9 +7,7 @@ a NaN has up to four. The command line leaves with the class's ``exit_code``; a 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -94,12 +92,6 @@ class PeerError(HalfstepError, RuntimeError):
     """
 
     exit_code = 1
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Suggest the known name closest to a misspelt one; empty if none is close."""
-    close = difflib.get_close_matches(word[:100], list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 # What torch.distributed raises when another process is gone: class names, and phrases from the

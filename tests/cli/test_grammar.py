@@ -19,7 +19,7 @@ def test_every_key_is_an_option_by_all_its_names(command):
     kind = COMMANDS[command]
     shorts = short_options(kind)
     for option in leaves(kind):
-        assert option.text, f"{option.key} has no docstring"
+        assert option.field.metadata["help"], option.key
         name = option_name(option.key)
         for spelled in (name, name.replace("-", "_").replace("__", "--", 1)):
             value = given(*command.split(), f"{spelled}=3")[option.key]

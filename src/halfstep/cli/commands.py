@@ -19,9 +19,9 @@ from inspect import getdoc
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from halfstep.errors import ConfigError, did_you_mean
+from halfstep.errors import ConfigError
 from halfstep.option import Count, option
-from halfstep.trainer.config.run import BaseConfig, build
+from halfstep.trainer.config.run import BaseConfig, build, did_you_mean
 from halfstep.trainer.config.tasks import TASKS, Evaluating, Exporting, Generating, Predicting
 
 
@@ -236,7 +236,6 @@ class Option(NamedTuple):
     key: str
     hint: Any
     field: Field[Any]
-    text: str
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
@@ -333,7 +332,7 @@ def _add(parser: Any, each: Option, names: list[str], default: Any) -> None:
     """Add one option, whose help says the default where its text does not."""
     hint = get_args(each.hint)[0] if get_origin(each.hint) is UnionType else each.hint
     several = get_origin(hint) is tuple
-    text = each.text
+    text = each.field.metadata.get("help", "")
     if default not in (MISSING, "", None, ()) and default is not False and "efault" not in text:
         items = default if isinstance(default, tuple | list) else [default]
         text += f" Default: {' '.join(map(str, items))}."
@@ -370,7 +369,7 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
         if is_dataclass(hint):
             yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
         else:
-            yield Option(key, hint, one, one.metadata.get("help", ""))
+            yield Option(key, hint, one)
 
 
 def short_options(kind: type[BaseConfig]) -> dict[str, str]:

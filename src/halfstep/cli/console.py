@@ -13,6 +13,11 @@ _LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 _WORTH_A_LINE = 50e6  # bytes of data that take seconds to prepare
 
 
+def megabytes(count: float) -> str:
+    """Format bytes as MB (10^6), or as kB where that would be a single digit."""
+    return f"{count / 1e6:,.0f} MB" if count >= 9.5e6 else f"{count / 1e3:,.0f} kB"
+
+
 class RunDisplay:
     """Shows the preparation of data and the training on stderr; a context manager."""
 

@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
-from halfstep.precision.policy.devices import choose, name_of
+from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
@@ -166,7 +166,6 @@ def _doctor(arguments: Doctor) -> None:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
     found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
     if arguments.json:
-        found = {"name": name_of(device), "family": chosen.kind.family, **found}
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:
         print("take {policy}: {reason}\nsource: {source}".format(**found))

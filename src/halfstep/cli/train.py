@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from halfstep.cli.commands import Request
-from halfstep.cli.console import RunDisplay
+from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
-from halfstep.diagnostics.memory import size_text
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
@@ -116,7 +115,7 @@ def _summary(session: Session, path: Path, last: Tick | None) -> str:
     if best is not None:
         parts.append(f"best at step {best.step}")
     parts.append(f"{session.applied} steps applied, {record.skipped_total} skipped")
-    parts.append(f"peak memory {size_text(record.peak_memory_bytes or 0)}")
+    parts.append(f"peak memory {megabytes(record.peak_memory_bytes or 0)}")
     if best is not None and best.step != record.step:
         parts.append(f"the best state has {best.evaluation.text}")
     if last.stopped_by:

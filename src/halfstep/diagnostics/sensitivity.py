@@ -106,11 +106,14 @@ def sensitivity(
             policy, changes = f"{REFERENCE},simulate=yes,rules={name}:{recipe}", []
             for batch, reference in zip(batches, references, strict=True):
                 found = gradients(policy, model, batch, loss_fn, draws)
-                change = _square({n: found[n] - g for n, g in reference.items()})
-                change /= _square(reference)
-                changes.append(change if math.isfinite(change) else math.inf)
+                changes.append(_change(found, reference))
             errors[name, matmul] = fmean(changes)
     return Sensitivity(form, tuple(layers), errors)
+
+
+def _change(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    change = _square({n: found[n] - g for n, g in reference.items()}) / _square(reference)
+    return change if math.isfinite(change) else math.inf
 
 
 def gradients(

@@ -18,11 +18,11 @@ from torch.utils.data import default_collate
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import ParallelPlan
 from halfstep.distributed.world import World, open_world
-from halfstep.errors import ConfigError, did_you_mean
+from halfstep.errors import ConfigError
 from halfstep.precision.border import require_model
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
-from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
+from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory

@@ -496,9 +496,8 @@ class SimulatedProducts(TorchDispatchMode):
 
     def in_fp32(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a product by an fp32 kernel; a trace and a first cause know it by this frame."""
-        low = self.dtype
-        wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
+        wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == self.dtype else t)
         result = func(*wide, **named)
         if func is _ATTENTION:
-            return (result[0].to(low), *result[1:])
-        return mapped(result, lambda t: t.to(low) if t.dtype == torch.float32 else t)
+            return (result[0].to(self.dtype), *result[1:])
+        return mapped(result, lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t)

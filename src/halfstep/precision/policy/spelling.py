@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfstep.errors import PrecisionError, did_you_mean
+from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import choose
@@ -107,9 +108,10 @@ def parse_later(spec: str | PrecisionPolicy) -> PrecisionPolicy | str:
 
 def _unknown(name: str) -> PrecisionError:
     """The error for a misspelt name; it suggests none of another format than the name contains."""
-    names, lower = [*_NAMED, *ALIASES, AUTO], name.lower()
+    names, lower = [*_NAMED, *ALIASES, AUTO], name.lower()[:100]
     alike = [known for known in names if known[:4] == lower[:4]]
-    hint = did_you_mean(lower, alike or names) or "."
+    close = difflib.get_close_matches(lower, alike or names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else "."
     return PrecisionError(
         f"unknown precision policy {name[:40]!r}{hint} Allowed: {', '.join((*_NAMED, AUTO))}, with "
         "fields such as 'bf16-split,moments=8bit'"
@@ -120,7 +122,8 @@ def _from_fields(values: dict[str, str], base: PrecisionPolicy | None) -> Precis
     """Build a policy from fields as text and a base policy, with defaults for missing fields."""
     for key in values:
         if key not in _KEYS:
-            hint = did_you_mean(key, _KEYS) or "."
+            close = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else "."
             raise PrecisionError(f"unknown policy key {key!r}{hint} Allowed: {', '.join(_KEYS)}")
     given: dict[str, Any] = {
         POLICY_FIELDS[key]: _read_dtype(key, value)

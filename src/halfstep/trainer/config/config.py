@@ -17,11 +17,11 @@ from typing import Any
 import tomli_w
 
 from halfstep.distributed.layout import Layout
-from halfstep.errors import ConfigError, did_you_mean
+from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.spelling import parse_later
 from halfstep.precision.recovery import Recovery
-from halfstep.trainer.config.run import BaseConfig, build, shown
+from halfstep.trainer.config.run import BaseConfig, build, did_you_mean, shown
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
 
 _PATHS = {"train", "validation", "dev", "tokenizer", "source"}

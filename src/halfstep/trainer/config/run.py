@@ -5,6 +5,7 @@ Imports no torch, so that ``--help`` is quick.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -22,7 +23,7 @@ from typing import (
     get_type_hints,
 )  # fmt: skip
 
-from halfstep.errors import ConfigError, did_you_mean
+from halfstep.errors import ConfigError
 from halfstep.option import (
     Amount,
     AtLeast1,
@@ -299,3 +300,9 @@ def shown(value: Any) -> str:
     """Represent any value in an error message, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-17:]}"
+
+
+def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """Suggest the known name closest to a misspelt one; empty if none is close."""
+    close = difflib.get_close_matches(word[:100], list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

@@ -53,10 +53,7 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
         raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     notes = list[str]()
     found = _read(config.train, config, "train", notes)
-    labels = {label for _, _, label in found}
-    numbers = all(map(_INTEGER.fullmatch, labels))  # are sorted by value, others by code point
-    by_value = sorted(labels, key=lambda name: (int(name) if numbers else 0, name))
-    names = config.labels or tuple(by_value)
+    names = config.labels or _sorted({label for _, _, label in found})
     train = _numbered(found, names)
     if len(set(train.labels)) < 2:
         raise DataError(
@@ -211,6 +208,12 @@ def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:20])) or "none"
+
+
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    """Sorts by value if all names are integers, else by code point."""
+    numbers = all(map(_INTEGER.fullmatch, names))
+    return tuple(sorted(names, key=lambda name: (int(name) if numbers else 0, name)))
 
 
 def _numbered(found: list[tuple[str, str, str]], names: tuple[str, ...]) -> LabelledTexts:
