@@ -300,12 +300,10 @@ class Trace(TorchDispatchMode):
 
 
 def _frames() -> tuple[Any, torch.dtype | None, dict[str, Any] | None, bool]:
-    """What this operation is part of, by the functions that are running.
+    """The simulated operation that this is part of, for which dtype it is in fp32, and more.
 
-    Returns:
-        The operation of a 16-bit simulation, the dtype for which that computes in fp32, the
-        arguments of a matmul below 16 bits, and whether weights may be updated: a loss that is an
-        autograd function has gradients off, too.
+    That is the locals of a matmul below 16 bits, and whether this may update weights: a loss that
+    is an autograd function has gradients off, too.
     """
     frame: FrameType | None = sys._getframe(2)
     simulated, low, low_bit, updates = None, None, None, None
