@@ -350,10 +350,10 @@ def _skips(run: RunRecord) -> Iterator[RunFinding]:
         yield RunFinding(
             "warning",
             "many_skips",
-            N_("{share} of the steps after calibration were skipped because gradients overflowed"),
+            N_("Gradients that were not finite skipped {share} of the steps after calibration"),
             N_(
-                "That is more than a growing loss scale explains, so values leave the format: "
-                "train in bf16-mixed, whose range is that of fp32."
+                "That is more than a growing loss scale explains. If they are finite in "
+                "bf16-mixed, whose range is that of fp32, train in it."
             ),
             {"share": f"{skipped / counted:.1%}"},
         )

@@ -374,8 +374,7 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     if drawn:
         _mark(axes, runs, language)
     ours = all(run.config.get("task") in COMMANDS for run in runs)
-    unit = N_("loss (nats per target)") if ours else N_("loss")
-    axes.set_ylabel(gettext(unit, language))
+    axes.set_ylabel(gettext(N_("loss (nats per target)") if ours else N_("loss"), language))
     return drawn
 
 
