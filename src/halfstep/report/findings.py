@@ -287,8 +287,7 @@ def _rose(losses: Sequence[float], share: float) -> tuple[int, float] | None:
     peak = max(range(len(windows)), key=lambda i: (cuts[i] > first, windows[i]))
     between = windows[(peak + len(windows) - 1) // 2]
     back = last < start and between - last > (between - best) / 4
-    above = last > least and sorted(known[-width:])[width // 4] > best + 3 * noise
-    return (low, last) if above and not back else None
+    return (low, last) if last > least and not back else None
 
 
 def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
