@@ -285,10 +285,6 @@ _OF_THE_PAGE = {
 _LINES = ("-", "--", ":", "-.")
 
 
-Draw = Callable[[Any, Sequence[RunRecord], str], bool]
-"""Draws runs into axes, in a language; False where there is nothing to draw."""
-
-
 def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
     """The curves of some runs as titles and SVG without a header; empty without matplotlib."""
     found = []
@@ -440,13 +436,13 @@ def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     return any(run.groups("lost_updates") for run in runs)
 
 
-CURVES: dict[str, Draw] = {
+CURVES: dict[str, Callable[[Any, Sequence[RunRecord], str], bool]] = {
     N_("Loss"): _loss,
     N_("Loss scale"): partial(_number, key="loss_scale"),
     N_("Gradient norm (before clipping)"): partial(_number, key="grad_norm"),
     N_("Lost updates"): _lost,
 }
-"""A figure's title to the function that draws it."""
+"""A figure's title to what draws it into axes, in a language; False: there is nothing to draw."""
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:

@@ -102,7 +102,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
-            stopped_by = _agreed_stop(session, interrupt)
+            reason = interrupt.requested or ("stop" if session.stop_asked else "")
+            stopped_by = STOPS[session.world.largest(STOPS.index(reason))]  # on all ranks
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             evaluation, better = None, False
@@ -170,12 +171,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     session.step += 1
     session.tokens += tokens
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
-
-
-def _agreed_stop(session: Session, interrupt: Interrupt) -> str:
-    """Return the reason why all ranks stop now; empty to go on."""
-    reason = interrupt.requested or ("stop" if session.stop_asked else "")
-    return STOPS[session.world.largest(STOPS.index(reason))]
 
 
 class _Books:
@@ -252,10 +247,9 @@ class _Books:
             return replay or (f"halfstep report {self._folder.parent}" if cause else "")
         if self._session.config.TASK == "module":
             given = value if key == "learning_rate" else repr(value)
-            return f"Trainer({key}={given}, ...).train({'resume=True' * resume})"
-        return (
-            f"the same command with {'--resume ' * resume}--{key.replace('_', '-')} {value}"
-        )  # fmt: skip
+            return f"Trainer({key}={given}, ...).train({'resume=True' if resume else ''})"
+        begin = "the same command with " + ("--resume " if resume else "")
+        return f"{begin}--{key.replace('_', '-')} {value}"
 
 
 class _Losses:
