@@ -274,12 +274,14 @@ def test_a_spike_names_the_layer_that_is_furthest_out():
         train(model, precision, 0, 60)
         with pytest.raises(SpikeError, match=r"above its past is \d: gradient norm .* unchanged"):
             train(model, precision, 60, 61, lambda *_: 1e4)
-    assert precision.outcome.about_layers is None
+    assert precision.outcome.about_layers(True) == ""
     model, precision = small(on_spike="stop")
     with LayerHealth(model, precision, every=1, tell=str) as health:
-        with pytest.raises(SpikeError, match=r"; before it, 2: largest weight .* since step 6\d"):
+        with pytest.raises(SpikeError, match=r"layer health: 2: largest weight .* since step 6\d"):
             train(model, precision, 0, 90, lambda s, m: diverge(s, m) * (1e6 if s > 75 else 1))
         assert health.alarms[0].layer == "2"
+        with pytest.raises(NonFiniteError, match=r"no loss .*; layer health: 2: .*unchanged\n"):
+            train(model, precision, 77, 78, lambda *_: math.nan)
 
 
 @pytest.mark.parametrize("every", [1, 100])

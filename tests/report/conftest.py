@@ -13,6 +13,7 @@ max_steps = {steps}
 n_layer = 4
 vocab_size = {vocabulary}
 """
+STOP = {"applied": False, "skipped_total": None}  # an error ended the run: no result has counts
 
 
 def line(step, **values):

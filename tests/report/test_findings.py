@@ -15,7 +15,7 @@ from halfstep.precision.scaling.gradients import Progress
 from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.report.findings import findings, translated, verdict
 from halfstep.report.record import read_run
-from report.conftest import line
+from report.conftest import STOP, line
 
 
 def names(path):
@@ -59,26 +59,54 @@ def test_the_healthy_line_counts(folder):
 LOWER = "\ntry: halfstep train --config run/config.toml --output-dir run-2 --learning-rate 0.0001"
 
 
-@pytest.mark.parametrize(
-    "end", [[loss + 3 for loss in noisy(1)[200:]], ["nan"] * 100], ids=["rose", "nan"]
-)
-def test_a_loss_that_did_not_come_back(folder, end):
-    losses = [*noisy(0)[:200], *end]
-    lines = [line(s, loss=loss, learning_rate=3e-4) for s, loss in enumerate(losses, 1)]
-    path = folder(lines)
+def test_a_loss_that_did_not_come_back(folder):
+    losses = [*noisy(0)[:200], *["nan"] * 100]
+    path = folder([line(s, loss=loss, learning_rate=3e-4) for s, loss in enumerate(losses, 1)])
     assert names(path) == ["diverged"]
     assert verdict(read_run(path)).endswith(LOWER)
+
+
+def going(*levels, noise):
+    """A loss that goes from each level to the next."""
+    draw = random.Random(0)
+    for old, new in itertools.pairwise(levels):
+        yield from (new + (old - new) * 0.9**s + draw.gauss(0, noise) for s in range(150))
+
+
+@pytest.mark.parametrize(
+    ("levels", "noise", "rises"),
+    [
+        ((1, 1e-20, 9e-20), 0, False), ((0.7, 2e-6, 2e-5), 1e-6, False), ((1, 0, 0.01), 0, False),
+        ((3, -5, -4.6), 0.1, False), ((-1, -9, -8), 0.01, False), ((2, 2, 2.3), 0.5, False),
+        ((9, 1, 2, 1.1), 0.1, False), ((2, 0, 2, 1.5, 1, 0.7), 0, False), ((2, 0, 0.2), 0.1, False),
+        ((0, -4, -1), 0.1, True), ((1.4, 0.4, 1.4), 0.1, True), ((0.7, 0.7, 4), 0.1, True),
+        ((7, 3, 5), 0.3, True), ((7, 3, 90), 2, True), ((7, 3, 60, 9), 0.3, True),
+    ],
+)  # fmt: skip
+def test_a_rise_counts_against_what_the_loss_had_fallen(folder, levels, noise, rises):
+    """It is no fault of a loss of one's own, as a GAN's, which may rise by design."""
+    lines = [line(s, loss=loss) for s, loss in enumerate(going(*levels, noise=noise), 1)]
+    assert names(folder(lines)) == ["diverged"] * rises
+    assert names(folder(lines, "own", task="module")) == ["rose"] * rises
+
+
+def test_a_loss_that_grows_with_its_gradients_diverged(folder):
+    lines = [line(s, loss=1.1**s, grad_norm=1.1**s, learning_rate=3.0) for s in range(1, 99)]
+    path = folder(lines, task="module")
+    assert names(path) == ["diverged"]
+    assert verdict(read_run(path)).endswith("try: Trainer(learning_rate=1.0, ...).train()")
 
 
 @pytest.mark.parametrize(
     ("losses", "rose"),
     [([6.96, 27, 50], True), ([*noisy(0), 9, 60], True), (noisy(0), False),
-     ([3.0, 3.1, 2.9], False), ([-5.0, -5.5, -5.2], False), ([5.0], False)],
+     ([3.0, 3.1, 2.9], False), ([-5.0, -5.5, -5.2], False), ([5.0], False),
+     ([*going(9, 0, noise=0), 3e-5, 9e-5], False)],
 )  # fmt: skip
 def test_a_rise_before_a_nan_asks_for_a_smaller_learning_rate(folder, losses, rose):
     """Without one in the records nothing is typed."""
     lines = [line(s, loss=loss, learning_rate=3e-4) for s, loss in enumerate(losses, 1)]
-    last = line(len(lines) + 1, applied=False, loss="nan", skip_reason="nonfinite_loss")
+    last = line(len(lines) + 1, **STOP, loss="nan", skip_reason="nonfinite_loss")
     path = folder([*lines, last], steps=999)
     assert names(path) == ["stopped_nonfinite"] + ["diverged"] * rose
     text = verdict(read_run(path))
@@ -90,10 +118,12 @@ def test_a_rise_before_a_nan_asks_for_a_smaller_learning_rate(folder, losses, ro
 def test_a_loop_of_ones_own_is_advised_in_its_own_words(folder):
     """It has neither the trainer's keys and commands nor its search for a first cause."""
     lines = [line(s, loss=10.0**s, lost_updates={"a": 0.9}, learning_rate=1.0) for s in (1, 2, 3)]
-    path = folder([*lines, line(4, applied=False, loss="nan", skip_reason="nonfinite_loss")])
+    path = folder([*lines, line(4, **STOP, loss="nan", skip_reason="nonfinite_loss")])
     (path / "config.toml").write_text('precision = "bf16-pure"\n')
     found = findings(read_run(path))
     assert [f.name for f in found] == ["stopped_nonfinite", "diverged", "lost_updates"]
+    (path / "metrics.jsonl").write_text(json.dumps(line(4, applied=False, loss_scale=2.0**9)))
+    assert names(path) == []  # the loop's last step was skipped, and none ended it
     said = "".join(f.remedy("en") + f.command for f in found)
     assert "No first cause was searched: halfstep.first_cause(precision, your_loss" in said
     for key in ("optimizer.", "run.", "schedule.", "--", "precision ="):
@@ -101,8 +131,10 @@ def test_a_loop_of_ones_own_is_advised_in_its_own_words(folder):
 
 
 def test_skips_beyond_what_a_growing_scale_explains(folder):
-    lines = [line(s, applied=s % 20 != 0, loss_scale=1024.0) for s in range(1, 201)]
-    assert names(folder([*lines, line(201)])) == ["many_skips"]
+    lines = [line(s, applied=s % 20 != 0, skip_reason="overflow") for s in range(1, 201)]
+    path = folder([*lines, line(201)], precision="fp16-mixed")
+    assert names(path) == ["many_skips"]
+    assert names(folder(lines, "bf16")) == ["left_out"]  # which has no scale
 
 
 def test_lost_updates_name_the_worst_groups(folder):
@@ -141,19 +173,12 @@ def test_a_run_that_loses_at_its_peak_is_told_although_it_ends_well(folder):
     assert "40% of the updates of a" in verdict(read_run(path))
 
 
-def test_faults_come_first(folder):
-    lines = [line(s, lost_updates={"a": 0.9}) for s in range(1, 9)]
-    lines += [line(9, applied=False, loss="nan", skip_reason="forward")]
-    path = folder(lines, steps=50, precision="bf16-pure")
-    assert names(path) == ["stopped_nonfinite", "lost_updates"]
-
-
 # What a verdict must not say
 
 
 def test_a_stopping_spike_was_finite(folder):
     lines = [line(s) for s in range(1, 50)]
-    path = folder([*lines, line(50, applied=False, skip_reason="loss_spike")], steps=100)
+    path = folder([*lines, line(50, **STOP, skip_reason="loss_spike")], steps=100)
     assert names(path) == ["stopped_spike"]
     command = "halfstep train --resume --output-dir run --on-spike skip:10"
     assert findings(read_run(path))[0].command == command
@@ -208,7 +233,7 @@ def test_fp32_masters_lose_nothing_that_another_format_would_keep(folder, policy
 
 def test_the_first_cause_and_its_remedy_in_both_languages(folder):
     lines = [line(s) for s in range(1, 10)]
-    path = folder([*lines, line(10, applied=False, skip_reason="forward")], steps=99)
+    path = folder([*lines, line(10, **STOP, skip_reason="forward")], steps=99)
     cause = {"step": 10, "cause_class": "overflow in a sum", "module": "layers.3"}
     cause |= {"op": "aten.add.Tensor", "remedy": "x.float() + y.float()"}
     (path / "causes.jsonl").write_text(json.dumps(cause) + "\n")
@@ -394,6 +419,20 @@ def test_a_classifier_that_guesses(folder, rows, steps, says):
     assert says in text
     more = "--resume --output-dir run --max-steps 300" if steps < 200 else "--learning-rate 0.003"
     assert (more in text) is bool(says)
+
+
+@pytest.mark.parametrize(
+    ("loss", "best", "ends"),
+    [(0.69, 0.5, "--max-steps 100"), (0.8, 0.5, "--best-by loss"), (0.8, 0.75, "--max-steps 150")],
+)
+def test_a_kept_classifier_whose_loss_is_above_that_of_a_guess(folder, loss, best, ends):
+    path = folder(**curve({100: best, 300: 0.9}, SURE, "classify", right={100: 0.8, 300: 0.7}))
+    scores = {"labels": ["bad", "good"], "confusion": [[25, 5], [5, 25]]}
+    scores |= {"loss": loss, "loss_of_a_guess": math.log(2)}
+    (path / "report.json").write_text(json.dumps(scores))
+    text = verdict(read_run(path))
+    assert text.endswith(ends)
+    assert ("is kept is 0.8; a guess among 2 labels has 0.6931" in text) is (loss > 0.7)
 
 
 def test_learning_is_not_judged_where_the_numbers_were_not_sound_or_steps_are_missing(folder):

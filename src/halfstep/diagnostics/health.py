@@ -149,7 +149,7 @@ class LayerHealth(StepListener):
         """Leave the loop alone again; the alarms can still be read."""
         super().close()
         if self._precision is not None:
-            self._precision.outcome.about_layers = None
+            self._precision.outcome.about_layers = lambda spikes: ""
 
     def __enter__(self) -> Self:
         return self
@@ -167,11 +167,11 @@ class LayerHealth(StepListener):
             )
         return "\n".join(map(str, self.alarms)) or none
 
-    def about(self) -> str:
-        """What the layers tell of a step that spikes and waits for its answer; may be empty."""
+    def about(self, spikes: bool) -> str:
+        """What the layers tell of a step that spikes, or is not finite; may be empty."""
         if self._past.alarmed:
-            return f"; before it, {self._first}"
-        if self._precision is None:
+            return f"; layer health: {self._first}"
+        if self._precision is None or not spikes:
             return ""
         step, names = _Step(None), {p: n for n, p in self._precision.named_parameters().items()}
         for target, gradient in self._precision.masters.gradients().items():

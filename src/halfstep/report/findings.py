@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 
 from halfstep.diagnostics.health import WORDS
-from halfstep.diagnostics.lost_updates import LOUD, lost_share
+from halfstep.diagnostics.lost_updates import LOUD
 from halfstep.report import N_, gettext
-from halfstep.report.record import RunRecord, number
+from halfstep.report.record import BROKEN, RunRecord, number
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -31,8 +31,8 @@ SKIPS = 0.01
 2,000 steps a healthy run skips one in 2,000. **Source:** Micikevicius et al. 2018, section 3.2."""
 FEW = 20
 """Steps below which a run tells nothing of its health."""
-RISE = 1.2
-"""Factor over its best smoothed value at which a loss counts as diverged."""
+RISE = 0.2
+"""Share of its best value, and of what it had fallen, by which a loss that diverged rose."""
 ENOUGH = 200
 """Steps below which a model that is still near a guess is called short of steps, not wrong."""
 SMALL = 1e-4
@@ -42,13 +42,8 @@ WORSE = 1.05
 """Factor over another from which on a loss is called worse."""
 WIDER = N_("; or train in bf16-mixed, whose range is that of fp32")
 """How a remedy for fp16 ends."""
-LEARNED = ("worsened", "guessing")
+LEARNED = ("rose", "worsened", "guessing")
 """The names of findings about what was learned; the others are about the numbers."""
-TRENDS = {
-    "rose": (N_("The training loss rose or jumps: try a smaller learning rate."), 1 / 3),
-    "flat": (N_("The training loss hardly moved: try a larger learning rate, or more steps."), 10),
-}
-"""What a training loss did where nothing was learned, to what to do, and by which factor."""
 UNSURE = N_(
     "See whether the targets follow from the inputs; the losses do not tell whether another "
     "learning rate helps."
@@ -113,9 +108,8 @@ def findings(run: RunRecord) -> list[RunFinding]:
     found = [finding for rule in RULES for finding in rule(run)]
     if run.steps and all(f.level == "note" and f.name != "unfinished" for f in found):
         worse = _worsened(run)
-        found += [worse] if worse else []
-        if not worse or worse.level == "note":
-            found += filter(None, [_guessing(run)])
+        guess = _guessing(run) if not worse or worse.level == "note" or run.scores else None
+        found += filter(None, [guess, worse])
     return sorted(found, key=lambda finding: ORDER.index(finding.level))
 
 
@@ -142,7 +136,7 @@ def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
     if worst is not None:
         text = gettext("{worst} ({skipped} of {steps} steps skipped)", language)
         return text.format(**counts, worst=worst.text(language))
-    shares = [*lost_shares(run).values()]
+    shares = [*run.lost_shares.values()]
     if len(run.steps) < FEW:
         text = gettext("too short to judge: {skipped} of {steps} steps skipped", language)
     elif run.parsed.param_dtype == torch.float32 or max(shares, default=0.0) > LOUD:
@@ -164,20 +158,9 @@ def _numerics(run: RunRecord, worst: RunFinding | None, language: str) -> str:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-BROKEN = ("nonfinite", "overflow")
-"""Kinds of the event at which a run breaks off."""
-
-
-def _stopped(run: RunRecord) -> str:
-    """The kind of the event that ended a run before its last step, or empty."""
-    last, planned = run.steps[-1] if run.steps else {}, run.planned_steps
-    early = last.get("applied") is False and (planned is None or last["step"] < planned)
-    return run.events[-1].kind if early else ""
-
-
 def _ended(run: RunRecord) -> Iterator[RunFinding]:
     step, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps
-    kind = _stopped(run)
+    kind = run.stopped
     if kind == "spike":
         yield RunFinding(
             "fault",
@@ -236,8 +219,7 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     if task not in COMMANDS:
         return ""
     words = [f"halfstep {COMMANDS[task]}"]
-    words += [] if resume else ["--config", quote(f"{folder}/config.toml")]
-    words += ["--resume"] if resume else []
+    words += ["--resume"] if resume else ["--config", quote(f"{folder}/config.toml")]
     words += ["--output-dir", quote(folder if resume else f"{folder}-2")]
     words += [f"--{key.replace('_', '-')} {value}" for key, value in changes.items()]
     return " ".join(words)
@@ -246,9 +228,9 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
 def _at_rate(run: RunRecord, factor: float) -> str:
     """What to type to train anew at another learning rate; empty where none was recorded."""
     rates = [*filter(math.isfinite, run.series("learning_rate")[1])]
-    broken = rates and _stopped(run) in BROKEN  # then it is what the run's own error says
+    broken = rates and run.stopped in BROKEN  # then it is what the run's own error says
     rate = rates[-1] / 10 if broken else max(rates, default=0.0) * factor
-    return _typed(run, False, learning_rate=f"{rate:.1g}") if rate else ""
+    return _typed(run, False, learning_rate=float(f"{rate:.1g}")) if rate else ""
 
 
 def _folder(run: RunRecord) -> str:
@@ -257,35 +239,60 @@ def _folder(run: RunRecord) -> str:
 
 
 def _diverged(run: RunRecord) -> Iterator[RunFinding]:
-    """A loss that ended above its best by a fifth, and by more than its own noise."""
-    steps, losses = run.series("loss")
-    found = _rose(losses) or (_exploded(losses) if _stopped(run) in BROKEN else None)
+    """A loss that ended far above its best.
+
+    The trainer's own tasks have one loss, of data in a random order. Another may rise by design: a
+    GAN's, that of growing returns or of harder data. Its gradients or its end tell then.
+    """
+    steps, losses = run.applied.series("loss")
+    certain = run.config.get("task") in COMMANDS or _grew(run)
+    found = _rose(losses, RISE if certain else 1 / 3)
+    if run.stopped in BROKEN and (exploded := _exploded(run.series("loss")[1])):
+        (steps, losses), found, certain = run.series("loss"), exploded, True
     if found:
         low, last = found
-        values = {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]}
+        certain = certain or not math.isfinite(last)
         yield RunFinding(
-            "fault",
-            "diverged",
+            "fault" if certain else "warning",
+            "diverged" if certain else "rose",
             N_("The loss rose from {best} at step {step} to {last}, and did not come back"),
-            N_("Lower the learning rate, or lengthen its warm-up."),
-            values,
-            _at_rate(run, 1 / 3),
+            N_("Lower the learning rate, or lengthen its warm-up.")
+            if certain
+            else N_("If this loss is meant to fall, on data of one kind, lower the learning rate."),
+            {"best": f"{losses[low]:.4g}", "last": f"{last:.4g}", "step": steps[low]},
+            _at_rate(run, 1 / 3) if certain else "",
         )
 
 
-def _rose(losses: Sequence[float]) -> tuple[int, float] | None:
-    """The index of the best loss, and the median of the last twentieth where that is higher."""
+def _grew(run: RunRecord) -> bool:
+    """Whether losses and gradients ended at 100 times all that they were at the start."""
+    both = [run.applied.series(key)[1] for key in ("loss", "grad_norm")]
+    return all(v and median(v[-5:]) > 100 * max(map(abs, v[:5])) for v in both)
+
+
+def _rose(losses: Sequence[float], share: float) -> tuple[int, float] | None:
+    """The index of the best loss, and the median of the last twentieth where it rose from there.
+
+    It did by a share of what it had fallen and beyond its noise, and is not falling again.
+    """
     width = max(5, len(losses) // 20)
-    windows = {i: median(losses[i : i + width]) for i in range(len(losses) - width, -1, -width)}
-    finite = [i for i, value in windows.items() if math.isfinite(value)]
-    if len(losses) < 4 * width or not finite:
+    known = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    cuts = range(len(losses) % width, len(losses), width)
+    windows = [median(known[i : i + width]) for i in cuts]
+    if len(windows) < 4 or min(windows) == math.inf:
         return None
-    at = min(finite, key=windows.__getitem__)
-    best, last = windows[at], windows[len(losses) - width]
-    spread = median(abs(v - best) for v in losses[at : at + width])
-    most = max(best * RISE if best > 0 else best, best + 6 * spread)
-    low = min(range(at, at + width), key=losses.__getitem__)
-    return None if last <= most else (low, last)  # a NaN too
+    best, last, start = min(windows), windows[-1], median(known[:5])
+    first = cuts[windows.index(best)]
+    near = known[first : first + width]
+    low = first + near.index(min(near))
+    if last == math.inf:
+        return low, losses[-1]
+    noise = median(abs(loss - best) for loss in near)
+    least = best + max(share * (start - best), RISE * abs(best), 6 * noise)
+    peak = max(range(len(windows)), key=lambda i: (cuts[i] > first, windows[i]))
+    between = windows[(peak + len(windows) - 1) // 2]
+    back = last < start and between - last > (between - best) / 4
+    return (low, last) if last > least and not back else None
 
 
 def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
@@ -294,7 +301,8 @@ def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
     if len(finite) < 3:
         return None
     *before, last, end = (losses[i] for i in finite)
-    least = max(before) + (RISE - 1) * abs(max(before))
+    fell = next(filter(math.isfinite, losses)) - min(losses[i] for i in finite)
+    least = max(before) + RISE * max(abs(max(before)), fell)
     return (min(finite, key=losses.__getitem__), end) if end > last > least else None
 
 
@@ -338,49 +346,37 @@ def _rise(run: RunRecord, since: int) -> int:
 
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
     """Overflows beyond those by which a growing scale finds its limit: one in a growth interval."""
+    config = run.parsed.loss_scale
     counted = sum(not line.get("calibrating") for line in run.steps)
     skipped = sum(event.kind == "overflow" for event in run.events)
-    expected = 2 / run.parsed.loss_scale.growth_interval
-    if counted >= FEW and skipped > max(2, max(SKIPS, expected) * counted):
+    most = max(2, max(SKIPS, 2 / config.growth_interval) * counted)
+    if config.kind == "dynamic" and counted >= FEW and skipped > most:
         yield RunFinding(
             "warning",
             "many_skips",
-            N_("{share} of the steps after calibration were skipped because gradients overflowed"),
+            N_("Gradients that were not finite skipped {share} of the steps after calibration"),
             N_(
-                "That is more than a growing loss scale explains, so values leave the format: "
-                "train in bf16-mixed, whose range is that of fp32."
+                "That is more than a growing loss scale explains. If they are finite in "
+                "bf16-mixed, whose range is that of fp32, train in it."
             ),
             {"share": f"{skipped / counted:.1%}"},
         )
 
 
 def _left_out(run: RunRecord) -> Iterator[RunFinding]:
-    """Steps without a finite loss that the run was told to survive."""
-    steps = [event.step for event in run.events if event.kind == "nonfinite"]
-    steps = [step for step in steps if step != run.steps[-1]["step"]]
+    """Steps that were not finite, which no loss scale cures, and the run was told to survive."""
+    kinds = ("nonfinite",) if run.parsed.loss_scale.kind == "dynamic" else BROKEN
+    told = [line["step"] for line in run.skipped if line.get("skip_reason")]
+    steps = [event.step for event in run.events if event.kind in kinds and event.step in told]
+    steps = steps[:-1] if run.stopped in kinds else steps
     if steps:
-        values = {"count": len(steps), "step": steps[0]}
         yield RunFinding(
             "warning",
             "left_out",
-            N_("Steps without a finite loss, left out: {count}; the first is step {step}"),
-            N_(
-                "A loss scale does not cure these: the forward pass or the data made them. The "
-                "table of skipped steps names the cause where it was found."
-            ),
-            values,
+            N_("Steps that were not finite, left out: {count}; the first is step {step}"),
+            N_("No loss scale cures these. The table of skipped steps has the causes found."),
+            {"count": len(steps), "step": steps[0]},
         )
-
-
-def lost_shares(run: RunRecord) -> dict[str, float]:
-    """The share of updates that each parameter group lost, where measured steps tell."""
-    rates = dict(zip(*run.series("learning_rate"), strict=True))
-    peak = max(filter(math.isfinite, rates.values()), default=math.nan)
-    shares = {
-        group: lost_share(zip((rates.get(s, math.nan) for s in steps), values, strict=True), peak)
-        for group, (steps, values) in run.groups("lost_updates").items()
-    }
-    return {group: share for group, share in shares.items() if not math.isnan(share)}
 
 
 def _lost(run: RunRecord) -> Iterator[RunFinding]:
@@ -390,7 +386,7 @@ def _lost(run: RunRecord) -> Iterator[RunFinding]:
         return
     fp16 = policy.compute_dtype == torch.float16
     exact, wide = ("fp16-master", "fp16-mixed") if fp16 else ("bf16-split", "bf16-mixed")
-    for group, share in sorted(lost_shares(run).items(), key=lambda item: -item[1])[:3]:
+    for group, share in sorted(run.lost_shares.items(), key=lambda item: -item[1])[:3]:
         if share > LOUD:
             yield RunFinding(
                 "warning",
@@ -409,17 +405,14 @@ def _unscored(run: RunRecord) -> Iterator[RunFinding]:
     """Outputs that were not finite in the last evaluation, of which training steps know nothing."""
     steps, found = run.series("val_loss")
     if found and not math.isfinite(found[-1]):
-        low = run.parsed.compute_dtype != torch.float32
-        ours = low and run.config.get("task") in COMMANDS
+        low = run.parsed.compute_dtype != torch.float32 and run.config.get("task") in COMMANDS
         yield RunFinding(
             "fault",
             "unscored",
             N_("The validation loss is {loss} at step {step}"),
-            N_("See whether the model's outputs are finite in fp32.")
-            if low
-            else N_("Look for the validation example whose outputs leave fp32."),
+            N_("Look for the validation example whose loss is not finite."),
             {"loss": found[-1], "step": steps[-1]},
-            f"halfstep evaluate --run {quote(_folder(run))} --precision fp32" if ours else "",
+            f"halfstep evaluate --run {quote(_folder(run))} --precision fp32" if low else "",
         )
 
 
@@ -466,8 +459,14 @@ def _above(loss: float, other: float) -> bool:
 
 def _rated(run: RunRecord) -> tuple[str, str]:
     """What to do about the learning rate, and what to type for it, as far as the losses tell."""
-    do, factor = TRENDS.get(_trend(run), (UNSURE, 0))
-    return do, _at_rate(run, factor) if factor else ""
+    trend = _trend(run)
+    if trend == "rose":
+        do = N_("The training loss rose or jumps: try a smaller learning rate.")
+        return do, _at_rate(run, 1 / 3)
+    if trend == "flat":
+        do = N_("The training loss hardly moved: try a larger learning rate, or more steps.")
+        return do, _at_rate(run, 10)
+    return UNSURE, ""
 
 
 def _trend(run: RunRecord) -> str:
@@ -483,7 +482,7 @@ def _trend(run: RunRecord) -> str:
     windows = [median(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)]
     first, start, noise = losses[0], windows[0], median(jumps)
     little, least, most = (WORSE - 1) * abs(start), min(windows), max(windows)
-    moved = _moved(run)
+    moved = run.moved
     if least < min(first, start) - max(little, noise):
         return ""
     grown = median(jumps[len(jumps) // 2 :]) > max(3 * median(jumps[:FEW]), little)
@@ -491,17 +490,6 @@ def _trend(run: RunRecord) -> str:
         return "" if moved < SMALL else "rose"
     smooth = noise <= little and max(abs(v - start) for v in losses) <= max(2 * little, 6 * noise)
     return "flat" if smooth and least >= start - little and not moved >= SMALL else ""
-
-
-def _moved(run: RunRecord) -> float:
-    """The largest share by which a step changed the median layer's weights; NaN if not known."""
-    found = []
-    for line in run.health:
-        layers = line.get("layers")
-        each = [*layers.values()] if isinstance(layers, dict) else []
-        rates = [number(layer.get("update")) for layer in each if isinstance(layer, dict)]
-        found += [median(rate for rate in rates if rate is not None)] if any(rates) else []
-    return max(filter(math.isfinite, found), default=math.nan)
 
 
 def _guessing(run: RunRecord) -> RunFinding | None:
@@ -516,7 +504,11 @@ def _guessing(run: RunRecord) -> RunFinding | None:
         return None
     what, values = found
     do, command = _rated(run)
-    if losses and checked and median(losses[-max(5, count // 20) :]) < 0.8 * checked[-1]:
+    last = median(losses[-max(5, count // 20) :] or [math.inf])
+    if "guess" in values and run.scores and min(checked, default=math.inf) < values["bound"]:
+        do = N_('A state of a lower validation loss was not kept: set best_by="loss".')
+        command = _typed(run, False, best_by="loss")
+    elif checked and losses and _above(min(losses[0], 0.8 * checked[-1]), last):
         do, command = BY_HEART, _typed(run, False, max_steps=max(1, count // 2))
     elif count < ENOUGH and _trend(run) != "rose":
         do = N_("{steps} steps are few to learn from: train for {more}.")
@@ -549,7 +541,15 @@ def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
         )
         shares = {"right": f"{sum(hits) / total:.1%}", "most": f"{max(sizes) / total:.1%}"}
         return said, values | shares
-    return None
+    loss, guess = (number(run.scores.get(key)) for key in ("loss", "loss_of_a_guess"))
+    if loss is None or guess is None or not loss > guess:
+        return None
+    said = N_(
+        "The validation loss of the model that is kept is {loss}; a guess among {labels} labels "
+        "has {guess}"
+    )
+    found = {"loss": f"{loss:.4g}", "guess": f"{guess:.4g}", "bound": guess, "labels": len(rows)}
+    return said, found
 
 
 def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:

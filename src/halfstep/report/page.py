@@ -238,9 +238,9 @@ def _unranked(
         text, own = gettext("{run} is a run of {kind}", language), gettext("your program", language)
         named = zip(runs, kinds, strict=True)
         return "; ".join(text.format(run=run.name, kind=kind or own) for run, kind in named)
-    lacking = [_lacking(run, language) for run in runs if not _evaluated(run)]
-    if lacking:
-        return "; ".join(lacking)
+    lacking = gettext("{run} has no validation results", language)
+    if not all(map(_evaluated, runs)):
+        return "; ".join(lacking.format(run=run.name) for run in runs if not _evaluated(run))
     unlike = [k for k in differs if k in _OF_THE_LOSS or k.startswith("data.")]
     # another seed may hold out other examples of the same files
     for name in sorted({n for run in runs for n in run.made_with} - {"model", "base model"}):
@@ -260,14 +260,6 @@ def _unranked(
 
 def _evaluated(run: RunRecord) -> list[int]:
     return run.series("val_loss")[0] or run.series("val_accuracy")[0]
-
-
-def _lacking(run: RunRecord, language: str) -> str:
-    last, planned = run.steps[-1]["step"] if run.steps else 0, run.planned_steps or 0
-    text = gettext("{run} has no validation results", language)
-    if last < min(run.count("eval_every") or planned, planned):
-        text = gettext("{run} ended at step {last}, before its first evaluation", language)
-    return text.format(run=run.name, last=last)
 
 
 def _measure(runs: Sequence[RunRecord]) -> tuple[str, int]:
@@ -356,8 +348,6 @@ def as_svg(figure: Any, salt: str) -> str:
 
 def _plot(axes: Any, run: RunRecord, key: str, **how: Any) -> bool:
     steps, values = run.series(key)
-    if not values:
-        return False
     # matplotlib breaks a line at NaN, and an infinity would take the axis with it
     finite = [value if math.isfinite(value) else math.nan for value in values]
     if all(map(math.isnan, finite)):
@@ -379,10 +369,8 @@ def _loss(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
         drawn |= _plot(axes, run, "val_loss", label=name, **dark)
     if drawn:
         _mark(axes, runs, language)
-    unit = gettext("loss (nats per target)", language)
-    if not all(run.config.get("task") in COMMANDS for run in runs):  # the user's own loss
-        unit = gettext("loss", language)
-    axes.set_ylabel(unit)
+    ours = all(run.config.get("task") in COMMANDS for run in runs)
+    axes.set_ylabel(gettext(N_("loss (nats per target)") if ours else N_("loss"), language))
     return drawn
 
 
@@ -426,59 +414,33 @@ def _mark(axes: Any, runs: Sequence[RunRecord], language: str) -> None:
         axes.autoscale_view(scaley=False)
 
 
-def _each(axes: Any, runs: Sequence[RunRecord], key: str, **how: Any) -> bool:
-    """Draw a number of each run in which it is ever other than 1."""
+def _number(axes: Any, runs: Sequence[RunRecord], language: str, key: str) -> bool:
+    """Draw a number of each run in which it is ever other than 1, by its logarithm."""
     drawn = False
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         if any(value != 1.0 for value in run.series(key)[1]):
-            drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour, **how)
-    return drawn
-
-
-def _scale(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = _each(axes, runs, "loss_scale", drawstyle="steps-post")
-    if drawn:
-        axes.set_yscale("log", base=2)
-    return drawn
-
-
-def _norm(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = _each(axes, runs, "grad_norm")
-    if drawn and all(v > 0 for run in runs for v in run.series("grad_norm")[1]):
+            drawn |= _plot(axes, run, key, label=_label(run, runs), color=colour)
+    if drawn and all(v > 0 for run in runs for v in run.series(key)[1]):
         axes.set_yscale("log")
     return drawn
 
 
 def _lost(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = False
     for run, of_run in zip(runs, cycle(COLOURS), strict=False):
         groups = run.groups("lost_updates")
         for i, (group, curve) in enumerate(groups.items()):
-            colour, line = of_run, _LINES[i % len(_LINES)]
-            name = f"{plain(run.name)}: {plain(group)}"
-            if len(runs) == 1:
-                colour, line, name = COLOURS[i % len(COLOURS)], "-", plain(group)
-            how = {"color": colour, "linestyle": line, "marker": "o", "markersize": 3}
-            axes.plot(*curve, label=name, **how)
-            drawn = True
+            how = {"color": of_run, "linestyle": _LINES[i % len(_LINES)], "marker": "o"}
+            axes.plot(*curve, label=_label(run, runs, plain(group)), markersize=3, **how)
     axes.set_ylim(-0.02, 1.02)
     axes.set_ylabel(gettext("share of updates lost to rounding", language))
-    return drawn
-
-
-def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
-    drawn = _each(axes, runs, "tokens_per_second")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(gettext("tokens per second", language))
-    return drawn
+    return any(run.groups("lost_updates") for run in runs)
 
 
 CURVES: dict[str, Callable[[Any, Sequence[RunRecord], str], bool]] = {
     N_("Loss"): _loss,
-    N_("Loss scale"): _scale,
-    N_("Gradient norm (before clipping)"): _norm,
+    N_("Loss scale"): partial(_number, key="loss_scale"),
+    N_("Gradient norm (before clipping)"): partial(_number, key="grad_norm"),
     N_("Lost updates"): _lost,
-    N_("Speed"): _speed,
 }
 """A figure's title to what draws it into axes, in a language; False: there is nothing to draw."""
 

@@ -8,12 +8,15 @@ Nothing that is read is evaluated, unpickled or fetched.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
+from halfstep.diagnostics.lost_updates import lost_share
 from halfstep.diagnostics.metrics import CAUSES, HEALTH, METRICS
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -30,6 +33,10 @@ KINDS: Mapping[str, EventKind] = {
     "gradient_spike": "spike",
 }
 """A step's ``skip_reason`` to the kind of its event; any other reason is "nonfinite"."""
+
+
+BROKEN: Sequence[EventKind] = ("nonfinite", "overflow")
+"""Kinds of the event at which a run breaks off."""
 
 
 class Event(NamedTuple):
@@ -86,12 +93,8 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to take."""
-        return self.count("max_steps")
-
-    def count(self, key: str) -> int | None:
-        """A number above 0 in the configuration's table ``run``."""
         run = self.config.get("run")
-        found = run.get(key) if isinstance(run, dict) else None
+        found = run.get("max_steps") if isinstance(run, dict) else None
         return found if isinstance(found, int) and found > 0 else None
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -126,6 +129,37 @@ class RunRecord:
     def skipped(self) -> list[Line]:
         """The lines of steps that did not update the weights."""
         return [line for line in self.steps if line.get("applied") is False]
+
+    @property
+    def stopped(self) -> EventKind | None:
+        """The kind of the step that ended a run by an error, whose line has no result."""
+        last = self.steps[-1] if self.steps else {}
+        ended = last.get("applied") is False and last.get("skipped_total") is None
+        return _kind(last) if ended else None
+
+    @property
+    def lost_shares(self) -> dict[str, float]:
+        """The share of updates that each parameter group lost, where measured steps tell."""
+        rates = dict(zip(*self.series("learning_rate"), strict=True))
+        peak = max(filter(math.isfinite, rates.values()), default=math.nan)
+        shares = {
+            group: lost_share(
+                zip((rates.get(s, math.nan) for s in steps), values, strict=True), peak
+            )
+            for group, (steps, values) in self.groups("lost_updates").items()
+        }
+        return {group: share for group, share in shares.items() if not math.isnan(share)}
+
+    @property
+    def moved(self) -> float:
+        """The largest share by which a step changed the median layer's weights; or NaN."""
+        found = []
+        for line in self.health:
+            layers = line.get("layers")
+            each = [*layers.values()] if isinstance(layers, dict) else []
+            rates = [number(layer.get("update")) for layer in each if isinstance(layer, dict)]
+            found += [median(rate for rate in rates if rate is not None)] if any(rates) else []
+        return max(filter(math.isfinite, found), default=math.nan)
 
     @property
     def events(self) -> list[Event]:
