@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import hessian, jvp, linearize, vmap
 
 INF, NAN = math.inf, math.nan
 EXP = ("aten.exp", "overflow", "x.clamp(max=88.7)")
 DATA = ("data not finite", "leave these rows out")
 WEIGHT = ("aten._to_copy", "overflow in a cast", "shrink the weight")
+MEANT = ("infinity of a mask", "mask by a finite number")
 POLE = "log or division of zero"
 NONE = ("", "", "")
 
@@ -263,6 +265,33 @@ FAULTS = [
             ("aten.", "inf - inf", "torch.finfo(dtype).min / 4")),
     Program("row without a key", lambda m, b: attend(m(b[0]), b[1]), (rows(None, 5, 6), GONE),
             ("aten._softmax", "fully masked row", "see one key"), (5,)),
+    # infinities that were meant, but not for the loss
+    Program("target that is masked",
+            lambda m, b: F.cross_entropy(m(b[0]).masked_fill(b[1], -INF), b[0].argmax(-1) * 0),
+            (rows(), rows({2: 0}) == 0), ("aten.masked_fill", *MEANT), (2,)),
+    # a few rows alone break for another reason
+    Program("advantages", lambda m, x: ((lambda a: (a - a.mean()) / a.std())(m(x)[:, 0])
+            * x.exp()[:, 0]).mean(), rows({5: 99}), EXP, (5,)),
+    Program("mean of positives", lambda m, x: ((lambda one: (m(x).square().mean(-1) * x.exp()[:, 0]
+            * one).sum() / one.sum())((x[:, 0] > 9).float())), rows({2: 99, 6: 10}), EXP, (2,)),
+    # what the trace does not see
+    Program("NumPy", lambda m, x: (m(x) + torch.from_numpy(x.numpy() * INF)).mean(), rows(),
+            ("aten.add", "not finite outside the batch", "NumPy")),
+    # operations' own remedies
+    Program("logit of 1", lambda m, x: (m(x) * 0 + x).clamp(0, 1).logit().mean(), rows({3: 9},
+            fill=0.5), ("aten.logit", POLE, "x.clamp(eps, 1 - eps)"), (3,)),
+    Program("xlogy", lambda m, x: torch.xlogy(x + 9, m(x) * 0 + x).mean(), rows({3: 0}, fill=2.0),
+            ("aten.xlogy", POLE, "x.clamp_min(eps)"), (3,)),
+    Program("lists", lambda m, x: sum(torch._foreach_div([m(x), x], [1.0, 0.0])).mean(), rows(),
+            ("aten._foreach_div", POLE, "y / (x + eps)")),
+    Program("complex", lambda m, x: torch.complex(m(x), m(x) * 0).log().abs().mean(), zero(4),
+            ("aten.log", POLE, "x + eps"), (4,), no_bias),
+    Program("no eps", lambda m, x: m(x).mean(), rows({4: 1}, fill=1.0),
+            ("aten.native_layer_norm", "invalid operation", "eps, as to 1e-5"), (),
+            lambda: nn.LayerNorm(6, eps=0)),
+    Program("equal eigenvalues", lambda m, x: torch.linalg.eigh((m(x) * 0).view(8, 3, 3)
+            + torch.eye(3))[1].sum(), rows(None, 9), ("aten.div", POLE, "randn_like"), (),
+            lambda: nn.Linear(9, 9)),
 ]  # fmt: skip
 
 UPPER = torch.ones(8, 8).triu(1).bool()
@@ -309,6 +338,10 @@ HEALTHY = [
             lambda m, x: F.scaled_dot_product_attention(m(x), x, x, attn_mask=~UPPER).mean(),
             penalised,
             logged,
+            lambda m, x: jvp(lambda x: m(x).abs(), (x,), (x,))[1].mean() + m(x).mean(),
+            lambda m, x: vmap(hessian(lambda x: m(x).relu().square().sum()))(x).mean(),
+            lambda m, x: linearize(lambda x: m(x).sin(), x)[1](x).mean() + m(x).mean(),
+            lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m(x),)).mean(),
         ]
     )
 ] + [

@@ -401,3 +401,12 @@ def test_the_line_is_the_users_whatever_casts_around_it(policy):
     cause = first_cause(precision, lambda: model(x).square().mean())
     assert cause is not None
     assert __file__ in cause.source
+
+
+def test_a_compiled_loss_is_what_it_was_after_a_search():
+    model, x = nn.Linear(6, 6), torch.randn(8, 6)
+    loss = torch.compile(lambda x: model(x).square().mean(), backend="eager")
+    assert first_cause(model, loss, x) is None
+    precision = Precision("bf16-mixed", model, torch.optim.SGD(model.parameters(), 0.1))
+    with precision.autocast():
+        assert loss(x).shape == ()

@@ -11,6 +11,7 @@ import torch
 from diagnostics.planted import FAULTS, MAKERS, batch_for, loss_of
 from diagnostics.small_programs import FAULTS as SMALL, HEALTHY
 from halfstep import NonFiniteError, Precision, first_cause
+from halfstep.diagnostics.nonfinite.cause import OF_OPERATION
 
 
 def under(policy, model):
@@ -39,7 +40,7 @@ def test_a_planted_fault_is_named_with_its_remedy(fault):
 
 
 @pytest.mark.parametrize("program", [*SMALL, *HEALTHY], ids=lambda program: program.name)
-@pytest.mark.filterwarnings("ignore:std\\(\\)")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_what_is_said_of_a_small_program(program):
     torch.manual_seed(0)
     model = program.model()
@@ -107,3 +108,20 @@ def test_an_exploded_loss_is_answered_by_the_learning_rate(policy):
     with torch.no_grad():
         [p.fill_(0.01) for p in model.parameters()]
     assert "learning rate" not in first_cause(precision, loss, x).remedy
+
+
+def test_a_loss_that_no_operation_in_sight_made():
+    loss = torch.full((), float("nan"), requires_grad=True)
+    cause = first_cause(torch.nn.Linear(1, 1), lambda batch: loss, torch.ones(2))
+    assert cause.cause_class == "not finite outside the batch"
+
+
+@pytest.mark.parametrize("name", ["logit", "acosh", "xlogy", "log1p", "rsqrt", "acos", "log"])
+def test_a_remedy_that_is_followed_ends_in_finite_numbers(name):
+    x = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0], requires_grad=True)
+    call = OF_OPERATION[name].rpartition(": x")[2].removesuffix(f".{name}()").removesuffix(".log()")
+    operand = eval(f"x{call}", {"x": x, "eps": 1e-6})
+    value = torch.xlogy(x, operand) if name == "xlogy" else getattr(operand, name)()
+    assert value.isfinite().all()
+    value.sum().backward()
+    assert x.grad.isfinite().all()

@@ -134,7 +134,7 @@ def test_options_that_mean_nothing_are_refused():
             ({"momentum": 1.0}, "Invalid momentum value: 1.0; allowed: 0 <= momentum < 1"),
             (
                 {"adjust_lr_fn": "rms"},
-                "function rms is not supported.*original, match_rms_adamw",
+                "Invalid adjust_lr_fn: rms; allowed: None, original, match_rms_adamw",
             ),
             ({"moments": "4bit"}, "moments='4bit'; allowed: fp32, bf16, 8bit"),
         ],

@@ -1,5 +1,6 @@
 """What is refused before a step is taken, and that a refusal changes nothing."""
 
+import inspect
 from itertools import product
 
 import pytest
@@ -78,8 +79,9 @@ def test_an_optimizer_of_other_tensors(name):
 
 
 STOCK = {
-    **{name: {} for name in ["ASGD", "NAdam", "Rprop", "Adafactor"]},
-    **{n: {"eps": 1e-3} for n in ["Adadelta", "Adagrad", "AdamW", "Adamax", "RAdam", "RMSprop"]},
+    **{name: {} for name in ["ASGD", "Rprop", "Adafactor"]},
+    **{n: {"eps": 1e-3} for n in ["Adadelta", "Adagrad", "AdamW", "Adamax", "NAdam", "RAdam"]},
+    "RMSprop": {"eps": 1e-3},
     "SGD": {"momentum": 0.9},
 }
 
@@ -122,23 +124,71 @@ def test_trainable_weights_that_are_not_fp32_under_a_policy_that_keeps_fp32(name
     refused(name, model, OPTIMIZERS["sgd"](model.parameters()), message)
 
 
-def test_the_refusal_of_eps_names_what_lifts_it_and_that_works():
-    model = mlp()
-    refused("fp16-pure", model, torch.optim.AdamW(model.parameters()), "eps=1e-08 is 0 in fp16")
-    adam = torch.optim.AdamW(
-        [
-            {"params": model[0].parameters(), "eps": 1e-3},
-            {"params": model[2].parameters(), "eps": 1e-8},
-        ],
-        lr=0.01,
-    )
-    message = r"eps=1e-08 is 0 in fp16.*eps >= 6.1e-05, or policy fp16-master"
-    refused("fp16-pure", model, adam, message)
-    adam.param_groups[1]["eps"] = 2.0**-14  # the smallest normal number of fp16
-    precision = Precision(scaled("fp16-pure"), model, adam)
-    for batch in batches(3):
-        precision.step(loss_of(model, precision, batch))
-    assert all(p.isfinite().all() for p in model.parameters())
+@pytest.mark.parametrize(
+    ("kind", "least"), [("AdamW", 0.0055), ("NAdam", 0.0055), ("RMSprop", 0.0017)]
+)
+def test_the_refusal_of_eps_names_one_that_keeps_steps_as_large_as_in_fp32(kind, least):
+    """(1 - beta) g^2 is 0 in fp16 below 2^-25, of g = 0.0055; 1 - beta is 0.001, and 0.01."""
+
+    def moved(policy, eps):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=2.0**-6, eps=eps)
+        precision = Precision(policy, model, optimizer)
+        with precision.autocast():
+            loss = model(torch.ones(1, 1)).sum() * least * 0.99
+        precision.step(loss)
+        return 1 - model.weight.item()
+
+    for eps in ("1e-08", "1e-06"):
+        with pytest.raises(PrecisionError, match=rf"={eps} .* eps >= {least}, or policy fp16-mas"):
+            moved("fp16-pure", float(eps))
+    assert moved("fp16-pure", 2.0**-13) > 8 * 2.0**-6  # which is allowed, as weights stay finite
+    assert 0 < moved("fp16-pure", least) <= moved("fp32", 1e-8) + 2.0**-12  # half a gap of weights
+
+
+SWITCHES = [{"fused": True}, {"foreach": True}, {"maximize": True}]
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_a_step_of_torchs_that_is_applied_moves_16_bit_weights_or_is_refused(name):
+    """torch's fused kernel of SGD for a CPU takes 16-bit weights and leaves them as they are."""
+
+    def check(kind, switch):
+        moves = []
+        for options in (STOCK[kind], STOCK[kind] | switch):
+            model = mlp()
+            optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.0625, **options)
+            if kind == "SGD" and "fused" in options:
+                refused(name, model, optimizer, "fused=True.* moves no .* use fused=False, or")
+                return
+            before = [p.tolist() for p in model.parameters()]
+            precision = Precision(scaled(name), model, optimizer)
+            assert precision.step(loss_of(model, precision)).applied
+            after = zip(model.parameters(), before, strict=True)
+            moves.append(torch.cat([(p.float() - torch.tensor(q)).flatten() for p, q in after]))
+        plain, other = moves
+        assert other.any()
+        plain = -plain if "maximize" in switch else plain
+        torch.testing.assert_close(plain, other, rtol=0, atol=2.0**-7)  # two gaps of bf16 weights
+
+    taken = {k: inspect.signature(getattr(torch.optim, k)).parameters for k in STOCK}
+    every([(k, s) for k in STOCK for s in SWITCHES if {*s} <= {*taken[k]}], check)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_of_torch_jit_and_a_step_that_needs_a_closure():
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure, *args, **kwargs):
+            raise NotImplementedError
+
+    for name in CPU_POLICIES:
+        for made in (torch.jit.script(nn.ReLU()), torch.jit.trace(nn.ReLU(), torch.ones(1))):
+            model = mlp().append(made)
+            refused(scaled(name), model, torch.optim.SGD(model.parameters()), "^3 is a torch.jit")
+        for kind in (torch.optim.LBFGS, Sharpness):
+            model = mlp()
+            refused(name, model, kind(model.parameters()), rf"{kind.__name__}.* needs closure")
 
 
 @pytest.mark.parametrize("name", ["fp16-master", "fp16-pure"])

@@ -220,3 +220,14 @@ def test_an_input_that_is_no_activation_is_refused_as_by_torchs_own_layer():
     for dtype in (torch.int64, torch.complex64, torch.float64):
         with pytest.raises(RuntimeError, match=r"same dtype|expected m1 and m2"):
             wide("fp8", torch.ones(4, 128).to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # such layouts are in beta
+def test_an_input_that_is_not_strided_is_refused_in_a_line():
+    model, precision = made("nvfp4,simulate=yes")
+    x = batch()
+    nested = torch.nested.nested_tensor
+    odd = [nested([x, x[:3]]), nested([x, x[:3]], layout=torch.jagged), x.to_sparse()]
+    for given, what in zip(odd, ("nested", "nested", "torch.sparse_coo"), strict=True):
+        with precision.autocast(), pytest.raises(halfstep.PrecisionError, match=rf"got {what}; ke"):
+            model[0].up(given)

@@ -215,6 +215,26 @@ def test_long_sums_are_accumulated_in_fp32(low):
 # --- what must not be touched ---------------------------------------------------------------------
 
 
+@both_formats
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+def test_a_nested_tensor_has_the_numbers_of_its_parts(layout, context, low):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).to(low)
+    parts = [torch.randn(rows, 6).to(low) for rows in (2, 5)]
+    leaves = [p.clone().requires_grad_() for p in parts]
+    with SIMULATED[low](), context():
+        dense = [layer(leaf) for leaf in leaves]
+        nested = layer(torch.nested.as_nested_tensor(leaves, layout=layout)).unbind()
+        gradients = []
+        for outputs in (dense, nested) if context is not torch.no_grad else ():
+            loss = sum(x.float().square().sum() for x in outputs)
+            gradients.append(torch.autograd.grad(loss, [*leaves, *layer.parameters()]))
+    for one, other in (*zip(dense, nested, strict=True), *zip(*gradients, strict=True)):
+        torch.testing.assert_close(one, other, rtol=torch.finfo(low).eps * 2, atol=1e-2)
+
+
 @pytest.mark.parametrize(("low", "dtype"), [*MIXED, (HALF, torch.int64), (BRAIN, torch.int64)])
 def test_other_dtypes_are_untouched(dtype, low):
     a, b = (10 * half(9, 17)).to(dtype), (10 * half(17, 4, seed=1)).to(dtype)

@@ -60,7 +60,7 @@ def verdict(name: str, policy: str) -> tuple[str, str]:
     return ("silent", told) if told else ("equal", f"{beside(name).ratio(policy, losses):.2f}")
 
 
-NO_EPS = "the optimizer's eps=1e-08 is 0 in fp16"
+NO_EPS = "the optimizer's eps=1e-08 is too small for fp16"
 FP16_PURE = "fp16-pure,init_scale=256"
 REFUSED = {
     "nanogpt": {FP16_PURE: NO_EPS},

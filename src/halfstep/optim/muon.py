@@ -181,11 +181,7 @@ def _check_options(group: dict[str, Any]) -> None:
     kind, momentum = group["adjust_lr_fn"], group["momentum"]
     require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
-    if kind not in (None, *allowed):
-        raise PrecisionError(
-            f"Adjust learning rate function {kind} is not supported: adjust_lr_fn may be "
-            f"{', '.join(allowed)} or None"
-        )
+    require_option(kind in (None, *allowed), "adjust_lr_fn", kind, f"None, {', '.join(allowed)}")
     if not group["use_muon"]:
         return
     for at, parameter in enumerate(group["params"]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -38,12 +40,15 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
         ema.require([name for name, p in module.named_parameters() if p.requires_grad])
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     allowed = "an Optimizer over its parameters, or several: Precision(policy, model, optimizer)"
-    for one in several or [None]:
-        require(one, Optimizer, "Precision(optimizer)", allowed)
-        if isinstance(one, torch.optim.LBFGS):
+    for given in several or [None]:
+        one = require(given, Optimizer, "Precision(optimizer)", allowed)
+        asked = inspect.signature(type(one).step).parameters  # Lightning patches its own
+        needed = [k for k, p in asked.items() if p.default is p.empty and "VAR" not in p.kind.name]
+        if needed[1:]:
             raise PrecisionError(
-                "LBFGS runs the model several times in one step, and Precision steps once after a "
-                "backward; allowed: every other optimizer of torch"
+                f"{type(one).__name__}.step() needs {needed[1]}, as it runs the model itself, and "
+                "Precision steps once after a backward; allowed: an optimizer whose step() needs "
+                "no argument"
             )
         inner = getattr(one, "optimizer", None)
         if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
@@ -104,7 +109,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
     else:
         check_cast(placed)
     if policy.is_pure:
-        _check_eps(policy, names, optimizers, kept)
+        _check_groups(policy, names, optimizers, kept)
     for owner in owners:
         owner.close()  # as in a notebook, whose cell is run again
 
@@ -163,22 +168,33 @@ def _check_fp32_weights(
         )
 
 
-def _check_eps(
+def _check_groups(
     policy: PrecisionPolicy,
     names: Mapping[nn.Parameter, str],
     optimizers: Sequence[Optimizer],
     kept: Collection[str],
 ) -> None:
-    """Refuse an ``eps`` that 16-bit moments would round to 0."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        eps = group.get("eps")
-        if not isinstance(eps, int | float) or all(names[p] in kept for p in group["params"]):
-            continue
-        if eps and not torch.tensor(eps, dtype=policy.master_dtype).item():
-            form = dtype_name(policy.master_dtype)
+    """Refuse a step that moves no 16-bit weight, and an ``eps`` too small beside 16-bit moments."""
+    form, info = dtype_name(policy.master_dtype), torch.finfo(policy.master_dtype)
+    for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
+        low = [p for p in group["params"] if names[p] not in kept]
+        if low and isinstance(optimizer, torch.optim.SGD) and group["fused"] and not low[0].is_cuda:
             raise PrecisionError(
-                f"the optimizer's eps={eps:g} is 0 in {form}, so it would divide by 0; use "
-                f"eps >= {torch.finfo(policy.master_dtype).tiny:.3g}, or policy {form}-master"
+                f"torch's kernel of SGD(fused=True) moves no {form} weight on a CPU; use "
+                f"fused=False, or policy {form}-master"
+            )
+        eps = group.get("eps")
+        if not low or not isinstance(eps, int | float) or not eps:
+            continue
+        beta = float([0, group.get("alpha", 0), *group.get("betas", ())][-1])
+        # (1 - beta) g^2 is rounded to 0 below half the least number
+        least = math.sqrt(info.tiny * info.eps / 2 / (1 - beta))
+        averages = beta and not isinstance(optimizer, torch.optim.Adamax)
+        if not torch.tensor(eps, dtype=policy.master_dtype) or (averages and eps < info.tiny):
+            raise PrecisionError(
+                f"the optimizer's eps={eps:g} is too small for {form}, where the mean square of "
+                f"gradients below {least:.2g} is 0 and a step divides by eps alone; use "
+                f"eps >= {least:.2g}, or policy {form}-master"
             )
 
 

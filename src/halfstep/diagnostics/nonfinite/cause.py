@@ -24,6 +24,10 @@ REMEDIES = {
         "leave these rows out of the data, those where not torch.isfinite(x).all(), or mend what "
         "made them"
     ),
+    "not finite outside the batch": (
+        "look where it was made: the batch is finite, and no operation in sight made it, as where "
+        "NumPy or another thread did, or it is data that the batch does not hold"
+    ),
     "literal not finite": "replace the literal by a finite one, such as torch.finfo(x.dtype).max",
     "unwritten memory": "write it before it is read: torch.zeros(...), not torch.empty(...)",
     "overflow in attention scores": (
@@ -50,16 +54,14 @@ REMEDIES = {
     "fully masked row": (
         "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),
-    "log or division of zero": (
-        "keep the operand above zero: x.clamp_min(eps).log(), y / (x + eps); in a backward (x + "
-        "eps).sqrt() and x.norm() of a row that is not 0"
-    ),
-    "invalid operation": (
-        "keep the operand in the function's domain: x.clamp_min(0).sqrt(), and no mean of nothing "
-        "or 0 / 0"
-    ),
+    "log or division of zero": "keep what it reads off its pole, as by x + eps",
+    "invalid operation": "keep what it reads in its domain, as by x.clamp(least, most)",
     "inf - inf": (
         "use a large finite number in place of the infinity, such as torch.finfo(dtype).min / 4"
+    ),
+    "infinity of a mask": (
+        "the loss or a gradient reads it: leave what is masked out of them, or mask by a finite "
+        "number, such as -1e4"
     ),
     "every target is ignored": (
         "leave out batches whose every target is ignore_index or has weight 0, or divide a sum: "
@@ -71,28 +73,35 @@ REMEDIES = {
 }
 """A class of causes to what to do about it; overflows as in fp16, whose range fp32 exceeds."""
 
-OF_DIVERGED = ("overflow", "weight not finite", "log or div", "invalid operation", "inf - inf")
-"""How the classes begin that weights make which a learning rate has thrown out."""
-
-OF_OPERATION = {
-    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), (
-        "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"
-    )),
+_ROWS = [
+    ("acos asin atanh erfinv",
+     "keep the operand off -1 and 1, and within: x.clamp(eps - 1, 1 - eps)"),
+    ("acosh", "keep the operand above 1: x.clamp_min(1 + eps).acosh()"),
+    ("logit special_ndtri", "keep the operand off 0 and 1, and within: x.clamp(eps, 1 - eps)"),
     # eps, not 0: at 0 the gradient of a root is infinite
-    "sqrt": "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()",
-    **dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean"), (
-        "leave out what is empty, and give a variance of one element correction=0"
-    )),
-    **dict.fromkeys(("log", "log2", "log10", "log1p"), (
-        "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"
-    )),
-    "_ctc_loss": "leave out inputs too short for their targets, or set zero_infinity=True",
-    "_linalg_slogdet": "the matrix is singular: add eps * torch.eye(n) to it",
-    **dict.fromkeys(("bmm", "baddbmm"), (
-        "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"
-    )),
-    "div": "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)",
-}  # fmt: skip
+    ("sqrt", "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()"),
+    ("pow rsqrt lgamma digamma polygamma", "keep the operand above zero: x.clamp_min(eps)"),
+    ("mean var std var_mean std_mean",
+     "leave out what is empty, and give a variance of one element correction=0"),
+    ("log log2 log10 xlogy",
+     "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"),
+    ("log1p special_xlog1py",
+     "keep the operand of the logarithm above its pole, -1: x.clamp_min(eps - 1).log1p()"),
+    ("_ctc_loss", "leave out inputs too short for their targets, or set zero_infinity=True"),
+    ("_linalg_slogdet", "the matrix is singular: add eps * torch.eye(n) to it"),
+    ("_linalg_svd _linalg_eigh linalg_eig",
+     "the gradient of the vectors divides by differences of singular values or eigenvalues, and "
+     "some are equal: add noise, x + eps * torch.randn_like(x), or use the values alone"),
+    ("native_layer_norm native_batch_norm native_group_norm cudnn_batch_norm _fused_rms_norm",
+     "raise the normalisation's eps, as to 1e-5: it divides by the root of variance + eps, which "
+     "is not above 0"),
+    ("_weight_norm_interface", "a row of the weight's direction is 0: initialise it off zero"),
+    ("bmm baddbmm",
+     "scale an operand down before the matmul (attention scores: q = q * head_dim ** -0.5)"),
+    ("div reciprocal remainder fmod",
+     "divide by what is not 0: y / (x + eps), total / count.clamp_min(1)"),
+]  # fmt: skip
+OF_OPERATION = {name: text for names, text in _ROWS for name in names.split()}
 """An operation to what to do at its pole, outside of its domain, or where it overflows."""
 
 Role = Literal["", "parameter", "buffer", "unwritten", "number"]
@@ -134,6 +143,7 @@ _OF_KIND = {
     "fully masked row": "fully masked row",
     "inf - inf or 0 * inf": "inf - inf",
     "x / 0 or log 0": "log or division of zero",
+    "infinity that is meant": "infinity of a mask",
 }
 
 
@@ -148,6 +158,8 @@ def remedy_of(
     text, narrow = REMEDIES[name], form == "fp16"
     if name in ("log or division of zero", "invalid operation", "overflow in a matmul"):
         text = OF_OPERATION.get(base, text)
+        if form.startswith("complex") and "clamp_min(eps)" in text:  # which torch cannot
+            text = REMEDIES["log or division of zero"]
     if not name.startswith("overflow") or name == "overflow of a mask":
         return text
     size = f"{largest.name} is up to {short(largest.largest)}" if largest else "its operand"
@@ -241,7 +253,8 @@ class Cause:
     @property
     def diverged(self) -> bool:
         """Whether the loss had left its past, no sample is to blame, and weights make such."""
-        return bool(self.slower) and not self.samples and self.cause_class.startswith(OF_DIVERGED)
+        of_weights = "overflow", "weight not finite", "log or div", "invalid operation", "inf - inf"
+        return bool(self.slower) and not self.samples and self.cause_class.startswith(of_weights)
 
     @property
     def remedy(self) -> str:
@@ -250,8 +263,9 @@ class Cause:
             return self.slower
         largest = max(self.inputs, key=lambda operand: operand.largest, default=None)
         base = self.op.split(".")[1].rstrip("_") if "." in self.op else self.op
+        base = base.removeprefix("_foreach_")
         forward = self.node.partition("Backward")[0].lower()  # "SqrtBackward0" is that of sqrt
-        base = forward if forward in OF_OPERATION else base
+        base = next((name for name in OF_OPERATION if name.replace("_", "") == forward), base)
         form, fits = dtype_name(self.dtype), self.fits_fp32
         text = remedy_of(self.cause_class, form, base, largest, fits=fits)
         named = self.cause_class == "data not finite" and self.samples

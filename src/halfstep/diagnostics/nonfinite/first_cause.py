@@ -11,7 +11,7 @@ or a softmax may take them out again. Such elements carry the number of their su
       a part of the outputs       is not finite was made here; of one suspect's alone, it reaches it
     the loss, a leaf's gradient   the first suspect that they descend from is the cause
       or a weight is not finite
-    no backward runs at all       what nothing has read takes their place
+    no backward runs at all       what the last operation made takes their place
 
 Intended infinities have no suspect: -inf as an input (a mask) or a literal, +inf as the literal of
 a fill or in a buffer. A NaN made from them has.
@@ -23,7 +23,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -39,9 +39,11 @@ from halfstep.diagnostics.module_calls import Caller, ModuleCalls, caller, makes
 from halfstep.diagnostics.nonfinite.cause import Cause, Operand, Role, cause_class
 from halfstep.diagnostics.nonfinite.operations import (
     FILLS,
+    FIRST_MEANT,
     MEANT,
     NEWS,
     OUTSIDE,
+    READS_MASKS,
     UNWRITTEN,
     Call,
     Flow,
@@ -50,6 +52,7 @@ from halfstep.diagnostics.nonfinite.operations import (
     Operation,
     bad_elements,
     divides_by_zero,
+    first_of,
     floating,
     inputs,
     kind_of,
@@ -64,13 +67,16 @@ from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.checks import no_loss
 from halfstep.precision.masters.accumulation import graph_leaves
 from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.scaling import gradients
 from halfstep.precision.scaling.gradients import is_finite
 from halfstep.precision.step import Precision
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
-# Code that looks for overflows, so that it is never the cause.
-_CHECKS = gradients.__file__
+_TRACING: Any = torch._C._TorchDispatchModeKey.PROXY  # a graph is being traced
+_FEW = 8  # more rows than these are no accident of some samples
+
+
+def _branch(pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any] = ()) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
 
 
 class trace_nonfinite(TorchDispatchMode):
@@ -102,11 +108,13 @@ class trace_nonfinite(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = require_model(model, "trace_nonfinite(model)")
         self._modules = ModuleCalls(model)
+        self._eager = ExitStack()
         self._thread = 0
         self._names: dict[int, tuple[str, bool]] = {}  # by storage; True: parameter
         self._cause: Cause | None = None
-        self._suspects: list[Cause] = []
+        self._causes: dict[int, Cause] = {}  # suspects from 1, and infinities that are meant
         self._flow = Flow()
+        self._last = MEANT  # the first suspect of what the last operation made
         self._tasks: set[int] = set()  # the backwards that have begun; -1 once one was asked for
         self._leaves: list[weakref.ref[Tensor]] = []  # of the newest loss
         # by the number of an autograd node: where the forward called, and whether it is a suspect
@@ -118,22 +126,25 @@ class trace_nonfinite(TorchDispatchMode):
     def first_cause(self) -> Cause | None:
         """The first operation from which a loss or gradient that is not finite descends, if any.
 
-        Before any backward, what nothing has read takes the place of the loss.
+        Before any backward, what the last operation made takes the place of the loss.
         """
-        if self._cause is None and self._suspects:
+        if self._cause is None and self._causes:
+            number = self._last  # before the checks, which are operations too
             ends = [p.grad for p in self._model.parameters() if p.grad is not None]
             self._end([*ends, *self._model.parameters()])
             if self._cause is None and not self._tasks:
-                number = self._flow.unread
-                return self._suspects[number - 1] if number else None
+                self._last = number
+                return self._causes.get(number) if number > MEANT else None
         return self._cause
 
     def _end(self, tensors: Iterable[Tensor]) -> None:
-        """Take the suspect of what should be finite, where it is not, for the cause."""
+        """Take the suspect of what should be finite for the cause, or else a meant infinity."""
         with torch.no_grad():
-            found = list(filter(None, map(self._flow.first_in, floating([*tensors]))))
+            broken = [t for t in floating([*tensors]) if not is_finite(stored(t))]
+            known = [(label, t) for t in broken if (label := self._flow.of(t)) is not None]
+            found = [label[not_finite(t)].cpu() for label, t in known]
         if self._cause is None and found:
-            self._cause = self._suspects[min(found) - 1]
+            self._cause = self._causes.get(first_of(torch.cat(found)))
 
     def _backward_has_ended(self) -> None:
         leaves = [leaf for reference in self._leaves if (leaf := reference()) is not None]
@@ -146,13 +157,18 @@ class trace_nonfinite(TorchDispatchMode):
             if not nn.parameter.is_lazy(tensor):
                 self._names[storage_key(tensor)] = name, isinstance(tensor, nn.Parameter)
         self._modules.hook()
+        # Under a dispatch mode torch.compile skips code, and then its cache fills wrongly.
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        self._eager.callback(setattr, torch, "cond", torch.cond)
+        torch.cond = _branch  # which cannot run backward where it does not compile its branches
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._cause = self.first_cause
         self._modules.unhook()
-        self._names, self._flow, self._suspects, self._lines = {}, Flow(), [], {}
+        self._eager.close()
+        self._names, self._flow, self._causes, self._lines = {}, Flow(), {}, {}
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -163,6 +179,8 @@ class trace_nonfinite(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(_TRACING) is not None:  # there are no values
+            return func(*args, **kwargs)
         known = operation(func)
         task = torch._C._current_graph_task_id()
         if self._cause is None and task not in self._tasks and task != -1:
@@ -171,6 +189,8 @@ class trace_nonfinite(TorchDispatchMode):
         if known.base == "ones_like" and makes_first_gradient():
             self._tasks.add(-1)
             self._leaves = [weakref.ref(leaf) for leaf in graph_leaves(args[0])]
+            if self._cause is None and self._flow.of(args[0]) is None:
+                self._look(Call(func, known, args, kwargs, {}, ()), args[0])  # none has made it
             self._end(args)
         if self._cause is not None or known.view:
             return func(*args, **kwargs)
@@ -201,9 +221,8 @@ class trace_nonfinite(TorchDispatchMode):
             self._flow.write(MEANT, *[t for t in every if self._flow.of(t) is None])
         elif known.allocates:
             self._flow.write(UNWRITTEN, *outputs)
-        else:
-            if self._suspects and not known.looks(result):
-                self._flow.read(call.read())
+        elif outputs:
+            self._last = MEANT
             with torch.no_grad():
                 if not all(is_finite(stored(output)) for output in outputs):
                     self._judge(call, outputs)
@@ -232,15 +251,16 @@ class trace_nonfinite(TorchDispatchMode):
                 found[mask] = suspect(mask, "not finite in the input data")
             elif label is None and not meant:
                 found[mask] = suspect(mask)
-            elif label in (None, MEANT, OUTSIDE):
+            elif label is None or (label <= MEANT and label != UNWRITTEN):
                 found[mask & nan] = suspect(mask & nan, meant=True)
+                if label not in self._causes:
+                    rest = mask & ~nan
+                    found[rest] = suspect(rest, "infinity that is meant", number=label)
+        self._last = first_of(found)
         parts = torch.split(found, [dense(t).numel() for t in outputs])
         for tensor, part in zip(outputs, parts, strict=True):
-            broken = part[not_finite(tensor).reshape(-1).to(part.device)]
-            if broken.numel():
-                least, most = torch.aminmax(broken)
-                shaped = part.view(dense(tensor).shape).to(tensor.device)
-                self._flow.write(int(least) if least == most else shaped, tensor)
+            if bool(not_finite(tensor).any()):
+                self._flow.write(part.view_as(dense(tensor)), tensor)
 
     def _suspect(
         self,
@@ -252,25 +272,27 @@ class trace_nonfinite(TorchDispatchMode):
         kind: Kind | None = None,
         *,
         meant: bool = False,
+        number: int | None = None,
     ) -> int:
-        """The number of the suspect that has made these elements of the outputs."""
-        number, called = int(mask.sum()), caller(self._thread)
-        if not number or called.source.startswith(_CHECKS):
-            return MEANT
+        """The label of the suspect that has made these elements of the outputs, or a new one."""
+        size, called = int(mask.sum()), caller(self._thread)
+        if not size:
+            return MEANT if number is None else number
         made = int((nan & mask).sum())
         kind = kind or kind_of(call.known, given, outputs, nan=made > 0, meant=meant)
         node = torch._C._current_autograd_node()
         forward = None if node is None else self._forwards.get(node._sequence_nr())
         if forward and kind in ("0 / 0 or invalid", "x / 0 or log 0"):
             return forward  # the backward of a pole
-        parts = torch.split(mask, [dense(t).numel() for t in outputs])
-        elements = sum(len(part) for part in parts if bool(part.any()))
-        counts = {"nan": made, "inf": number - made, "elements": elements}
-        self._suspects.append(self._cause_of(kind, call.known, given, outputs, called, counts))
-        self._forwards[self._made] = len(self._suspects)
-        return len(self._suspects)
+        counts = {"nan": made, "inf": size - made, "elements": len(mask)}
+        if kind == "infinity that is meant":
+            number = FIRST_MEANT - len(self._causes) if number is None else number
+        else:
+            number = self._forwards[self._made] = 1 + len(self._causes)
+        self._causes[number] = self._cause_of(kind, call.known, given, outputs, called, counts)
+        return number
 
-    def _label(self, given: Input, tensor: Tensor, known: Operation) -> int | Tensor:
+    def _label(self, given: Input, tensor: Tensor, known: Operation) -> Tensor:
         """Where the elements of an input that are not finite come from."""
         counts = given.counts
         unnamed = "", isinstance(tensor, nn.Parameter)
@@ -280,17 +302,11 @@ class trace_nonfinite(TorchDispatchMode):
         outside = NEWS if not mask else MEANT if is_buffer else OUTSIDE
         labels = self._flow.of(tensor)
         if labels is None:
-            labels = outside
-        written = given.name.split("[")[0] in known.writes
-        swaps = {
-            UNWRITTEN: UNWRITTEN if written else outside,
-            OUTSIDE: OUTSIDE if known.reads_masks else NEWS,
-        }
-        if isinstance(labels, int):
-            return swaps.get(labels, labels)
-        for label, other in swaps.items():
-            labels = torch.where(labels == label, other, labels)
-        return labels
+            labels = torch.full_like(dense(tensor), outside, dtype=torch.int32)
+        if given.argument not in known.writes:
+            labels = torch.where(labels == UNWRITTEN, outside, labels)
+        masks = known.softmax or known.base in READS_MASKS or known.allocates
+        return labels if masks else torch.where(labels == OUTSIDE, NEWS, labels)
 
     def _cause_of(
         self,
@@ -342,7 +358,7 @@ class trace_nonfinite(TorchDispatchMode):
             elif isinstance(given.original._base, nn.Parameter):  # of another model
                 role = "parameter"
             label = self._flow.of(given.original)
-            if counts.nan and isinstance(label, int) and label == UNWRITTEN:
+            if counts.nan and label is not None and bool((label == UNWRITTEN).all()):
                 role = "unwritten"
         return Operand(name, dtype, counts.largest, counts.nan, counts.inf, role)
 
@@ -421,78 +437,91 @@ def search(
 ) -> Cause | None:
     """Run the micro-batches of a step under the trace, up to the one that fails.
 
-    It starts from the present buffers and random state, and leaves them as they are. ``run`` is
-    given a micro-batch's number, from 0, and it or a part of it, ``clear`` drops the gradients,
-    ``wide`` runs in fp32 and returns the loss, and ``slower`` says what to do about a loss that has
-    left its past; it may be given that loss.
+    It leaves buffers and random state as they are. ``run`` is given a micro-batch's number, from 0,
+    and it or a part of it, ``clear`` drops the gradients, ``wide`` runs in fp32 and returns the
+    loss, and ``slower``, given that loss or not, says what to do about one that has left its past.
     """
     at, trace, clear = 0, trace_nonfinite(model), clear or model.zero_grad
     clear()
     try:
         with undisturbed(model), trace:
             for number, batch in enumerate(batches):
-                if trace.first_cause is not None:
-                    break
-                at = number
-                run(number, batch)
+                if trace.first_cause is None:
+                    at = number
+                    run(number, batch)
     finally:
         clear()
-    cause = trace.first_cause
-    if cause is None:
+    if (cause := trace.first_cause) is None:
         return None
 
-    def finite(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Any, ...]:
-        """What it returns, in a tuple, if all is finite; else nothing."""
-        again = trace_nonfinite(model)
+    def again(part: Any, run: Callable[[int, Any], Any] = run) -> tuple[Cause | None, Any]:
+        """The cause of a part, and what it returns."""
+        traced = trace_nonfinite(model)
         try:
-            with undisturbed(model), again:
+            with undisturbed(model), traced:
                 result = run(at, part)
         finally:
             clear()
-        return () if again.first_cause else (result,)
+        return traced.first_cause, result
 
-    named = cause.cause_class not in _OF_NO_ROW
-    samples, fits = _samples(finite, batches[at]) if named else None, ()
+    samples = _samples(again, cause, batches[at])
+    fits: tuple[Any, ...] = ()
     if wide is not None and cause.kind == "overflow" and cause.dtype == torch.float16:
         with suppress(Exception):  # it cannot run in fp32: that proves nothing
-            fits = finite(batches[at], wide)
+            unlike, value = again(batches[at], wide)
+            fits = () if unlike else (value,)
     # a loss in fp32 may be that of a single sample, unless these were tried
     told = "" if slower is None else slower(*(() if samples is None else fits))
+    if cause.cause_class == "data not finite" and _all_finite(batches[at]):
+        cause = replace(cause, cause_class="not finite outside the batch")
     cause = replace(cause, micro_batch=at + 1, micro_batches=len(batches))
     return replace(cause, samples=samples or (), fits_fp32=bool(fits), slower=told)
 
 
-_OF_NO_ROW = ("weight not finite", "buffer not finite", "literal not finite", "unwritten memory")
-_FEW = 8  # more rows than these are no accident of some samples
+def _all_finite(batch: Any) -> bool:
+    leaves = tree_leaves(batch)
+    known = all(isinstance(leaf, Tensor | int | str) for leaf in leaves)
+    return known and all(is_finite(stored(tensor)) for tensor in floating(leaves))
 
 
-def _samples(finite: Callable[[Any], Any], batch: Any) -> tuple[int, ...] | None:
-    """The rows that are not finite alone, without which the rest is, or (); None: not tried."""
+def _samples(again: Callable[[Any], Any], cause: Cause, batch: Any) -> tuple[int, ...] | None:
+    """The rows each of which makes this cause beside all others, which are finite; None: not tried.
+
+    Parts run beside all rows that are known to be finite, since a few rows alone may break for
+    another reason: a deviation of one row, or a class without any.
+    """
     tables = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    if len({len(table) for table in tables}) != 1:
+    of_no_row = cause.cause_class.startswith(("weight", "buffer", "literal", "unwritten"))
+    if of_no_row or len({len(table) for table in tables}) != 1:
         return None
-    rows = list(range(len(tables[0])))
+    fine: list[int] = []
 
-    def part(numbers: list[int]) -> Any:
-        return tree_map_only(Tensor, lambda leaf: leaf[numbers] if leaf.dim() else leaf, batch)
+    def cause_of(numbers: list[int]) -> Cause | None:
+        rows = sorted(fine + numbers)
+        rows *= 1 + (len(rows) == 1)  # one row runs twice, since a batch norm refuses one
+        part = tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.dim() else leaf, batch)
+        found: Cause | None = again(part)[0]
+        return found
 
     def of(numbers: list[int]) -> Iterator[int]:
-        # one row runs twice, since a batch norm refuses one
-        if finite(part(numbers if len(numbers) > 1 else numbers * 2)):
-            return
-        if len(numbers) == 1:
+        if cause_of(numbers) is None:
+            fine.extend(numbers)
+        elif len(numbers) == 1:
             yield from numbers
-            return
-        yield from of(numbers[: len(numbers) // 2])
-        yield from of(numbers[len(numbers) // 2 :])
+        else:
+            yield from of(numbers[: len(numbers) // 2])
+            yield from of(numbers[len(numbers) // 2 :])
 
     try:
-        found = list(islice(of(rows), _FEW + 1))
-        rest = [row for row in rows if row not in found]
-        proved = 0 < len(found) <= _FEW and rest and finite(part(rest))
+        found = list(islice(of([*range(len(tables[0]))]), 2 * _FEW + 1))
+        if not fine or len(found) > 2 * _FEW:
+            return ()
+        found = [row for one in found for row in of([one])]  # now beside rows that are fine
+        causes = [cause_of([row]) for row in found[: _FEW + 1]]
     except Exception:  # a part of the batch cannot run: that proves nothing
         return None
-    return tuple(found) if proved else ()
+    of_one = {(c.op, c.source, c.cause_class) if c else None for c in [cause, *causes]}
+    return tuple(found) if len(of_one) == 1 and len(found) <= _FEW else ()
 
 
 def searched(*args: Any, **kwargs: Any) -> tuple[Cause | None, str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from halfstep.precision.masters.local_part import dense, storage_key
-from halfstep.precision.scaling.gradients import in_fp64, is_finite
+from halfstep.precision.masters.local_part import dense
+from halfstep.precision.scaling.gradients import in_fp64
 
 Kind = Literal[
     "overflow",
@@ -23,6 +24,7 @@ Kind = Literal[
     "0 / 0 or invalid",
     "fully masked row",
     "not finite in the input data",
+    "infinity that is meant",
 ]
 
 _ALLOCATES = frozenset(
@@ -62,18 +64,15 @@ SUMS = frozenset(
 )
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "fsdp.")  # namespaces
 _POLES = {  # arguments at which a function of one operand is infinite
-    **dict.fromkeys(["log", "log2", "log10", "rsqrt", "reciprocal", "pow"], (0.0,)),
+    **dict.fromkeys(["log", "log2", "log10", "rsqrt", "reciprocal", "pow", "xlogy"], (0.0,)),
     **dict.fromkeys(["lgamma", "digamma", "polygamma"], (0.0, -1.0, -2.0)),
     **dict.fromkeys(["logit", "special_ndtri"], (0.0, 1.0)),
     **dict.fromkeys(["atanh", "erfinv"], (-1.0, 1.0)),
-    "log1p": (-1.0,),
+    **dict.fromkeys(["log1p", "special_xlog1py"], (-1.0,)),
 }
-_DIVISORS = {
-    **dict.fromkeys(["div", "_foreach_div"], "other"),
-    **dict.fromkeys(["addcdiv", "_foreach_addcdiv"], "tensor2"),
-}
-# What reads the -inf of a mask, or only moves it.
-_READS_MASKS = frozenset(
+_DIVISORS = {"div": ("other", "scalar", "scalars"), "addcdiv": ("tensor2", "tensors2")}
+# What reads the -inf of a mask, as softmaxes do, or only moves it; to others it is data.
+READS_MASKS = frozenset(
     [
         *("add", "sub", "where", "masked_fill", "minimum", "maximum", "max", "min", "amax", "amin"),
         *("logsumexp", "logaddexp", "exp", "sigmoid", "clamp", "nan_to_num", "triu", "tril"),
@@ -83,7 +82,7 @@ _READS_MASKS = frozenset(
     ]
 )
 _SCALARS = frozenset(  # names of arguments whose Python numbers are data, not options
-    ["self", "other", "value", "scalar", "exponent", "fill_value", "s"]
+    ["self", "other", "value", "scalar", "exponent", "fill_value", "s", "scalars"]
 )
 
 
@@ -92,7 +91,7 @@ class Operation:
     """Facts about an operator, from its schema."""
 
     name: str  # such as "aten.add.Tensor"
-    base: str  # such as "add", without the underscore of an in-place operation
+    base: str  # such as "add" of aten._foreach_add_
     names: tuple[str, ...]  # names of its arguments
     writes: tuple[str, ...]  # names of arguments that it writes to
     reads_what_it_writes: bool  # whether their old values matter
@@ -110,11 +109,6 @@ class Operation:
         return only and self.base not in ("_to_copy", "to")
 
     @property
-    def reads_masks(self) -> bool:
-        """Whether -inf from outside is a mask to it; to others it is data."""
-        return self.softmax or self.base in _READS_MASKS or self.allocates
-
-    @property
     def softmax(self) -> bool:
         """Whether a row of -inf alone becomes NaN."""
         return self.attention or ("softmax" in self.base and "backward" not in self.base)
@@ -125,7 +119,7 @@ def operation(func: Any) -> Operation:
     """The facts from an operator's schema; a higher-order operator has none but its name."""
     name = str(func)
     schema = getattr(func, "_schema", None)
-    base = name.split(".")[1] if name.count(".") else name
+    base = (name.split(".")[1] if name.count(".") else name).removeprefix("_foreach_")
     if schema is None:
         flex = name == "flex_attention"
         return Operation(f"higher_order.{name}", base, (), (), True, False, False, flex, flex)
@@ -151,16 +145,27 @@ def operation(func: Any) -> Operation:
 
 
 def floating(value: Any) -> Iterator[Tensor]:
-    """The floating and complex tensors with elements in an argument or a result."""
+    """The floating and complex tensors with elements in memory in an argument or a result."""
     if isinstance(value, Tensor):
         real = value.is_floating_point() or value.is_complex()
-        if real and value.device.type != "meta" and value.numel():
+        if real and value.numel() and not _without_memory(value):
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from floating(item)
     elif isinstance(value, Mapping):
         yield from floating(list(value.values()))
+
+
+def _without_memory(tensor: Tensor) -> bool:
+    """Whether it has only a shape, or stands for zeros or for another tensor."""
+    return (
+        tensor.device.type == "meta"
+        or tensor._is_zerotensor()  # its address is 0
+        or isinstance(tensor, FakeTensor)
+        or torch._is_functional_tensor(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def stored(tensor: Tensor) -> Tensor:
@@ -215,6 +220,11 @@ class Input:
     value: Tensor | float  # its values before the operation: a copy if it was written to
     counts: Counts  # of ``value``
 
+    @property
+    def argument(self) -> str:
+        """The name without the number in a list."""
+        return self.name.split("[")[0]
+
 
 def inputs(
     known: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], before: Mapping[int, Tensor]
@@ -237,9 +247,10 @@ def inputs(
             old = before.get(id(tensor), tensor)
             label = f"{name}[{i}]" if isinstance(value, list | tuple) else name
             found.append(Input(label, tensor, old, count(old)))
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and name in _SCALARS:
-            found.append(Input(name, float(value), float(value), count(float(value))))
+        for number in value if isinstance(value, list | tuple) else [value]:
+            real = isinstance(number, int | float) and not isinstance(number, bool)
+            if real and name in _SCALARS:
+                found.append(Input(name, float(number), float(number), count(float(number))))
     return found
 
 
@@ -259,7 +270,10 @@ def kind_of(
         return "x / 0 or log 0" if _at_pole(known, given, outputs) else "overflow"
     minus = any(i.counts.minus_inf for i in given)
     masks = known.softmax and not any(i.counts.plus_inf for i in given)
-    if masks and (known.base == "_masked_softmax" or (minus and _masks_a_row(known, given))):
+    rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
+    # but for an attention there is no other way to NaN from finite scores and -inf
+    row = minus and (not known.attention or any(bool(row.all(dim=-1).any()) for row in rows))
+    if masks and (known.base == "_masked_softmax" or row):
         return "fully masked row"
     if meant and not known.attention:
         return "inf - inf or 0 * inf"
@@ -272,14 +286,6 @@ def kind_of(
     return "overflow" if sums and read else "0 / 0 or invalid"
 
 
-def _masks_a_row(known: Operation, given: Sequence[Input]) -> bool:
-    """Whether some row of a softmax that made NaN was wholly masked."""
-    if not known.attention:  # there is no other way to NaN from finite scores and -inf
-        return True
-    rows = [stored(i.value) == -math.inf for i in given if isinstance(i.value, Tensor)]
-    return any(bool(row.all(dim=-1).any()) for row in rows)
-
-
 def _at_pole(known: Operation, given: Sequence[Input], outputs: Sequence[Tensor]) -> bool:
     """Whether some output is infinite where the divisor is 0, or the operand at a pole."""
     if known.base in ("_linalg_slogdet", "_ctc_loss"):  # the logarithm of 0
@@ -287,36 +293,28 @@ def _at_pole(known: Operation, given: Sequence[Input], outputs: Sequence[Tensor]
     if known.base in _DIVISORS:
         return divides_by_zero(known, given)
     poles = _POLES.get(known.base, ())
-    operand = next((i.value for i in given if i.name == "self"), None)
-    if not poles or operand is None:
-        return False
-    value, output = torch.as_tensor(operand), dense(outputs[0])
-    at = sum(value == pole for pole in poles)
-    return bool((output.isinf() & torch.as_tensor(at, device=output.device).bool()).any())
+    name = "other" if "xlog" in known.base else "self"
+    for operand, output in zip((i for i in given if i.argument == name), outputs, strict=False):
+        at = sum(torch.as_tensor(operand.value) == pole for pole in poles)
+        infinite = dense(output).isinf()
+        if bool((infinite & torch.as_tensor(at, device=infinite.device).bool()).any()):
+            return True
+    return False
 
 
 def divides_by_zero(known: Operation, given: Sequence[Input]) -> bool:
     """Whether the operation divides, and a divisor is 0."""
-    return any(i.counts.zero for i in given if i.name.split("[")[0] == _DIVISORS.get(known.base))
-
-
-_LOWEST = tuple(torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32))
+    return any(i.counts.zero for i in given if i.argument in _DIVISORS.get(known.base, ()))
 
 
 def overflows_a_mask(outputs: Sequence[Tensor], given: Sequence[Input]) -> bool:
     """Whether infinities are those of an additive mask that was added twice or cast too narrow.
 
-    Such an operation makes nothing but -inf, and the lowest value of an input is, to 1 %, the
-    lowest number of a format, or its only one besides 0.
+    They are -inf alone, and the largest value of an input is a format's largest, to 1 %.
     """
-    for i in given:
-        values = stored(torch.as_tensor(i.value)).double()
-        lowest = float(values[values.isfinite()].min()) if bool(values.isfinite().any()) else 0.0
-        near = any(abs(lowest / low - 1) < 0.01 for low in _LOWEST)
-        two = bool(((values == 0) | (values == lowest) | (values == -math.inf)).all())
-        if lowest <= -1e4 and (near or (two and values.numel() > 1)):
-            return not any(bool((stored(output) == math.inf).any()) for output in outputs)
-    return False
+    most = [torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    near = any(abs(i.counts.largest / m - 1) < 0.01 for i in given for m in most)
+    return near and not any(bool((stored(output) == math.inf).any()) for output in outputs)
 
 
 # Labels of values that are not finite, besides the numbers of suspects, from 1.
@@ -324,6 +322,7 @@ MEANT = 0
 OUTSIDE = -1  # -inf that came from outside, which may be a mask
 UNWRITTEN = -2  # memory that nothing has written
 NEWS = -3  # from outside, and no mask: a suspect that is not numbered yet
+FIRST_MEANT = -4  # from here downward: infinities that were meant, by the place that wrote them
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,15 +341,8 @@ class Call:
         every = list({id(t): t for t in (*floating(result), *written)}.values())
         return every[:1] if self.known.first_counts else every
 
-    def read(self) -> Iterator[Tensor]:
-        """The tensors whose values it may have read."""
-        by_name = [*zip(self.known.names, self.args, strict=False), *self.kwargs.items()]
-        overwritten = () if self.known.reads_what_it_writes else self.known.writes
-        given = [value for name, value in by_name if name not in overwritten]
-        return floating(given if self.known.names else self.args)
-
     def sources(
-        self, bad: Tensor, labels: Mapping[int, int | Tensor], given: Sequence[Input]
+        self, bad: Tensor, labels: Mapping[int, Tensor], given: Sequence[Input]
     ) -> list[tuple[int | None, Tensor]]:
         """Where elements that are not finite come from: labels, or None for the operation itself.
 
@@ -359,11 +351,8 @@ class Call:
         """
         present: set[int] = set()
         for i in given:
-            label = labels.get(id(i.original))
-            if isinstance(label, Tensor) and isinstance(i.value, Tensor):
-                present.update(label[not_finite(i.value)].tolist())
-            elif isinstance(label, int):
-                present.add(label)
+            if id(i.original) in labels and isinstance(i.value, Tensor):
+                present.update(labels[id(i.original)][not_finite(i.value)].tolist())
         # an early suspect explains an element better than a late one
         order = sorted(present, key=lambda label: (label > 0, label == NEWS, -label))
         if len(order) == 1 and bool(bad.all()):
@@ -377,9 +366,7 @@ class Call:
             found += [] if reached is None else [(label, reached)]
         return found
 
-    def _again(
-        self, bad: Tensor, labels: Mapping[int, int | Tensor], keep: int | None
-    ) -> Tensor | None:
+    def _again(self, bad: Tensor, labels: Mapping[int, Tensor], keep: int | None) -> Tensor | None:
         """What is not finite of finite inputs, or what one label's elements reach.
 
         All that is not finite is replaced, or all but the elements of that label: by 0, and then by
@@ -394,12 +381,10 @@ class Call:
             def copied(leaf: Any, fill: float = fill, copies: dict[int, Tensor] = copies) -> Any:
                 if not isinstance(leaf, Tensor) or not any(True for _ in floating(leaf)):
                     return leaf
-                value, label = self.before.get(id(leaf), leaf), labels.get(id(leaf))
+                value = self.before.get(id(leaf), leaf)
                 kept = not_finite(value)
-                if keep is None:
-                    kept = ~kept
-                else:
-                    kept &= torch.as_tensor(label == keep, device=kept.device)
+                label = labels.get(id(leaf), kept * MEANT)
+                kept = ~kept if keep is None else kept & (label == keep)
                 return copies.setdefault(id(leaf), torch.where(kept, value, fill))
 
             try:
@@ -418,27 +403,24 @@ def bad_elements(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Flow:
-    """Which suspect each value that is not finite descends from: a label for each element.
-
-    They are kept by storage: one number where all such elements of a storage have the same label.
-    """
+    """Which suspect each value that is not finite descends from: labels of a storage's elements."""
 
     def __init__(self) -> None:
         # Weak references keep the key of freed memory from being reused.
-        self._labels: dict[int, tuple[StorageWeakRef, int | Tensor]] = {}
-        self._unread: dict[int, int] = {}  # first suspects in storages that nothing has read
-        self._prune_at = 1024
+        self._labels: dict[int, tuple[StorageWeakRef, Tensor]] = {}
 
-    def of(self, tensor: Tensor) -> int | Tensor | None:
-        """The labels of a tensor's elements, or of all of them; None if nothing seen wrote it."""
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The labels of a tensor's elements; None if nothing seen wrote it."""
         value = stored(tensor)
         labels = self._labels.get(value.untyped_storage()._cdata, (None, None))[1]
-        if not isinstance(labels, Tensor):
-            return labels
+        if labels is None:
+            return None
         if labels.numel() * value.element_size() != value.untyped_storage().nbytes():
-            return int(labels.max())  # it is viewed in another dtype
-        view = labels.as_strided(value.shape, value.stride(), int(value.storage_offset()))
-        return view.amax(-1) if tensor.is_complex() else view
+            labels = labels.max().expand(value.shape)  # it is viewed in another dtype
+        else:
+            place = value.shape, value.stride(), int(value.storage_offset())
+            labels = labels.contiguous().as_strided(*place)
+        return labels.amax(-1) if tensor.is_complex() else labels
 
     def write(self, labels: int | Tensor, *tensors: Tensor) -> None:
         """Label what an operation has written; only elements that are not finite matter."""
@@ -446,54 +428,25 @@ class Flow:
             value = stored(tensor)
             storage = value.untyped_storage()
             ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._unread.pop(ref.cdata, None)
-            if first := first_of(labels):
-                self._unread[ref.cdata] = first
-            before = self._labels.get(ref.cdata, (None, None))[1]
+            new = torch.as_tensor(labels, dtype=torch.int32, device=value.device)
+            table = self._labels.get(ref.cdata, (None, None))[1]
             elements = storage.nbytes() // value.element_size()
-            table: int | Tensor = labels
-            whole = value.numel() == elements or before is None
-            same = isinstance(before, int) and before == labels
-            if isinstance(labels, Tensor) or not (whole or same):
-                if isinstance(before, Tensor) and before.numel() == elements:
-                    table = before
-                else:
-                    fill = before if isinstance(before, int) else MEANT
-                    table = torch.full((elements,), fill, dtype=torch.int32, device=value.device)
+            if not new.dim() and (table is None or value.numel() == elements):
+                table = new.clone().expand(elements)  # which takes no memory
+            else:
+                if table is None or table.numel() != elements:
+                    table = torch.full((elements,), MEANT, dtype=torch.int32, device=value.device)
+                table = table.contiguous()
                 view = table.as_strided(value.shape, value.stride(), int(value.storage_offset()))
-                new = torch.as_tensor(labels)
                 view.copy_(new.unsqueeze(-1) if new.dim() and tensor.is_complex() else new)
             self._labels[ref.cdata] = ref, table
-        if len(self._labels) > self._prune_at:
-            self._prune()
-
-    def read(self, tensors: Iterable[Tensor]) -> None:
-        """An operation has read these."""
-        for tensor in tensors:
-            self._unread.pop(storage_key(tensor), None)
-
-    def _prune(self) -> None:
-        for key, (ref, _) in list(self._labels.items()):
-            if key not in self._unread and ref.expired():  # type: ignore[no-untyped-call]
-                del self._labels[key]
-        self._prune_at = 1024 + 2 * len(self._labels)
-
-    @property
-    def unread(self) -> int:
-        """The first suspect of values that nothing has read; 0 if there is none."""
-        return min(self._unread.values(), default=0)
-
-    def first_in(self, tensor: Tensor) -> int:
-        """The first suspect that made elements of a tensor NaN or infinite; 0 if none did."""
-        labels = self.of(tensor)
-        if labels is None or is_finite(stored(tensor)):
-            return 0
-        return first_of(torch.where(not_finite(tensor), labels, MEANT))
+        if len(self._labels) % 1024 == 0:
+            rows = self._labels.items()
+            self._labels = {k: row for k, row in rows if not row[0].expired()}  # type: ignore[no-untyped-call]
 
 
-def first_of(labels: int | Tensor) -> int:
-    """The first suspect among labels; 0 if there is none."""
-    if isinstance(labels, Tensor):
-        suspects = labels[labels > 0]
-        return int(suspects.min()) if suspects.numel() else 0
-    return max(labels, 0)
+def first_of(labels: Tensor) -> int:
+    """The first suspect among labels; if there is none, the lowest label, or :data:`MEANT`."""
+    suspects = labels[labels > MEANT]
+    found = suspects if suspects.numel() else labels
+    return int(found.min()) if found.numel() else MEANT

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -478,6 +479,8 @@ class SimulatedProducts(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if NestedTensor in types:
+            return NotImplemented  # its class has kernels, whose products come here again
         # the casting modes have already seen this call; what it runs is not the model's own call
         with torch._C.DisableTorchFunction():
             return self.run(func, args, kwargs or {})
@@ -492,6 +495,8 @@ class SimulatedProducts(TorchDispatchMode):
         if func in _PRODUCTS and any(dtype != low for dtype in floating):
             return func(*args, **kwargs)  # torch refuses operands of two dtypes, here too
         if not rerouted:
+            if any(isinstance(arg, Tensor) and arg.is_nested for arg in args):
+                return func(*args, **kwargs)  # a kernel of its own, which is no composite
             # Without gradients a composite such as linear arrives whole, so decompose it.
             with self:
                 parts = func.decompose(*args, **kwargs)

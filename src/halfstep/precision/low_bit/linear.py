@@ -56,11 +56,16 @@ class LowBitLinear(Region):
         if not (self.is_low(weight) and self.recipe):
             return self.inside(args, kwargs)
         (x,) = (*args, *kwargs.values())
+        nested, wrong = getattr(x, "is_nested", False), ""
+        layout = "nested" if nested else getattr(x, "layout", type(x).__name__)
         if is_sharded(weight):
+            wrong = f"its weight is distributed over ranks ({tuple(weight.shape)})"
+        elif layout != torch.strided:
+            wrong = f"takes strided tensors alone, got {layout}"
+        if wrong:
             raise PrecisionError(
                 f"layer {self.name or 'of the model'} multiplies below 16 bits ({self.recipe}), "
-                f"and its weight is distributed over ranks ({tuple(weight.shape)}); keep it by "
-                f"keep_bf16={self.name or '*'}, or use data parallelism"
+                f"and {wrong}; keep it by keep_bf16={self.name or '*'}"
             )
         weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
         if x.dtype not in _INPUTS or not x.dim() or x.shape[-1] != weight_OK.shape[1]:

@@ -96,10 +96,15 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
     """Resolve the rules for every module; the model is not changed."""
     named = list(model.named_modules(remove_duplicate=False))
     if policy.rules:
-        _require_matches(policy, model, named)
+        _require_matches(policy, named)
     found: dict[str, Placement] = {}
     recipes: dict[str, Recipe] = {}
     for name, module in named:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PrecisionError(
+                f"{name or 'the model'} is a torch.jit module, whose operations cannot be cast; "
+                "use the module that it was made of, or torch.compile of that"
+            )
         outer = name.rpartition(".")[0]
         above = found[outer] if name else None
         pattern, fp32, recipe = "", policy.compute_dtype == torch.float32, policy.recipe
@@ -226,9 +231,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _require_matches(
-    policy: PrecisionPolicy, model: nn.Module, named: list[tuple[str, nn.Module]]
-) -> None:
+def _require_matches(policy: PrecisionPolicy, named: list[tuple[str, nn.Module]]) -> None:
     for pattern, form in policy.rules:
         if any(matches(pattern, name, module) for name, module in named):
             continue
@@ -238,8 +241,6 @@ def _require_matches(
             what, known = "class", sorted({type(module).__name__ for _, module in named})
         close = difflib.get_close_matches(glob, known, n=3, cutoff=0.4) or known[:3]
         hint = f"there are {', '.join(close)}" if close else "the model has no submodules"
-        if any(fnmatchcase(name, glob) for name, _ in model.named_parameters()):
-            hint = "it matches a parameter, and rules are about modules"
         raise PrecisionError(f"rule {pattern!r} -> {form} matches no {what} of the model: {hint}")
 
 
