@@ -227,6 +227,8 @@ FAULTS = [
             ("aten.std", "invalid operation", "correction=0")),
     Program("mean of nothing", lambda m, x: m(x)[x[:, 0] > 1e9].mean(), rows(),
             ("aten.mean", "invalid operation", "leave out what is empty")),
+    Program("empty batch", lambda m, b: F.cross_entropy(m(b[0])[:0], b[1][:0]), (rows(), IGNORED),
+            ("aten.nll_loss", "invalid operation", "leave out what is empty")),
     Program("eps of Adam in fp16", adam, rows(),
             ("aten.addcdiv", "eps too small", "raise the optimizer's eps"), (),
             lambda: nn.Linear(6, 6).half()),

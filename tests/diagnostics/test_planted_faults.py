@@ -104,6 +104,8 @@ def test_an_exploded_loss_is_answered_by_the_learning_rate(policy):
     assert cause.remedy.startswith("lower the learning rate: the loss rose from "), cause
     if policy != "fp16-mixed,init_scale=1":
         assert str(error.value).splitlines()[1] == f"to do: {cause.remedy}"
+    else:
+        assert cause.remedy.endswith(f"at step {precision.progress.steps}")  # the one that failed
     x[3] = 3e38  # whatever the loss has been, a row is to blame for this
     with torch.no_grad():
         [p.fill_(0.01) for p in model.parameters()]

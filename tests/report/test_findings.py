@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from halfstep.diagnostics.nonfinite.cause import OF_OPERATION, REMEDIES, Operand, remedy_of
+from halfstep.precision.scaling.gradients import Progress
+from halfstep.precision.scaling.loss_scale import LossScaleConfig
 from halfstep.report.findings import findings, translated, verdict
 from halfstep.report.record import read_run
 from report.conftest import line
@@ -80,7 +82,7 @@ def test_a_rise_before_a_nan_asks_for_a_smaller_learning_rate(folder, losses, ro
     path = folder([*lines, last], steps=999)
     assert names(path) == ["stopped_nonfinite"] + ["diverged"] * rose
     text = verdict(read_run(path))
-    assert text.endswith(LOWER if rose else "steps skipped)")
+    assert text.endswith(LOWER.replace("0.0001", "3e-05") if rose else "steps skipped)")
     assert "No first cause was found" in findings(read_run(path))[0].remedy("en")
     assert names(folder(lines, "whole")) == []  # two batches of a run that went well
 
@@ -230,6 +232,12 @@ def test_every_remedy_is_translated_with_its_figures():
         assert not re.search(r"\b(is up to|clamp the|reload|scale|its|or train)\b", chinese)
     text = translated(remedy_of("overflow", "fp16", "exp", fits=True), "zh")
     assert text == "截断自变量：x.clamp(max=11.09)；或用 bf16-mixed 训练，它的范围与 fp32 相同"
+    progress = Progress(LossScaleConfig())
+    progress.losses.extend([(1, 6.956), (2, 54.4)])
+    assert (
+        translated(progress.slower(), "zh")
+        == "降低学习率：损失从第 1 步的 6.956 升到第 2 步的 54.4"
+    )
 
 
 def test_an_interrupted_run_says_so_beside_its_health(folder):

@@ -6,7 +6,6 @@ import torch
 
 from halfstep.cli.main import main
 from halfstep.precision.policy import devices
-from halfstep.trainer.environment import diagnose
 
 CPU = torch.device("cpu")
 
@@ -23,7 +22,7 @@ def test_each_cpu_gets_its_policy_and_why(monkeypatch, capsys):
         ({"avx2"}, "fp32", "has no instructions for bf16"),
     ):
         pretend(monkeypatch, flags)
-        assert diagnose(CPU)["policy"] == policy
+        assert devices.choose(CPU).policy == policy
         assert main(["doctor", "--device", "cpu"]) == 0
         said = capsys.readouterr().out
         assert said.startswith(f"take {policy}: ")

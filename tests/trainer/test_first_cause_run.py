@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import NonFiniteError
+from halfstep.report.findings import verdict
+from halfstep.report.record import read_run
 from halfstep.trainer.loop import CauseSearch, train
 from trainer.runs import (
     assert_same_tensors,
@@ -111,9 +113,10 @@ def test_an_exploded_run_has_four_lines_and_a_learning_rate_to_type(tmp_path):
     assert what.startswith("step ")
     assert first.startswith("first cause: ")
     assert to_do.startswith("to do: lower the learning rate: the loss rose from ")
-    assert typed == "try: Trainer(learning_rate=1e+11, ...).train()"
+    assert typed == "try: Trainer(learning_rate=8e+10, ...).train()"
     (line,) = causes(tmp_path / "r")
     assert line["remedy"] == to_do.removeprefix("to do: ")
+    assert "\ntry: Trainer(learning_rate=8e+10, ...)" in verdict(read_run(tmp_path / "r"))
 
 
 # What a search leaves

@@ -236,7 +236,6 @@ class Option(NamedTuple):
     key: str
     hint: Any
     field: Field[Any]
-    text: str
 
 
 def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
@@ -267,7 +266,7 @@ def read_words(arguments: Sequence[str]) -> tuple[str, Any]:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the command that words begin with; with --help instead, print the commands and exit.
+    """Return the command that words begin with; with --help, or none, print all and exit.
 
     Raises:
         ConfigError: If there is no such command, with a suggestion.
@@ -275,7 +274,7 @@ def command_of(words: Sequence[str]) -> str:
     first, given = " ".join(words[:1]), " ".join(words[:2])
     if given in COMMANDS or first in COMMANDS:
         return given if given in COMMANDS else first
-    if {"-h", "--help"} & {*words[:2]}:
+    if not words or {"-h", "--help"} & {*words[:2]}:
         rows = [f"  {name:<18}{(getdoc(kind) or '').splitlines()[0]}"
                 for name, kind in COMMANDS.items()]  # fmt: skip
         print("usage: halfstep COMMAND [--help] [options]; halfstep --version\n", *rows, sep="\n")
@@ -333,7 +332,7 @@ def _add(parser: Any, each: Option, names: list[str], default: Any) -> None:
     """Add one option, whose help says the default where its text does not."""
     hint = get_args(each.hint)[0] if get_origin(each.hint) is UnionType else each.hint
     several = get_origin(hint) is tuple
-    text = each.text
+    text = each.field.metadata.get("help", "")
     if default not in (MISSING, "", None, ()) and default is not False and "efault" not in text:
         items = default if isinstance(default, tuple | list) else [default]
         text += f" Default: {' '.join(map(str, items))}."
@@ -370,7 +369,7 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[Option]:
         if is_dataclass(hint):
             yield from leaves(hint, f"{key}.")  # type: ignore[arg-type]
         else:
-            yield Option(key, hint, one, one.metadata.get("help", ""))
+            yield Option(key, hint, one)
 
 
 def short_options(kind: type[BaseConfig]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from halfstep.shown import aligned
-from halfstep.trainer.environment import choose_device, diagnose, environment, memory_bytes
+from halfstep.trainer.environment import choose_device, environment, memory_bytes
 from halfstep.trainer.estimate import estimate_count, read_count
 from halfstep.trainer.replay import replay
 
@@ -161,7 +161,10 @@ def _blocks() -> str:
 
 def _doctor(arguments: Doctor) -> None:
     device = choose_device(arguments.device)
-    found = diagnose(device)
+    chosen = choose(device)
+    if chosen.kind is None:
+        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
+    found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
     if arguments.json:
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:
@@ -186,8 +189,8 @@ def _estimate(arguments: Estimate) -> None:
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
         return
     fits = ("fits", ["yes" if memory.total <= have else "no" for memory in found])
-    rooms = [(abs(room), "short" * (room < 0)) for room in (have - m.total for m in found)]
-    left = ("left", [f"{size_text(size)} {short}".rstrip() for size, short in rooms])
+    rooms = [have - memory.total for memory in found]
+    left = ("left", [size_text(abs(r)) + (" short" if r < 0 else "") for r in rooms])
     ranks = f"; on each of {layout.size} ranks ({layout})" if layout.size > 1 else ""
     print(parts_table(found, fits, left))
     print(f"\nfits: state only, in {size_text(have)}; what is left is for activations{ranks}.")

@@ -9,9 +9,10 @@ from halfstep.cli.console import RunDisplay, megabytes
 from halfstep.cli.main import INTERRUPTED
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.environment import choose_device, keep_freed_memory, policy_on
+from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
     default_run_folder,
@@ -51,7 +52,7 @@ def _train(
 ) -> int:
     keep_freed_memory()
     device = choose_device(config.run.device, world.local_rank)
-    title = f"{config.name} {policy_on(config.precision, device)}"
+    title = f"{config.name} {parse_policy(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:
         session = open_session(config, display.prepared, world=world)
         outcome = execute(

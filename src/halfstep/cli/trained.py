@@ -80,16 +80,13 @@ def _predict(arguments: Predicting) -> None:
     else:
         rows = [*found]  # before the file is opened, which may be the input
         with Path(arguments.output).open("w", encoding="utf-8") as file:
-            count = _write(rows, file)
-        print(f"Labels of {count:,} texts written: {arguments.output}")
+            _write(rows, file)
+        print(f"Labels of {len(rows):,} texts written: {arguments.output}")
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _write(found: Iterable[tuple[str, str, float]], file: TextIO) -> int:
-    count = 0
+def _write(found: Iterable[tuple[str, str, float]], file: TextIO) -> None:
     for text, label, probability in found:
         line = {"text": text, "label": label, "probability": probability}
         file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        count += 1
-    return count

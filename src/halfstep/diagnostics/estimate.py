@@ -12,6 +12,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ def estimate(
         return state
     saved = _saved_bytes(model, value, batch, loss, logits)
     sizes = sums(("batch", dtype_name(t.dtype), t.nbytes) for t in tensors)
-    rows = len(tensors[0]) if tensors[0].dim() else 0
-    return Memory(state.policy, False, {**state.bytes, **saved, **sizes}, rows, state.ranks)
+    return replace(state, bytes={**state.bytes, **saved, **sizes})
 
 
 def estimate_state(
@@ -113,17 +113,12 @@ def estimate_state(
         number = averages
         if isinstance(number, Mapping):
             number = number.get(names[id(parameter)], 0)
-        rows.append(("moments", moments, number * _moment_bytes(count, moments)))
+        size = count * {"fp32": 4, "bf16": 2, "fp16": 2, "8bit": 1}[moments]
+        tops = math.ceil(count / BLOCK) if moments == "8bit" else 0  # of its blocks
+        rows.append(("moments", moments, number * (size + tops)))
     rows += [("weights", dtype_name(buffer.dtype), buffer.nbytes) for buffer in model.buffers()]
     found = sums((part, form, round(size)) for part, form, size in rows if size)
-    return Memory(str(policy), False, found, 0, ranks)
-
-
-def _moment_bytes(count: float, form: str) -> float:
-    """The bytes of a moment of so many elements, with the tops of 8-bit blocks."""
-    if form == "8bit":
-        return count + math.ceil(count / BLOCK)
-    return count * {"fp32": 4, "bf16": 2, "fp16": 2}[form]
+    return Memory(str(policy), False, found, ranks)
 
 
 def _saved_bytes(

@@ -131,7 +131,7 @@ class LayerHealth(StepListener):
         super().__init__("LayerHealth", model, source, scaler, every, to, start)
         self._ranks = OneRank() if self._precision is None else self._precision.ranks
         self._past = _Past([*_in_order(self._model)])
-        self._tell = _warn if tell is None else tell
+        self._tell = tell or (lambda text: warnings.warn(f"layer health: {text}", stacklevel=6))
         compiled = [hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()]
         self._outputs = outputs and not any(compiled)
         self.alarms: list[Alarm] = []
@@ -230,10 +230,6 @@ class LayerHealth(StepListener):
             if value:
                 every.setdefault(layer, {})[q] = value
         return every
-
-
-def _warn(text: str) -> None:
-    warnings.warn(f"layer health: {text}", stacklevel=6)
 
 
 def _in_order(module: nn.Module, name: str = "") -> Iterator[str]:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.state import REMAINDER, stored_moment
+from halfstep.precision.agreement import WORDS
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.masters.rounding import ROUNDING, Update
@@ -39,7 +40,6 @@ LOUD = 0.1
 """The share of lost updates from which on the user is warned without asking."""
 _TELLING = 0.01  # share of the peak learning rate above which a measured step tells something
 _ADVISE = 0.01  # share of lost updates from which on another rounding mode is recommended
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNREAD = 8  # measured steps kept while it is not known whether a fused optimizer applied them
 _KNOWN = (
     *(optim.AdamW, optim.Adam, optim.Adamax, optim.NAdam, optim.RAdam),
@@ -345,12 +345,16 @@ def _read(number: int, group: _Group) -> GroupReport | None:
     stuck, seen = [], [(s, s.counts.tolist()) for s in group.samples if s.counts is not None]
     if not seen:
         return None
-    for sample, (moving, same) in seen if group.rate else ():
+    for sample, (moving, same) in seen:
+        if not group.rate:  # nothing is to move
+            break
         each = local_part(sample.parameter).numel() / len(sample.weight)
-        updates, unmoved = updates + moving * each, unmoved + same * each
+        updates += moving * each
+        unmoved += same * each
         if not ROUNDING[sample.update].random:
             lost += same * each
-            stuck += [sample.name] if moving == same > 0 and group.known else []
+            if group.known and same and same == moving:
+                stuck.append(sample.name)
     return GroupReport(
         group=group.name,
         step=number,
@@ -376,7 +380,7 @@ def _stored(sample: _Sample) -> str:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    bits = _BITS[a.element_size()]
+    bits = WORDS[a.element_size()]
     return a.view(bits) == b.contiguous().view(bits)
 
 

@@ -47,14 +47,12 @@ class Memory:
         policy: The policy's name.
         measured: Whether a step was run, or only its shapes.
         bytes: Part and dtype to bytes, as ``{"logits": {"fp32": 4096}}``.
-        rows: Rows of the batch: the length of its first tensor; 0 without a batch.
         ranks: Ranks that share weights, masters, gradients and moments.
     """
 
     policy: str
     measured: bool
     bytes: Mapping[str, Mapping[str, int]]
-    rows: int = 0
     ranks: int = 1
 
     def part(self, name: str) -> int:
@@ -74,17 +72,6 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """Return all fields and the total in bytes, as values that JSON has."""
         return {**asdict(self), "total": self.total}
-
-    def largest_batch(self, have: int) -> int:
-        """The most rows that fit into a device, if what is saved grows with the rows; 0: none.
-
-        Args:
-            have: The device's bytes.
-        """
-        grows = self.part("activations") + self.part("logits") + self.part("batch")
-        if not self.rows or not grows:
-            return 0
-        return max(0, int((have - (self.total - grows)) / (grows / self.rows)))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
@@ -275,7 +262,9 @@ class MemoryMeter:
         model: nn.Module = precision.model
         weights = [*model.parameters(), *model.buffers()]
         rows = [("weights", t, dtype_name(t.dtype)) for t in weights]
-        masters = _distinct(precision.masters.named_parameters().values(), weights)
+        known = {id(_storage(t)) for t in weights}
+        targets = precision.masters.named_parameters().values()
+        masters = [t for t in targets if id(_storage(t)) not in known]
         rows += [("masters", t, dtype_name(t.dtype)) for t in masters]
         for optimizer in precision.optimizers:
             for state in optimizer.state.values():
@@ -289,13 +278,7 @@ class MemoryMeter:
         sizes = max(self._gradients, self._stepped, key=lambda s: sum(n for _, n in s.values()))
         found |= sums(("gradients", form, size) for form, size in sizes.values())
         found |= {"batch": {}} | sums(("batch", dtype_name(t.dtype), t.nbytes) for t in self._batch)
-        length = len(self._batch[0]) if self._batch and self._batch[0].dim() else 0
-        return Memory(str(precision.policy), True, found, length)
-
-
-def _distinct(tensors: Iterable[Tensor], others: list[Tensor]) -> list[Tensor]:
-    known = {id(_storage(t)) for t in others}
-    return [t for t in tensors if id(_storage(t)) not in known]
+        return Memory(str(precision.policy), True, found)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

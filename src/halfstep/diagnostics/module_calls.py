@@ -161,7 +161,7 @@ class ModuleCalls:
 class Caller(NamedTuple):
     """The code that called an operation."""
 
-    simulated: dict[str, Any] | None  # the locals of a 16-bit simulation that runs it
+    simulated: dict[str, Any] | None  # the arguments of SimulatedProducts.in_fp32, if it runs it
     source: str = ""  # file and line
     own: bool = False  # whether that is a user's autograd.Function
 
@@ -176,9 +176,8 @@ def caller(thread: int) -> Caller:
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code is autocast.SimulatedProducts.run.__code__:
-            if simulated is None and "wide" in frame.f_locals:
-                simulated = frame.f_locals  # its operands are converted to fp32
+        if code is autocast.SimulatedProducts.in_fp32.__code__:
+            simulated = frame.f_locals if simulated is None else simulated
         elif not code.co_filename.startswith(_NOT_THE_CALLER):
             own = code.co_varnames[:1] == ("ctx",) and code.co_name in ("forward", "backward")
             own = own and not code.co_filename.startswith(_HALFSTEP)

@@ -41,7 +41,7 @@ from halfstep.shown import aligned
 
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
-_SIMULATED = SimulatedProducts.run.__code__
+_SIMULATED, _IN_FP32 = SimulatedProducts.run.__code__, SimulatedProducts.in_fp32.__code__
 _PRODUCT = linear.run_product.__code__
 _STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -276,12 +276,9 @@ class Trace(TorchDispatchMode):
         known = operation(func)
         if known.view or known.allocates or known.looks(result):
             return result
-        simulated, low_bit, updates = _frames()
-        low = None
-        if simulated is not None:
-            if simulated["func"] is not func:
-                return result  # a conversion of its operands, or of its result
-            low = simulated["self"].dtype if "wide" in simulated else None
+        simulated, low, low_bit, updates = _frames()
+        if simulated is not None and simulated is not func:
+            return result  # a conversion of its operands, or of its result
         given, made = _unique([*args, *kwargs.values()]), [*floating(result)]
         if not made:
             return result
@@ -302,22 +299,24 @@ class Trace(TorchDispatchMode):
         return result
 
 
-def _frames() -> tuple[dict[str, Any] | None, dict[str, Any] | None, bool]:
-    """Locals of the 16-bit simulation, and of the matmul below 16 bits, that this is part of.
+def _frames() -> tuple[Any, torch.dtype | None, dict[str, Any] | None, bool]:
+    """The simulated operation that this is part of, for which dtype it is in fp32, and more.
 
-    And whether it may update weights: a loss that is an autograd function has gradients off, too.
+    That is the locals of a matmul below 16 bits, and whether this may update weights: a loss that
+    is an autograd function has gradients off, too.
     """
     frame: FrameType | None = sys._getframe(2)
-    simulated, low_bit, updates = None, None, None
+    simulated, low, low_bit, updates = None, None, None, None
     while frame is not None:
         if updates is None and frame.f_code in (_STEP, _BACKWARD, _FUNCTION):
             updates = frame.f_code is _STEP
         if low_bit is None and frame.f_code is _PRODUCT:
             low_bit = frame.f_locals
-        if simulated is None and frame.f_code is _SIMULATED:
-            simulated = frame.f_locals
+        if simulated is None and frame.f_code in (_SIMULATED, _IN_FP32):
+            simulated = frame.f_locals["func"]
+            low = frame.f_locals["self"].dtype if frame.f_code is _IN_FP32 else None
         frame = frame.f_back
-    return simulated, low_bit, not torch.is_grad_enabled() if updates is None else updates
+    return simulated, low, low_bit, not torch.is_grad_enabled() if updates is None else updates
 
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.precision.agreement import ManyRanks
+from halfstep.precision.agreement import ManyRanks, sum_of_bits
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
@@ -248,8 +248,6 @@ def choose_strategy(
 # Ranks that have once stepped differently stay different for good, and nothing else shows it:
 # losses go on falling. Ranks that hold the same part of a parameter must have the same sum of bits.
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def check_agreement(
     precision: Precision, model: nn.Module, layout: Layout, *, step: int, when: str = ""
@@ -275,7 +273,7 @@ def check_agreement(
         "the loss scale": (precision.loss_scale.value, None),
     }
     for name, weight in model.named_parameters():
-        mine[name] = checksum(local_part(weight)), _part_held(weight)
+        mine[name] = int(sum_of_bits(local_part(weight))), _part_held(weight)
     everyone = [mine] * layout.size
     dist.all_gather_object(everyone, mine)
     for name in mine:
@@ -291,12 +289,6 @@ def check_agreement(
                     "last checkpoint with --resume, and look for memory or network faults, or for "
                     "code that changes weights on some ranks only"
                 )
-
-
-def checksum(tensor: Tensor) -> int:
-    """Sum a tensor's elements, with their bits read as integers, in wrapping 64-bit arithmetic."""
-    words = tensor.detach().contiguous().view(_WORDS[tensor.element_size()])
-    return int(words.sum(dtype=torch.int64))
 
 
 def _part_held(weight: Tensor) -> object:

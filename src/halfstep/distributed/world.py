@@ -227,9 +227,9 @@ def open_world(
             )
     except RuntimeError as error:  # the base class of torch.distributed's own errors
         place = "{MASTER_ADDR}:{MASTER_PORT} (MASTER_ADDR, MASTER_PORT)".format_map(os.environ)
+        reason = str(error).partition("\n")[0]
         raise PeerError(
-            f"the {size} ranks did not meet at {place} within {timeout_seconds:g} s: "
-            f"{str(error).partition(chr(10))[0]}"
+            f"the {size} ranks did not meet at {place} within {timeout_seconds:g} s: {reason}"
         ) from error
     return World(rank, size, local_rank, attempt, store)
 

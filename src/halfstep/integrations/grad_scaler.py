@@ -270,7 +270,8 @@ class GradScaler(torch.amp.GradScaler):
             found, good, before = torch.stack(parts).tolist()
         broken = self._broken() if found else None
         state = ScaleState(before, int(good), 1)
-        limits = self._limits()
+        factors = self.get_growth_factor(), self.get_backoff_factor()  # may be set at any time
+        limits = Limits(*factors, self._growth_interval, *self._bounds, hysteresis=1)
         at_floor = new_scale is None and limits.at_floor(state)
         adapted = limits.after(state, bool(found)).value if new_scale is None else None
         self._torch_update(new_scale, adapted)
@@ -396,12 +397,6 @@ class GradScaler(torch.amp.GradScaler):
         found += [find() for find in self._nonfinite.values()]
         nan = dict.fromkeys(name for each in found for name in each.nan)
         return NonFinite(tuple(nan), tuple(dict.fromkeys(n for each in found for n in each.inf)))
-
-    def _limits(self) -> Limits:
-        """The scale's limits, with torch's factors and interval, which may be set at any time."""
-        assert self._bounds is not None
-        factors = self.get_growth_factor(), self.get_backoff_factor()
-        return Limits(*factors, self._growth_interval, *self._bounds, hysteresis=1)
 
     def _require_within(self, scale: object, where: str) -> None:
         assert self._bounds is not None

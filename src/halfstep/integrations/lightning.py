@@ -197,7 +197,9 @@ class HalfstepPrecision(LightningPrecision):
     def _take(self, model: nn.Module, context: Autocast) -> None:
         self._model, self._context = model, context
         dtype = self.policy.compute_dtype
-        for module in model.modules() if dtype != torch.float32 else ():
+        if dtype == torch.float32:
+            return
+        for module in model.modules():
             dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
             if dtypes and type(module).forward is not nn.Module.forward:
                 low = module is not model and dtypes != {torch.float32}

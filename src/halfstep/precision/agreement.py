@@ -33,7 +33,7 @@ MARK = "tensor_model_parallel"
 
 **Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, sets it on its split parameters.
 """
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ManyRanks(Ranks):
@@ -186,7 +186,7 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
             "ones), so the norm of all their gradients is not known; make them alike, or pass "
             "ranks=halfstep.OneRank() where each process trains a model of its own"
         )
-    sums = [_sum_of_bits(p) for _, p in plain]
+    sums = [sum_of_bits(p) for _, p in plain]
     alike = _alike(ranks, torch.stack(sums)) if sums else []
     for (name, _), same in zip(plain, alike, strict=True):
         if not same:
@@ -199,10 +199,10 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
             )
 
 
-def _sum_of_bits(parameter: Tensor) -> Tensor:
+def sum_of_bits(parameter: Tensor) -> Tensor:
     """The sum, modulo 2^64, of all elements' bit patterns read as integers."""
     bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    return bits.detach().contiguous().view(_WORDS[bits.element_size()]).sum(dtype=torch.int64)
+    return bits.detach().contiguous().view(WORDS[bits.element_size()]).sum(dtype=torch.int64)
 
 
 def _alike(ranks: Ranks, numbers: Tensor) -> list[bool]:

@@ -65,7 +65,7 @@ def hopeless(
     """Why no smaller loss scale is tried: the error's cause, and words; None where one is."""
     if at_floor:
         return "loss_scale_floor", (
-            f" at the smallest loss scale {scale:g} (min_scale): no smaller scale can help"
+            f" at the smallest loss scale {scale:g}: no smaller scale can help"
         )  # fmt: skip
     if limit is not None and in_a_row >= limit:
         return "skip_limit", (

@@ -12,8 +12,6 @@ from functools import cache
 from gettext import NullTranslations, translation
 from pathlib import Path
 
-LANGUAGES = ("en", "zh")
-
 
 def gettext(message: str, language: str) -> str:
     """Return a sentence in a language; in English where the catalogue does not have it."""

@@ -94,9 +94,12 @@ class RunFinding:
 
 def translated(text: str, language: str) -> str:
     """A class of causes, a quantity or a remedy; of one that holds figures, all but these."""
+    rose = N_("lower the learning rate: the loss rose from {0} at step {1} to {2} at step {3}")
     body, wider, _ = text.partition(WIDER)
     said = gettext(body, language)
-    if said == body:
+    if said == body and (figures := re.fullmatch(re.sub(r"{\d}", r"(\\S+)", rose), body)):
+        said = gettext(rose, language).format(*figures.groups())
+    elif said == body:
         parts = re.split("(: | is up to )", body)
         said = "".join(gettext(part, language) for part in parts if part)
     return said + (gettext(wider, language) if wider else "")
@@ -228,8 +231,8 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
     task, folder = str(run.config.get("task")), _folder(run)
     if task == "module":
-        settings = "".join(f"{key}={value!r}, " for key, value in changes.items())
-        return f"Trainer({settings}...).train({'resume=True' * resume})"
+        words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
+        return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
     if task not in COMMANDS:
         return ""
     words = [f"halfstep {COMMANDS[task]}"]
@@ -243,7 +246,9 @@ def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
 def _at_rate(run: RunRecord, factor: float) -> str:
     """What to type to train anew at another learning rate; empty where none was recorded."""
     rates = [*filter(math.isfinite, run.series("learning_rate")[1])]
-    return _typed(run, False, learning_rate=f"{max(rates) * factor:.1g}") if rates else ""
+    broken = rates and _stopped(run) in BROKEN  # then it is what the run's own error says
+    rate = rates[-1] / 10 if broken else max(rates, default=0.0) * factor
+    return _typed(run, False, learning_rate=f"{rate:.1g}") if rate else ""
 
 
 def _folder(run: RunRecord) -> str:

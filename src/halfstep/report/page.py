@@ -293,10 +293,6 @@ _OF_THE_PAGE = {
 _LINES = ("-", "--", ":", "-.")
 
 
-Draw = Callable[[Any, Sequence[RunRecord], str], bool]
-"""Draws runs into axes, in a language; False where there is nothing to draw."""
-
-
 def figures(runs: Sequence[RunRecord], language: str) -> list[tuple[str, str]]:
     """The curves of some runs as titles and SVG without a header; empty without matplotlib."""
     found = []
@@ -477,14 +473,14 @@ def _speed(axes: Any, runs: Sequence[RunRecord], language: str) -> bool:
     return drawn
 
 
-CURVES: dict[str, Draw] = {
+CURVES: dict[str, Callable[[Any, Sequence[RunRecord], str], bool]] = {
     N_("Loss"): _loss,
     N_("Loss scale"): _scale,
     N_("Gradient norm (before clipping)"): _norm,
     N_("Lost updates"): _lost,
     N_("Speed"): _speed,
 }
-"""A figure's title to the function that draws it."""
+"""A figure's title to what draws it into axes, in a language; False: there is nothing to draw."""
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord], what: str = "") -> str | None:

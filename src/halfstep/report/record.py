@@ -169,6 +169,8 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
+    states = sorted(folder.glob("checkpoints/step-*/state.json"))
+    made_with = _json(states[-1], damaged).get("made_with") if states else {}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -178,7 +180,7 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         health=lines[HEALTH],
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
-        made_with=_made_with(folder, damaged),
+        made_with=made_with if isinstance(made_with, dict) else {},
         damaged=damaged,
         known_policy=policy,
     )
@@ -193,12 +195,6 @@ def _scores(path: Path, damaged: dict[str, int]) -> Line:
     square = all(isinstance(row, list) and len(row) == len(rows) for row in rows)
     whole = square and all(_is_count(n) for row in rows for n in row)
     return found if whole and any(map(any, rows)) else {}
-
-
-def _made_with(folder: Path, damaged: dict[str, int]) -> Line:
-    states = sorted(folder.glob("checkpoints/step-*/state.json"))
-    found = _json(states[-1], damaged).get("made_with") if states else None
-    return found if isinstance(found, dict) else {}
 
 
 def _is_count(value: Any) -> bool:

@@ -19,14 +19,11 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.devices import (
-    choose,
     cpu_has_bf16,
     cpu_name,
     default_device,
     name_of,
 )
-from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.policy.spelling import parse_policy
 
 _PACKAGES = ("halfstep", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -47,11 +44,6 @@ def choose_device(spec: str, local_rank: int = 0) -> torch.device:
         return torch.device("cuda", local_rank) if spec == "cuda" else torch.device(spec)
     except RuntimeError as error:
         raise ConfigError(f"run.device={spec!r}; allowed: auto, cpu, mps, cuda, cuda:N") from error
-
-
-def policy_on(precision: PrecisionPolicy | str, device: torch.device) -> PrecisionPolicy:
-    """Return a configuration's policy on a device, which decides what ``auto`` means."""
-    return parse_policy(precision, device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -148,22 +140,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for key, value in (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20):
             mallopt(key, value)
-
-
-# Which precision suits a device.
-
-
-def diagnose(device: torch.device) -> dict[str, str]:
-    """Look up a device of this machine.
-
-    Returns:
-        The policy to take, the reason and its source, and the device's name and family.
-
-    Raises:
-        ConfigError: If torch has no such device.
-    """
-    chosen = choose(device)
-    if chosen.kind is None:
-        raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
-    found = {"name": name_of(device), "family": chosen.kind.family, "policy": chosen.policy}
-    return found | {"reason": chosen.reason, "source": chosen.kind.source}

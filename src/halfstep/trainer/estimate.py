@@ -56,7 +56,7 @@ def estimate_count(
         if adapters:
             size, form = (_4BIT, "4bit") if base else (low.itemsize, "frozen " + dtype_name(low))
             parts["weights"] = {**parts["weights"], form: round(count * size / ranks)}
-        found.append(Memory(str(policy), False, parts, 0, layout.size))
+        found.append(Memory(str(policy), False, parts, layout.size))
     return found
 
 

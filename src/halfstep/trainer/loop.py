@@ -102,7 +102,8 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
-            stopped_by = _agreed_stop(session, interrupt)
+            reason = interrupt.requested or ("stop" if session.stop_asked else "")
+            stopped_by = STOPS[session.world.largest(STOPS.index(reason))]  # on all ranks
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
             evaluation, better = None, False
@@ -172,12 +173,6 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     return _Taken(result, lr, time.perf_counter() - begin, tokens)
 
 
-def _agreed_stop(session: Session, interrupt: Interrupt) -> str:
-    """Return the reason why all ranks stop now; empty to go on."""
-    reason = interrupt.requested or ("stop" if session.stop_asked else "")
-    return STOPS[session.world.largest(STOPS.index(reason))]
-
-
 class _Books:
     """Writes what a run leaves as it goes: metrics, and checkpoints in the background."""
 
@@ -220,6 +215,7 @@ class _Books:
             loss=judged.loss if judged else None,
             grad_norm=judged.norm if judged else None,
             loss_scale=causes.scale if judged else None,
+            learning_rate=self._session.precision.optimizers[0].param_groups[0]["lr"],
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
@@ -232,18 +228,17 @@ class _Books:
         # rank 0 writes metrics and completes checkpoints
         error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
         capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
-        typed = f"halfstep replay {capture}" if capture.is_dir() else ""
-        error.typed = typed
+        error.typed = f"halfstep replay {capture}" if capture.is_dir() else ""
         if isinstance(error, NonFiniteError):
             error.first_cause = cause
-            error.typed = self._typed(cause, typed, resume=bool(kept))
+            error.typed = self._typed(cause, error.typed, resume=bool(kept))
 
     def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""
         precision = self._session.precision
         if cause.diverged if cause else precision.outcome.progress.slower():
-            rate = precision.optimizers[0].param_groups[0]["initial_lr"] / 10
-            key, value, resume = "learning_rate", f"{rate:.3g}", False
+            rate = precision.optimizers[0].param_groups[0]["lr"] / 10
+            key, value, resume = "learning_rate", f"{rate:.1g}", False
         elif cause and cause.fits_fp32:
             key, value = "precision", "bf16-mixed"
         elif cause and cause.samples and not replay:
@@ -252,10 +247,9 @@ class _Books:
             return replay or (f"halfstep report {self._folder.parent}" if cause else "")
         if self._session.config.TASK == "module":
             given = value if key == "learning_rate" else repr(value)
-            return f"Trainer({key}={given}, ...).train({'resume=True' * resume})"
-        return (
-            f"the same command with {'--resume ' * resume}--{key.replace('_', '-')} {value}"
-        )  # fmt: skip
+            return f"Trainer({key}={given}, ...).train({'resume=True' if resume else ''})"
+        begin = "the same command with " + ("--resume " if resume else "")
+        return f"{begin}--{key.replace('_', '-')} {value}"
 
 
 class _Losses:

@@ -32,6 +32,7 @@ import torch
 
 from halfstep.errors import ConfigError, NonFiniteError, SpikeError
 from halfstep.files import write_whole
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
 from halfstep.trainer.checkpoint import (
@@ -50,7 +51,7 @@ from halfstep.trainer.config.config import (
     read_table,
 )
 from halfstep.trainer.config.run import BaseConfig
-from halfstep.trainer.environment import environment, policy_on
+from halfstep.trainer.environment import environment
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
 
@@ -74,7 +75,7 @@ _LEFT: dict[str, object] = {
 
 def default_run_folder(config: BaseConfig, device: torch.device) -> Path:
     """Return ``runs/NAME-PRECISION-TIME``, the folder of a run that was given none."""
-    name = f"{config.name}-{policy_on(config.precision, device)}"
+    name = f"{config.name}-{parse_policy(config.precision, device)}"
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     # file systems allow 255 bytes for a name, of which a character may have four
     return Path("runs") / f"{safe[:56]}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -24,6 +24,7 @@ from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
@@ -31,7 +32,7 @@ from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.data.config import Progress
-from halfstep.trainer.environment import choose_device, policy_on
+from halfstep.trainer.environment import choose_device
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
 from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
@@ -287,7 +288,7 @@ def open_session(
     """
     run, device = config.run, choose_device(config.run.device, world.local_rank)
     auto = choose(device).reason if isinstance(config.precision, str) else ""
-    policy = policy_on(config.precision, device)
+    policy = parse_policy(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
     if isinstance(config, TrainConfig) and config.run.capture and world.size > 1:

@@ -81,7 +81,7 @@ _ROWS = [
     # eps, not 0: at 0 the gradient of a root is infinite
     ("sqrt", "keep the operand of the root above zero: x.clamp_min(eps).sqrt(), (x + eps).sqrt()"),
     ("pow rsqrt lgamma digamma polygamma", "keep the operand above zero: x.clamp_min(eps)"),
-    ("mean var std var_mean std_mean",
+    ("mean var std var_mean std_mean nll_loss_forward",
      "leave out what is empty, and give a variance of one element correction=0"),
     ("log log2 log10 xlogy",
      "keep the operand of the logarithm above its pole: x.clamp_min(eps).log()"),
@@ -117,7 +117,8 @@ def cause_class(
     if zero_divisor and known.base.endswith("addcdiv"):
         return "eps too small"
     if kind == "0 / 0 or invalid":
-        if known.base.startswith("nll_loss"):  # a mean over the targets' weights
+        # a mean over the targets' weights; where there is no target, it has no operand
+        if known.base.startswith("nll_loss") and "self" in [o.name for o in operands]:
             return "every target is ignored"
         return "log or division of zero" if backward and zero_divisor else "invalid operation"
     if kind != "overflow":

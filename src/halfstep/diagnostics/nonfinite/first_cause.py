@@ -398,7 +398,9 @@ def first_cause(
     compute = loss if batch is not None else lambda _: loss()
     if not isinstance(precision, Precision):
         return search(precision, partial(_run, compute, precision, precision), [batch])
-    model, slower = precision.model, precision.progress.slower
+    model, progress = precision.model, precision.progress
+    # a step that was skipped or has raised is counted already
+    slower = partial(progress.slower, step=progress.steps + (not progress.skipped_in_a_row))
     wide = partial(_run, compute, model, model) if precision.policy.casts_per_op else None
     run, clear = partial(_run, compute, model, precision), precision.discard
     return search(model, run, [batch], clear=clear, wide=wide, slower=slower)

@@ -153,9 +153,10 @@ class PrecisionSteps:
 
     def _step(self, original: Callable[..., StepResult], *args: Any, **options: Any) -> StepResult:
         listener = self._listener
-        for name, weight in self._weights() if listener.collector is not None else ():
-            listener.collector.before(name, local_part(weight).detach())
-        self._wants_gradients = listener.collector is not None
+        if listener.collector is not None:
+            self._wants_gradients = True
+            for name, weight in self._weights():
+                listener.collector.before(name, local_part(weight).detach())
         try:
             result = original(*args, **options)
         except (NonFiniteError, SpikeError):

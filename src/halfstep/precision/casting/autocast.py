@@ -107,13 +107,9 @@ def _support_of_16_bits(policy: PrecisionPolicy, device: torch.device) -> Suppor
         return Support("refused", "halfstep was never run on a Mac's GPU, but in fp32", "fp32")
     missing = {"cuda": "torch sees no CUDA device", "mps": "torch sees no GPU of a Mac (mps)"}
     reason = missing.get(device.type, f"device {device.type!r} is not supported yet")
-    return Support("refused", reason, _nearest_on_cpu(policy))
-
-
-def _nearest_on_cpu(policy: PrecisionPolicy) -> str:
     if policy.recipes() and not policy.simulate:
         policy = replace(policy, simulate=True)
-    return f"{'fp32' if policy.tf32 else str(policy)} on --device cpu"
+    return Support("refused", reason, f"{'fp32' if policy.tf32 else policy} on --device cpu")
 
 
 def require_support(policy: PrecisionPolicy, device: torch.device) -> Support:
@@ -501,9 +497,12 @@ class SimulatedProducts(TorchDispatchMode):
             with self:
                 parts = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if parts is NotImplemented else parts
-        # a trace and a first cause look for ``wide`` in this frame: the kernel runs in fp32
-        wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == low else t)
+        return self.in_fp32(func, args, kwargs)
+
+    def in_fp32(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a product by an fp32 kernel; a trace and a first cause know it by this frame."""
+        wide, named = mapped((args, kwargs), lambda t: t.float() if t.dtype == self.dtype else t)
         result = func(*wide, **named)
         if func is _ATTENTION:
-            return (result[0].to(low), *result[1:])
-        return mapped(result, lambda t: t.to(low) if t.dtype == torch.float32 else t)
+            return (result[0].to(self.dtype), *result[1:])
+        return mapped(result, lambda t: t.to(self.dtype) if t.dtype == torch.float32 else t)

@@ -289,13 +289,13 @@ class Progress:
         """Steps taken, skipped ones included."""
         return self.applied_total + self.skipped_total
 
-    def slower(self, more: float = math.inf) -> str:
+    def slower(self, more: float = math.inf, *, step: int = 0) -> str:
         """What to do about a loss that has left its past, as words; empty if it has not.
 
-        ``more`` is a finite loss of the next step, if there is one, in a wider format.
+        ``more`` is a finite loss of ``step`` (0: the next), if there is one, in a wider format.
         The last two are then three times above all that led to the lowest, or one is five times.
         """
-        losses = [*self.losses, (self.steps + 1, more)][: None if math.isfinite(more) else -1]
+        losses = [*self.losses, *[(step or self.steps + 1, more)] * math.isfinite(more)]
         low = min(range(len(losses)), key=lambda i: (losses[i][1], -i), default=0)
         past, after = losses[max(0, low - 20) : low + 1], losses[low + 1 :]
         size = max((abs(loss) for _, loss in past), default=0.0)

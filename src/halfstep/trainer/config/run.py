@@ -180,7 +180,7 @@ class BaseConfig:
     """Name of the task in files: the key ``task``."""
     COMMAND: ClassVar[str]
     """The command that trains it."""
-    SHORT: ClassVar[Mapping[str, str]] = {}
+    SHORT: ClassVar[dict[str, str]] = {"optimizer": "optimizer.name"}
     """Short option name to dotted key, besides the last part of each key."""
 
     name: str = option("custom", "A name for the run folder.")

@@ -36,7 +36,7 @@ class TrainConfig(BaseConfig):
 
     TASK: ClassVar[str] = "pretrain"
     COMMAND: ClassVar[str] = "train"
-    SHORT: ClassVar[Mapping[str, str]] = {"data": "data.train", "val-data": "data.validation"}
+    SHORT = BaseConfig.SHORT | {"data": "data.train", "val-data": "data.validation"}
 
     model: GPTConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -115,7 +115,7 @@ class PretrainedConfig:
 class FinetuneConfig(BaseConfig):
     """The configuration that both kinds of fine-tuning share."""
 
-    SHORT: ClassVar[Mapping[str, str]] = {"model": "model.source"}
+    SHORT = BaseConfig.SHORT | {"model": "model.source"}
 
     model: PretrainedConfig = field(default_factory=PretrainedConfig)
     run: FinetuneRunConfig = field(default_factory=FinetuneRunConfig)

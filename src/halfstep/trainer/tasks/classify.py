@@ -116,7 +116,7 @@ class ClassifyTask(FinetuneTask):
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT int64, mask_BT bool, labels_B int64) of some rows of a step's batch."""
-        indices = self.indices(step)[rows.start : rows.stop]
+        indices = self.batches.indices(step)[rows.start : rows.stop]
         return _rows(self._train, indices, self.tokenizer.pad_id)
 
     def targets(self, batch: Batch) -> float:

@@ -28,14 +28,10 @@ class EpochTask(Task):
         """Deal the examples out to steps by their lengths, and resolve epochs into steps."""
         run = config.run
         self._lengths = np.asarray(lengths)
-        self._batches = EpochBatches(self._lengths, run.batch_size, run.seed)
-        self.smallest_batch = len(self._lengths) // self._batches.steps_per_epoch
-        self.config = config.resolved(self._batches.steps_per_epoch)
+        self.batches = EpochBatches(self._lengths, run.batch_size, run.seed)
+        self.smallest_batch = len(self._lengths) // self.batches.steps_per_epoch
+        self.config = config.resolved(self.batches.steps_per_epoch)
         self.notes += shortened(config.schedule.warmup_steps, self.config.schedule.warmup_steps)
-
-    def indices(self, step: int) -> Indices:
-        """Return the indices of a step's examples."""
-        return self._batches.indices(step)
 
     def shares(self, lengths: Indices, judge: Judge) -> Iterator[tuple[Indices, bool]]:
         """Deal the batches of an evaluation out to this rank; see :func:`evaluation_shares`."""
@@ -45,11 +41,11 @@ class EpochTask(Task):
 
     def batch_size(self, step: int) -> int:
         """Return the number of a step's examples; steps of an epoch differ by one at most."""
-        return len(self.indices(step))
+        return len(self.batches.indices(step))
 
     def tokens(self, step: int) -> int:
         """Return the tokens of the step's examples, special tokens included."""
-        return int(self._lengths[self.indices(step)].sum())
+        return int(self._lengths[self.batches.indices(step)].sum())
 
 
 class FinetuneTask(EpochTask):

@@ -105,7 +105,7 @@ class LMTask(FinetuneTask):
 
     def batch(self, step: int, rows: range) -> Batch:
         """Return (ids_BT, targets_BT, positions_BT), all int64, of some rows of a step's batch."""
-        indices = self.indices(step)[rows.start : rows.stop]
+        indices = self.batches.indices(step)[rows.start : rows.stop]
         return lm_batch(self.data.train_rows, indices, self.tokenizer.pad_id)
 
     def evaluate(self, judge: Judge) -> Evaluation:

@@ -150,7 +150,7 @@ class ModuleTask(EpochTask):
 
     def _keys(self, step: int, rows: range) -> list[tuple[int, int]]:
         seed = dropout_seed(self.config.run.seed + 1, step, rows.start)
-        indices = self.indices(step).tolist()
+        indices = self.batches.indices(step).tolist()
         return [(seed, indices[row]) for row in rows]
 
     def _plan(self, step: int, rows: range) -> Iterator[tuple[int, range]]:
@@ -227,8 +227,10 @@ class ModuleTask(EpochTask):
 
         with new_folder(folder / "model", replace=True) as empty:
             safetensors.torch.save_file(state, empty / "model.safetensors", {"format": "pt"})
-        left = " (without frozen weights that lie in parts on the ranks)" * (len(frozen) < len(own))
-        return f"weights in {folder / 'model' / 'model.safetensors'}{left}"
+        said = f"weights in {folder / 'model' / 'model.safetensors'}"
+        if len(frozen) < len(own):
+            said += " (without frozen weights that lie in parts on the ranks)"
+        return said
 
     def close(self) -> None:
         """Drop the DataLoader's iterator, which ends its worker processes."""

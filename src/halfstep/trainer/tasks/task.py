@@ -26,7 +26,7 @@ from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.data.config import Progress
-from halfstep.trainer.environment import choose_device, policy_on
+from halfstep.trainer.environment import choose_device
 from halfstep.trainer.step import (
     Batch,
     Evaluation,
@@ -146,10 +146,7 @@ class Trained:
     def open(self, use: Use) -> Self:
         """Load the model on its device and under its policy, in evaluation mode."""
         self.device = choose_device(use.device)
-        if use.precision:
-            self.policy = parse_policy(use.precision, self.device)
-        else:
-            self.policy = policy_on(self.config.precision, self.device)
+        self.policy = parse_policy(use.precision or self.config.precision, self.device)
         require_support(self.policy, self.device)
         self.load()
         self.cast_()
