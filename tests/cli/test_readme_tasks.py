@@ -47,7 +47,7 @@ OUTCOMES = {
     ),
     "lora": ([r"lm-lora .*: [\d,]+ of [\d,]+", "perplexity"], ["runs/lora/model"]),
     "nan": (
-        [r"first cause: .* of layers\.", "to do: ", r"try: .* --learning-rate 0\.\d$"],
+        [r"first cause: .* of layers\.", "to do: ", r"try: .* --learning-rate 0\.\d\n"],
         ["runs/nan/report.html"],
     ),
     "policy": ([rf"take {AUTO}: ", "source: ", "remainder"], []),

@@ -82,7 +82,7 @@ def test_an_error_that_the_loop_catches_is_recorded(tmp_path, leave):
     said = "Step 40 was not finite, and the run ended there (1 of 40 steps skipped)"
     if not leave:
         said = (
-            "Steps without a finite loss, left out: 1; the first is step 30 (1 of 40 steps skipped)"
+            "Steps that were not finite, left out: 1; the first is step 30 (1 of 40 steps skipped)"
         )
     assert [line["step"] for line in record.steps] == [*range(1, 41)]
     assert [line["skip_reason"] for line in record.skipped] == ["nonfinite_loss"]

@@ -94,7 +94,7 @@ def test_a_loss_that_grows_with_its_gradients_diverged(folder):
     lines = [line(s, loss=1.1**s, grad_norm=1.1**s, learning_rate=3.0) for s in range(1, 99)]
     path = folder(lines, task="module")
     assert names(path) == ["diverged"]
-    assert verdict(read_run(path)).endswith("try: Trainer(learning_rate=1.0, ...).train()")
+    assert verdict(read_run(path)).endswith("try: Trainer(learning_rate=1, ...).train()")
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_run_is_a_plain_loop_of_transformers(
     assert min(n for _, n in expected) > 0.2  # all were clipped
     assert expected[-1][0] < expected[0][0] - 0.01
     rows = session.task.data.train_rows
-    lengths = [rows.lengths[session.task._batches.indices(step)].sum() for step in range(6)]
+    lengths = [rows.lengths[session.task.batches.indices(step)].sum() for step in range(6)]
     assert ticks[-1].record.tokens == sum(lengths)
     state = checkpoint_of(tmp_path / "r").weights
     wanted = {f"model.{n}": p for n, p in plain.named_parameters() if p.requires_grad}

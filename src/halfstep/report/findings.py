@@ -230,7 +230,7 @@ def _at_rate(run: RunRecord, factor: float) -> str:
     rates = [*filter(math.isfinite, run.series("learning_rate")[1])]
     broken = rates and run.stopped in BROKEN  # then it is what the run's own error says
     rate = rates[-1] / 10 if broken else max(rates, default=0.0) * factor
-    return _typed(run, False, learning_rate=float(f"{rate:.1g}")) if rate else ""
+    return _typed(run, False, learning_rate=f"{rate:.1g}") if rate else ""
 
 
 def _folder(run: RunRecord) -> str:
