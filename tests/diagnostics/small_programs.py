@@ -294,6 +294,10 @@ FAULTS = [
     Program("equal eigenvalues", lambda m, x: torch.linalg.eigh((m(x) * 0).view(8, 3, 3)
             + torch.eye(3))[1].sum(), rows(None, 9), ("aten.div", POLE, "randn_like"), (),
             lambda: nn.Linear(9, 9)),
+    Program("transposed in place", lambda m, x: m(x.clone().transpose_(0, 1)).mean(),
+            rows({3: NAN}, 4, 6), ("aten.clone", *DATA), (3,)),
+    Program("a count of 0", lambda m, x: m(x).sum() / (x > 9).sum(), rows(),
+            ("aten.div", POLE, "count.clamp_min(1)")),
 ]  # fmt: skip
 
 UPPER = torch.ones(8, 8).triu(1).bool()
@@ -319,6 +323,7 @@ HEALTHY = [
     for number, loss in enumerate(
         [
             lambda m, x: m((x * ROW / ROW).nan_to_num(0)).mean(),
+            lambda m, x: (m(x).detach().to(torch.float8_e4m3fn).float() - m(x)).mean(),
             lambda m, x: m(torch.where(x > 0, x.log(), 0)).mean(),
             lambda m, x: torch.where(m(x).relu() > 0, m(x).relu().sqrt(), 0).mean(),
             lambda m, x: m(x).mean() + x.log().nanmean().detach().nan_to_num(0),

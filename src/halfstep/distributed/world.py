@@ -202,7 +202,10 @@ def open_world(
     device_kind = as_device(device_kind).type
     if not _describes_ranks():
         return World()
-    rank, size, local_rank = (int(os.environ[name]) for name in _NEEDED[:3])
+    try:
+        rank, size, local_rank = (int(os.environ[name]) for name in _NEEDED[:3])
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(_NEEDED[:3])} must be integers: {error}") from None
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     device = _own_gpu(local_rank) if device_kind == "cuda" else None

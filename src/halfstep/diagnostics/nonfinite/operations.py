@@ -136,7 +136,8 @@ def operation(func: Any) -> Operation:
         tuple(a.name for a in schema.arguments),
         tuple(a.name for a in written),
         base not in _OVERWRITES and not any(a.is_out for a in written),
-        func.is_view and not composite,  # a composite such as aten.to may convert
+        # a composite such as aten.to may convert; transpose_ and its kin write a shape alone
+        (func.is_view and not composite) or torch.Tag.inplace_view in func.tags,
         base in _ALLOCATES,
         attention,
         attention or (base.endswith("ctc_loss") and forward),  # then logarithms of probabilities
@@ -155,6 +156,12 @@ def floating(value: Any) -> Iterator[Tensor]:
             yield from floating(item)
     elif isinstance(value, Mapping):
         yield from floating(list(value.values()))
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is a tensor of integers or truth values, as a count that divides."""
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole and bool(value.numel()) and not _without_memory(value)
 
 
 def _without_memory(tensor: Tensor) -> bool:
@@ -247,6 +254,8 @@ def inputs(
             old = before.get(id(tensor), tensor)
             label = f"{name}[{i}]" if isinstance(value, list | tuple) else name
             found.append(Input(label, tensor, old, count(old)))
+        if name in _SCALARS and _is_whole(value):
+            found.append(Input(name, value, value.float(), count(value.float())))
         for number in value if isinstance(value, list | tuple) else [value]:
             real = isinstance(number, int | float) and not isinstance(number, bool)
             if real and name in _SCALARS:

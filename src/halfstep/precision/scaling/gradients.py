@@ -111,7 +111,9 @@ def is_finite(tensor: Tensor) -> bool:
     """
     if not tensor.numel():
         return True
-    if tensor.element_size() == 1 or tensor.is_complex():  # torch has no least and largest of them
+    if tensor.element_size() == 1:  # of some formats torch knows neither isfinite nor a largest
+        tensor = tensor.float()
+    if tensor.is_complex():
         return bool(tensor.isfinite().all())
     return all(bool(end.isfinite()) for end in torch.aminmax(tensor))  # a NaN is both
 
