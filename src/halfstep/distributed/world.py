@@ -200,12 +200,10 @@ def open_world(
         PrecisionError: If ``device_kind`` is not a device.
     """
     device_kind = as_device(device_kind).type
-    if not _describes_ranks():
+    place = _place()
+    if place is None:
         return World()
-    try:
-        rank, size, local_rank = (int(os.environ[name]) for name in _NEEDED[:3])
-    except ValueError as error:
-        raise ConfigError(f"{', '.join(_NEEDED[:3])} must be integers: {error}") from None
+    rank, size, local_rank = place
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     device = _own_gpu(local_rank) if device_kind == "cuda" else None
@@ -229,26 +227,29 @@ def open_world(
                 device_id=device,
             )
     except RuntimeError as error:  # the base class of torch.distributed's own errors
-        place = "{MASTER_ADDR}:{MASTER_PORT} (MASTER_ADDR, MASTER_PORT)".format_map(os.environ)
+        address = "{MASTER_ADDR}:{MASTER_PORT} (MASTER_ADDR, MASTER_PORT)".format_map(os.environ)
         reason = str(error).partition("\n")[0]
         raise PeerError(
-            f"the {size} ranks did not meet at {place} within {timeout_seconds:g} s: {reason}"
+            f"the {size} ranks did not meet at {address} within {timeout_seconds:g} s: {reason}"
         ) from error
     return World(rank, size, local_rank, attempt, store)
 
 
-def _describes_ranks() -> bool:
-    """Whether the environment does; ConfigError if it is incomplete."""
+def _place() -> tuple[int, ...] | None:
+    """RANK, WORLD_SIZE and LOCAL_RANK of the environment; ConfigError if it is incomplete."""
     missing = [name for name in _NEEDED if not os.environ.get(name)]
     if {*_NEEDED[:3]} <= {*missing}:
-        return False
+        return None
     if missing:
         raise ConfigError(
             f"the environment has only some of {', '.join(_NEEDED)}; missing: "
             f"{', '.join(missing)}; start ranks with --nproc or torchrun, which set all of them, "
             "or unset the rest"
         )
-    return True
+    try:
+        return tuple(int(os.environ[name]) for name in _NEEDED[:3])
+    except ValueError as error:
+        raise ConfigError(f"{', '.join(_NEEDED[:3])} must be integers: {error}") from None
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
