@@ -27,8 +27,8 @@ from halfstep.precision.masters.portable import Hook, make_modules_plain_, make_
 _HALFSTEP = str(Path(__file__).parents[1])
 _NONFINITE = str(Path(__file__).parent / "nonfinite")
 _TORCH = str(Path(torch.__file__).parent)
-_CASTING = str(Path(autocast.__file__).parent)
-_NOT_THE_CALLER = (_TORCH, _NONFINITE, __file__, _CASTING, f"{_HALFSTEP}/integrations")
+_PRECISION = f"{_HALFSTEP}/precision"
+_NOT_THE_CALLER = (_TORCH, _NONFINITE, __file__, _PRECISION, f"{_HALFSTEP}/integrations")
 
 
 class Location(NamedTuple):
