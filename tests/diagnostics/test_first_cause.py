@@ -393,7 +393,9 @@ def test_hooks_go_on_exceptions_and_the_trace_can_go_on():
     assert (trace.first_cause.module, trace.first_cause.class_name) == ("", "")
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "bf16-master", "fp16-pure"])
+@pytest.mark.parametrize(
+    "policy", ["fp32", "bf16-mixed", "bf16-master", "fp16-pure", "fp8,simulate=yes"]
+)
 def test_the_line_is_the_users_whatever_casts_around_it(policy):
     model = nn.Sequential(nn.Linear(4, 4))
     precision = Precision(policy, model, torch.optim.SGD(model.parameters(), 0.1))
