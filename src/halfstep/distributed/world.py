@@ -200,8 +200,7 @@ def open_world(
         PrecisionError: If ``device_kind`` is not a device.
     """
     device_kind = as_device(device_kind).type
-    place = _place()
-    if place is None:
+    if (place := _place()) is None:
         return World()
     rank, size, local_rank = place
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -23,6 +23,7 @@ from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA
 
+GO_BACK = "go back to a checkpoint whose weights are finite"
 FIND_IT = "print(halfstep.first_cause(precision, your_loss, batch))"
 """What to type after the error of a user's own loop; others run the batch again by themselves."""
 _UNCHANGED = "; the weights are unchanged"
@@ -187,7 +188,7 @@ class Outcome:
             cause="forward",
             parameters=broken,
         )
-        back = "go back to a checkpoint whose weights are finite" if broken else ""
+        back = GO_BACK if broken else ""
         error.to_do = "; ".join(filter(None, [back, self.progress.slower()]))
         error.typed = "" if broken else FIND_IT
         return error

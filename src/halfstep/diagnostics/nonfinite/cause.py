@@ -14,9 +14,10 @@ import torch
 
 from halfstep.diagnostics.nonfinite.operations import MATMULS, SUMS, Kind, Operation
 from halfstep.precision.policy.policy import dtype_name
+from halfstep.precision.recovery import GO_BACK
 
 REMEDIES = {
-    "weight not finite": "go back to a checkpoint whose weights are finite",
+    "weight not finite": GO_BACK,
     "buffer not finite": (
         "reset the buffer, as by module.reset_running_stats(), or load it from a checkpoint"
     ),
@@ -50,7 +51,7 @@ REMEDIES = {
         "clamp what this operation reads"
     ),
     "overflow": "clamp the operand, or compute this operation in fp32: x.float()",
-    "own autograd.Function": ("check its backward by torch.autograd.gradcheck in fp64"),
+    "own autograd.Function": "check its backward by torch.autograd.gradcheck in fp64",
     "fully masked row": (
         "let every row see one key at least, or clear it: scores.masked_fill(mask.all(-1, True), 0)"
     ),

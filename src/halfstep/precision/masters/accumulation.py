@@ -198,14 +198,10 @@ class GradientAccumulation:
         """
         handles = []
         for leaf in graph_leaves(loss):
-            theirs = [*_hooks_of(leaf).values()]
+            theirs = [hook.receiver for hook in _hooks_of(leaf).values()]
             if not theirs:
                 handles.append(self._hook(leaf))
-            elif (
-                theirs[0].receiver.widens
-                and leaf.dtype == torch.float16
-                and leaf.grad_dtype is None
-            ):
+            elif theirs[0].widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
                 wide.append(_widened(leaf))
         return handles
 

@@ -77,7 +77,7 @@ Document: TypeAlias = list[Part]
 
 
 class Encoded(NamedTuple):
-    """A document as tokens."""
+    """The token ids of a document, and which of them the loss counts."""
 
     ids: npt.NDArray[np.int32]  # (tokens,)
     learned: npt.NDArray[np.bool_]  # (tokens,), False at the first
@@ -97,7 +97,7 @@ class Rows:
 
     @property
     def lengths(self) -> Indices:
-        """Tokens of each row."""
+        """How many tokens each row has."""
         return np.diff(self.starts)
 
     @property
@@ -206,7 +206,7 @@ def _rows(
 def encode_documents(
     documents: Iterable[Document], tokenizer: PretrainedTokenizer
 ) -> list[Encoded]:
-    """Encodes documents."""
+    """Encode documents, with the tokens of begin and end that their parts ask for."""
     parts = ((part, part is document[-1]) for document in documents for part in document)
     found: list[Encoded] = []
     end = tokenizer.end_of_text()
