@@ -160,7 +160,8 @@ class Jobs:
         config = GPTConfig(n_layer=layers, n_head=heads, n_embd=width, block_size=length,
                            vocab_size=vocabulary)  # fmt: skip
         model = self._made(lambda: GPTLoss(GPT(config)))
-        flops = model.gpt.flops_per_token(length)
+        positions = model.gpt.wpe.weight.numel()
+        flops = flops_per_token(model, positions, layers, width, length)
         return self._predicts("gpt2-124m", model, self._drawn(rows, length + 1, vocabulary), flops)
 
     def llama(self, rows: int = 4, length: int = 2048) -> Job:
@@ -173,9 +174,7 @@ class Jobs:
             num_attention_heads=heads, num_key_value_heads=pairs, vocab_size=vocabulary,
         )  # fmt: skip
         model = self._made(lambda: LlamaLoss(config))
-        used = sum(p.numel() for p in model.parameters()) - vocabulary * width  # no lookup
-        # 6 FLOPs a weight and token, 12 L C T of attention. **Source:** PaLM, appendix B.
-        flops = 6 * used + 12 * layers * width * length
+        flops = flops_per_token(model, vocabulary * width, layers, width, length)
         return self._predicts("llama-1.1b", model, self._drawn(rows, length + 1, vocabulary), flops)
 
     def transformer(self) -> Job:
@@ -220,6 +219,17 @@ class Jobs:
         model = self._made(lambda: Product(inner, outer))
         flops = 6.0 * rows * inner * outer
         return Job(f"{inner}x{outer}", model, (x.requires_grad_(), grad), flops=flops)
+
+
+def flops_per_token(
+    model: nn.Module, looked_up: int, layers: int, width: int, length: int
+) -> float:
+    """Model FLOPs of forward and backward: 6 a weight that multiplies, 12 L C T of attention.
+
+    **Source:** Chowdhery et al. 2022, "PaLM", appendix B.
+    """
+    used = sum(p.numel() for p in model.parameters()) - looked_up
+    return 6 * used + 12 * layers * width * length
 
 
 def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
