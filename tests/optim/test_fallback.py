@@ -12,7 +12,7 @@ from torch import nn
 from halfstep.optim import state as fallback
 from halfstep.optim.moments import decode, encode
 from halfstep.optim.optimizers import AdamW
-from halfstep.optim.state import FELL_BACK, StepTask
+from halfstep.optim.state import FELL_BACK, Batch, StepTask
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.trainer.session import (
     convert_optimizer_tensors,
@@ -101,7 +101,7 @@ def test_elements_below_are_those_at_the_floor_that_have_a_gradient(monkeypatch,
     floor = 2.0 ** (tops - 127 + 1 - 32) * (1 + 2 / 8)
     with np.errstate(invalid="ignore"):
         below = (v == floor) & (t.gradient.float().numpy() != 0)
-    assert fallback.elements_below([t, t]) == [below.sum()] * 2
+    assert fallback.elements_below(Batch([t, t])).tolist() == [below.sum()] * 2
     if count > 1000:
         assert below.sum() > 100
     m, wide = fallback.wide_moments(t, -0.5, 0.25)

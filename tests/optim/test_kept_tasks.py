@@ -103,6 +103,6 @@ def test_tasks_are_kept_but_gradients_are_not():
         optimizer.zero_grad()
         gc.collect()
         assert [gradient() for gradient in gradients] == [None] * 3
-        tasks.append([kept.task for kept in optimizer._kept.values()])
+        tasks.append([task for kept in optimizer._kept.values() for task in kept.tasks])
     assert len(tasks[0]) == 3
     assert all(a is b for a, b in zip(*tasks, strict=True))

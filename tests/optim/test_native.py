@@ -18,7 +18,7 @@ from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD, Algorithm
-from halfstep.optim.state import StepTask
+from halfstep.optim.state import Batch, StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 
 RULES = {"adamw": ADAMW, "sgd": SGD, "lion": LION, "directed": DIRECTED}
@@ -141,8 +141,8 @@ def compare(kernel, rule, gradient, moments, dtype, update, sizes, steps, specia
     for step in range(1, steps + 1):
         fill_gradients(tasks, step, special=special and step == 2)
         plan = plan_for(rule, update, moments, step)
-        run_torch(tasks, plan)
-        kernel.run(other, plan)
+        run_torch(Batch(tasks), plan)
+        kernel.run(Batch(other), plan)
         where = f"{rule} {gradient} {moments} {dtype} {update} step {step}"
         assert_same_bits(tasks, other, where, special)
     for task, before in zip(tasks, start, strict=True):
@@ -224,7 +224,7 @@ def test_a_kernel_call_reads_and_writes_nothing_else(kernel):
             0,
         )
         fill_gradients([moved], 1)
-        kernel.run([moved], plan_for("adamw", update, "8bit", 1))
+        kernel.run(Batch([moved]), plan_for("adamw", update, "8bit", 1))
         for whole, _ in held if left is None else [*held, left]:
             around = torch.cat([whole[:rest], whole[-rest:]])
             assert (around == (77 if not whole.is_floating_point() else 7.0)).all()
@@ -325,7 +325,7 @@ def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):
         setattr(task, part, WRONG[wrong](held))
     before = good.weight.clone()
     with pytest.raises(PrecisionError, match="the kernel takes"):
-        kernel.run([good, task], plan)
+        kernel.run(Batch([good, task]), plan)
     assert torch.equal(good.weight, before)
 
 
@@ -334,10 +334,11 @@ def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):
 def test_a_label_that_the_moments_do_not_bear_out_is_refused(kernel, label, stored):
     tasks = tasks_for(ADAMW, torch.bfloat16, "split", stored, torch.float32, [4096], 1)
     fill_gradients(tasks, 1)
-    kernel.run(tasks, plan_for("adamw", "split", stored, 1))  # the addresses are kept from here
+    batch = Batch(tasks)
+    kernel.run(batch, plan_for("adamw", "split", stored, 1))  # the addresses are kept from here
     if label != stored:
         with pytest.raises(PrecisionError, match="the kernel takes"):
-            kernel.run(tasks, plan_for("adamw", "split", label, 2))
+            kernel.run(batch, plan_for("adamw", "split", label, 2))
 
 
 def test_the_norm_of_gradients_of_another_dtype_or_device_is_refused(kernel):

@@ -11,7 +11,7 @@ from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
-from halfstep.optim.state import StepTask
+from halfstep.optim.state import Batch, StepTask
 from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.step import Precision
 from optim.triton_kernel_programs import OPTIONS, tensors
@@ -71,7 +71,7 @@ def same(a, b):
     ],
 )
 def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
-    sizes = [(n, skip) for n in (1, 127, 128, 129, 1000, 1024, 70001)]
+    sizes = [(n, skip) for n in (1, 127, 128, 129, 1000, 1024, 8191, 8192, 8193, 70001)]
     ours = make_tasks(rule, gradient, moments, update, sizes)
     theirs = copy.deepcopy(ours)
     generator = torch.Generator(DEVICE).manual_seed(1)
@@ -84,8 +84,8 @@ def test_same_bits_as_torch_operations(rule, gradient, moments, update, skip):
             b.gradient.copy_(a.gradient)
         how = "nearest" if update == "fp32" else update
         plan = Plan(rule, rule.constants(OPTIONS[rule.name], step), how, moments, 0.37, 7, step)
-        cuda.run_cuda(ours, plan)
-        run_torch(theirs, plan)
+        cuda.run_cuda(Batch(ours), plan)
+        run_torch(Batch(theirs), plan)
         for a, b in zip(ours, theirs, strict=True):
             for x, y in zip(tensors(a), tensors(b), strict=True):
                 assert same(x, y), (step, x.numel(), x.dtype, (x != y).sum())

@@ -5,9 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.optim.kernels import reference as weights
+from halfstep.optim.kernels import reference
 from halfstep.optim.optimizers import AdamW
-from halfstep.precision.masters.rounding import ROUNDING, random_bits, round_stochastic, split24
+from halfstep.precision.masters.rounding import (
+    ROUNDING,
+    master as master_of,
+    random_bits,
+    round_stochastic,
+    split24,
+)
 from reference import floats
 
 N = 3000  # several chunks of the size that the tests set
@@ -15,7 +21,7 @@ N = 3000  # several chunks of the size that the tests set
 
 @pytest.fixture
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(weights, "_CHUNK", 1024)
+    monkeypatch.setattr(reference, "_PART", 1024)
 
 
 # --- what the user writes -----------------------------------------------------------------------
@@ -29,7 +35,7 @@ def test_a_weight_is_its_master_within_half_a_gap_whatever_remainder_lies_beside
     bits = torch.randint(-(2**15), 2**15, weight.shape, generator=generator).to(torch.int16)
     kept = ROUNDING[update].remainder_dtype
     remainder = bits.view(kept) if kept == torch.bfloat16 else bits.to(kept)
-    master = weights.read_master(weight, remainder, update).double().numpy()
+    master = master_of(weight, remainder, update).double().numpy()
     w = weight.double().numpy()
     finite = np.isfinite(w)
     half = floats.gap(w[finite], floats.BF16) / 2

@@ -8,11 +8,11 @@ import math
 
 import torch
 
-from halfstep.optim.kernels import cuda
+from halfstep.optim.kernels import cuda, reference
 from halfstep.optim.kernels.reference import Plan, run_torch
 from halfstep.optim.moments import zeros
 from halfstep.optim.rules import ADAMW, DIRECTED, LION, SGD as SGD_RULE
-from halfstep.optim.state import StepTask
+from halfstep.optim.state import Batch, StepTask, elements_below
 from halfstep.precision.masters.rounding import ROUNDING
 
 OPTIONS = {
@@ -90,22 +90,20 @@ def bits_of_every_pair(rule_name):
             plan = Plan(
                 rule, rule.constants(OPTIONS[rule.name], step), how, moments, 0.37, -5, step
             )
-            run_torch(theirs, plan)
-        cuda.run_cuda(ours, plan)
+            run_torch(Batch(theirs), plan)
+        cuda.run_cuda(Batch(ours), plan)
         for a, b in zip(ours, theirs, strict=True):
             for x, y in zip(tensors(a), tensors(b), strict=True):
                 assert same(x, y), (rule.name, gradient, moments, update, x.numel(), x.dtype)
 
 
 def extremes():
-    """Infinite, subnormal and huge masters and moments; SGD with nesterov; one plan, two dtypes."""
+    """Infinite, subnormal and huge masters and moments; SGD with nesterov."""
     values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 3.4e38, -3.4e38, math.inf, 1e-20])
     # moments and masters are encoded by themselves: each way of either, not each pair
-    for moments, update in zip(itertools.cycle(MOMENTS), UPDATES[1:], strict=False):
+    for moments, update in zip(itertools.cycle(MOMENTS), UPDATES, strict=False):
         generator = torch.Generator().manual_seed(1)
         tasks = make_tasks(SGD_RULE, torch.float32, moments, update, (128, 9), generator)
-        if update == "nearest":
-            tasks += make_tasks(SGD_RULE, torch.float32, moments, "fp32", (9,), generator)
         theirs = copy.deepcopy(tasks)
         group = {**OPTIONS["sgd"], "dampening": 0.0, "nesterov": True}
         for step in (1, 2):
@@ -115,9 +113,37 @@ def extremes():
                 if step == 2:  # weights that somebody has written beside older remainders
                     a.weight[::2] = b.weight[::2] = 0.0
             constants = SGD_RULE.constants(group, step)
-            plan = Plan(SGD_RULE, constants, update, moments, 1.0, 1 << 40, step)
-            cuda.run_cuda(tasks, plan)
-            run_torch(theirs, plan)
+            how = "nearest" if update == "fp32" else update
+            plan = Plan(SGD_RULE, constants, how, moments, 1.0, 1 << 40, step)
+            cuda.run_cuda(Batch(tasks), plan)
+            run_torch(Batch(theirs), plan)
             for a, b in zip(tasks, theirs, strict=True):
                 for x, y in zip(tensors(a), tensors(b), strict=True):
                     assert same(x, y), (moments, update, x.dtype, step)
+
+
+def masters_and_checks():
+    """Masters read and written, and elements below their windows, by one launch for all tensors."""
+    generator = torch.Generator().manual_seed(2)
+    for update in UPDATES:
+        tasks = make_tasks(ADAMW, torch.bfloat16, "8bit", update, (1, 129, 8192, 8300), generator)
+        how, theirs = "nearest" if update == "fp32" else update, copy.deepcopy(tasks)
+        values = [spread(t.weight.numel(), generator) for t in tasks]
+        values[-1][:3] = torch.tensor([math.nan, math.inf, -0.0])
+        cuda.write_masters_(Batch(tasks), values, how, -5)
+        reference.write_masters_(Batch(theirs), values, how, -5)
+        read = [[torch.empty_like(v) for v in values] for _ in range(2)]
+        cuda.read_masters(Batch(tasks), read[0], how)
+        reference.read_masters(Batch(theirs), read[1], how)
+        for a, b, x, y in zip(tasks, theirs, *read, strict=True):
+            assert same(x, y), (update, x.numel())
+            assert all(same(v, w) for v, w in zip(tensors(a), tensors(b), strict=True))
+    for gradient in DTYPES:
+        tasks = make_tasks(ADAMW, gradient, "8bit", "fp32", (1, 129, 8192, 8300), generator)
+        for task in tasks:
+            task.gradient.copy_(spread(task.gradient.numel(), generator))
+            task.moments[1].random_(0, 4, generator=generator)
+            task.tops[1].random_(253, 256, generator=generator)  # 255: a NaN was in the block
+        counts = elements_below(Batch(tasks)).tolist()
+        assert cuda.elements_below(Batch(tasks)).tolist() == counts
+        assert counts[-1] > 500

@@ -22,6 +22,7 @@ from halfstep.optim.kernels import cuda
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.rules import LION
+from halfstep.optim.state import Batch
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -161,7 +162,7 @@ def huge_and_tiny():
         decided, decision = steps_of(optimizer, max_norm=0.1)
         assert not decision.nonfinite
         norm = float(p.grad[0].double()) * math.sqrt(size + 3)
-        assert math.isclose(decision.norm, norm, rel_tol=1e-12)  # fp64 sums
+        assert math.isclose(decision.norm, norm, rel_tol=8 * 2.0**-24)
         # 0.1 is no fp32 number, in which Triton passes numbers to kernels
         clip = min(1.0, 0.1 / (decision.norm + 1e-6))
         assert math.isclose(float(decided.multiplier), clip, rel_tol=2.0**-52)
@@ -320,4 +321,4 @@ def captures():
     tasks = make_tasks(LION, torch.float32, "fp32", "fp32", (3,), torch.Generator())
     plan = Plan(LION, LION.constants(OPTIONS["lion"], 1), "nearest", "fp32", 1.0, 0, 1)
     with mock.patch.object(cuda, "is_capturing", return_value=True):
-        assert "inside a CUDA graph" in refused(lambda: cuda.run_cuda(tasks, plan))
+        assert "inside a CUDA graph" in refused(lambda: cuda.run_cuda(Batch(tasks), plan))

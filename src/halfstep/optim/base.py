@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypedDict, get_args
 
 import numpy as np
@@ -18,9 +19,9 @@ from torch.optim import Optimizer
 
 import halfstep.optim.kernels.cuda as cuda
 from halfstep.errors import PrecisionError
-from halfstep.optim.kernels import Kernel, kernel_for
+from halfstep.optim.kernels import Kernel, kernel_for, masters_kernel
 from halfstep.optim.kernels.cpu import RULES
-from halfstep.optim.kernels.reference import Plan, read_master, write_master_
+from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
     GRADIENTS,
@@ -35,10 +36,10 @@ from halfstep.optim.rules import Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
     REMAINDER,
+    Batch,
     StepTask,
     convert,
     dense,
-    elements_below,
     fits,
     flat,
     is_due,
@@ -58,22 +59,34 @@ _OWN = ("update", "moments", "seed")
 
 
 _NO_GRADIENT = torch.empty(0)
-Members = list[tuple[nn.Parameter, StepTask]]
-"""The parameters of one kernel call, each with its task."""
+_SETS = 8  # sets of parameters with gradients whose calls are kept, as of losses that take turns
 Member = tuple[int, int, nn.Parameter]
 """A parameter, after the numbers of its random stream and of its group."""
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A parameter's task, kept from step to step as long as none of its inputs change."""
+class Call:
+    """The parameters that one kernel call steps, with what it needs of them in every step."""
 
-    parameter: Tensor
-    facts: tuple[Any, ...]  # see _facts
-    task: StepTask  # without its gradient between two steps
+    number: int  # of their group
     update: Update
     moments: Moments
-    number: npt.NDArray[np.float64]  # the step number in the parameter's state, the same memory
+    parameters: list[nn.Parameter]
+    batch: Batch
+    counts: list[npt.NDArray[np.float64]]  # step numbers, in the memory of the states' own
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The calls of a step, kept as long as nothing that they depend on changes."""
+
+    calls: list[Call]
+    parameters: list[nn.Parameter]  # of all calls, one after the other, as are the next two
+    tasks: list[StepTask]  # without their gradients between two steps
+    counters: list[Tensor]  # the step numbers in the states
+    copied: bool  # whether a dense copy of a part of a larger tensor steps, which serves once
+    turned: bool  # whether a gradient lies in another order than its weight
+    facts: tuple[Any, ...] = ()  # see LowPrecisionOptimizer._facts
 
 
 class Storage(TypedDict, total=False):
@@ -124,7 +137,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         self._places: dict[int, tuple[int, int, int]] = {}
         self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
-        self._kept: dict[int, _Kept] = {}  # by the number of the parameter's random stream
+        self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
         super().__init__(params, {**options, "update": update, "moments": moments, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,24 +231,30 @@ class LowPrecisionOptimizer(OwnOptimizer):
             return loss
         if scale is not None:
             factor = factor / scale.item()
-        for group, plan, members in self._plans(gradients, factor, decision):
-            self._run(group, plan, members)
-            for parameter, task in members:
-                if task.weight.data_ptr() != parameter.data_ptr():  # a dense copy of it stepped
-                    write_back(parameter, task.weight)
-            several = len(plan.algorithm.moments) > 1
-            if plan.moments == "8bit" and several and is_due(plan.step):
-                self._fall_back(plan, members)
-            for _, task in members:
-                task.gradient = _NO_GRADIENT
+        kept = self._calls(gradients)
+        plans = [self._plan(call, factor, decision) for call in kept.calls]
+        increment_version(kept.counters)  # what watches the counters sees that they moved
+        for call, plan in zip(kept.calls, plans, strict=True):
+            self._run(call, plan)
+        due = [
+            (call, plan)
+            for call, plan in zip(kept.calls, plans, strict=True)
+            if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step)
+        ]
+        if due:
+            self._fall_back(due)
+        for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
+            task.gradient = _NO_GRADIENT
+            if kept.copied:
+                write_back(parameter, task.weight)
         return loss
 
-    def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
-        tasks = [task for _, task in members]
-        if plan.decision is not None:
-            cuda.run_cuda(tasks, plan)
-        else:
-            self._kernel(tasks[0].weight.device, plan.algorithm.name).run(tasks, plan)
+    def _run(self, call: Call, plan: Plan) -> None:
+        self._kernel(call, plan).run(call.batch, plan)
+
+    def _kernel(self, call: Call, plan: Plan) -> Kernel:
+        device = call.parameters[0].device.type if plan.decision is None else "cuda"
+        return self._kernel_for(device, plan.algorithm.name)
 
     def can_decide(self) -> bool:
         """Whether :meth:`decide` has kernels.
@@ -262,24 +281,12 @@ class LowPrecisionOptimizer(OwnOptimizer):
             max_norm: Clip their global 2-norm to this, or None.
 
         Returns:
-            None where the host must decide: in the steps that compare 8-bit moments with their
-            gradients, and where a gradient is sparse.
+            None where the host must decide, as a gradient is sparse.
 
         **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's
         fused ones.
         """
-        return None if self._compares_next(gradients) else cuda.decide(loss, gradients, max_norm)
-
-    def _compares_next(self, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
-        if len(self.algorithm.moments) < 2:
-            return False
-        for _, number, parameter in self._standing(gradients):
-            group, state = self.param_groups[number], self.state.get(parameter, {})
-            if kept_moments(self.algorithm.moments, group, state) == "8bit" and is_due(
-                int(state.get("step", 0)) + 1
-            ):
-                return True
-        return False
+        return cuda.decide(loss, gradients, max_norm)
 
     def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take back that a step counts, which the device has not applied."""
@@ -287,92 +294,113 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together: fp32 scalar, NaN or inf if an element is."""
-        device = gradients[0].device if gradients else torch.device("cpu")
-        return self._kernel(device, self.algorithm.name).norm(gradients)
+        device = gradients[0].device.type if gradients else "cpu"
+        return self._kernel_for(device, self.algorithm.name).norm(gradients)
 
-    def _kernel(self, device: torch.device, rule: str) -> Kernel:
-        """The kernel for a device and the name of an update rule, chosen once."""
-        key = device.type, rule
-        if key not in self._kernels:
-            self._kernels[key] = kernel_for(*key)
-        return self._kernels[key]
+    def _kernel_for(self, device: str, rule: str) -> Kernel:
+        """The kernel for a type of device and the name of an update rule, chosen once."""
+        if (device, rule) not in self._kernels:
+            self._kernels[device, rule] = kernel_for(device, rule)
+        return self._kernels[device, rule]
 
-    def _plans(
-        self,
-        gradients: Mapping[nn.Parameter, Tensor] | None,
-        multiplier: float,
-        decision: DeviceDecision | None,
-    ) -> list[tuple[dict[str, Any], Plan, Members]]:
-        """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
+    def _calls(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> _Kept:
+        """The kernel calls of a step with these gradients: the kept ones, unless anything changed.
+
+        Every step passes here, so whole lists are compared, and nothing is looked up twice.
+        """
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
-        members = self._standing(gradients)
-        gradients = {parameter: gradients[parameter] for _, _, parameter in members}
-        self.check_step(gradients)
-        found: dict[tuple[Any, ...], tuple[dict[str, Any], Plan, Members]] = {}
-        counted: list[Tensor] = []
-        for stream, number, parameter in members:
-            group, gradient = self.param_groups[number], gradients[parameter]
-            kept = self._task_of(stream, group, parameter, gradient)
-            step, update, moments = int(kept.number) + 1, kept.update, kept.moments
-            kept.number[...] = step
-            counted.append(self.state[parameter]["step"])
-            key = (number, step, update, moments, parameter.dtype, gradient.dtype, parameter.device)
-            if key not in found:
-                algorithm = self.algorithm_of(group)
-                options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
-                plan = Plan(
-                    algorithm,
-                    algorithm.constants(options, step),
-                    update,
-                    moments,
-                    multiplier,
-                    group["seed"],
-                    step,
-                    decision,
-                )
-                found[key] = (group, plan, [])
-            found[key][2].append((parameter, kept.task))
-        increment_version(counted)  # what watches the counters sees that they moved
-        return list(found.values())
-
-    def _task_of(
-        self, stream: int, group: dict[str, Any], parameter: nn.Parameter, gradient: Tensor
-    ) -> _Kept:
-        """A parameter's task with this gradient: the kept one, unless something has changed."""
-        kept, state = self._kept.get(stream), self.state[parameter]
-        if kept is not None and kept.parameter is parameter:
-            with suppress(AttributeError, RuntimeError):  # of a state that has no such tensors
-                if kept.facts == _facts(group, parameter, gradient, state):
-                    kept.task.gradient = gradient
-                    return kept
-            del self._kept[stream]
-        state = self._state(group, parameter)
-        rule = self.algorithm_of(group)
-        task = self._task(rule, parameter, gradient, state, stream)
-        update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
-        facts = _facts(group, parameter, gradient, state)
-        number = state["step"].numpy()
-        kept = _Kept(parameter, facts, task, update, moments, number)
-        # a copy, as of a parameter that is part of a larger tensor, serves one step only
-        tensors = (task.weight, task.gradient, *task.moments, *task.tops, task.remainder)
-        own = (parameter, gradient, *state.values())
-        places = {tensor.data_ptr() for tensor in own}
-        if all(t is None or not t.numel() or t.data_ptr() in places for t in tensors):
-            self._kept[stream] = kept
+        key = tuple(map(id, gradients))
+        kept = self._kept.get(key)
+        if kept is None or not self._is_as_before(kept, gradients):
+            if kept is not None or len(self._kept) == _SETS:
+                self._kept.clear()  # and what it keeps alive
+            kept = self._prepared(gradients)
+            if not kept.copied:
+                kept.facts = self._facts(kept.parameters, [gradients[p] for p in kept.parameters])
+                self._kept[key] = kept
+        for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
+            gradient = gradients[parameter]
+            task.gradient = flat(gradient.detach(), dense(parameter)) if kept.turned else gradient
         return kept
+
+    def _is_as_before(self, kept: _Kept, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+        with suppress(AttributeError, RuntimeError, TypeError):  # of a state without such tensors
+            facts = self._facts(kept.parameters, [gradients[p] for p in kept.parameters])
+            together = [len({*map(float, call.counts)}) == 1 for call in kept.calls]
+            return facts == kept.facts and all(together)
+        return False
+
+    def _facts(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    ) -> tuple[Any, ...]:
+        """All that a step's calls depend on, but for options, step numbers and gradients' places.
+
+        The addresses are of memory that the kept tasks hold, so that nothing else can have them.
+        """
+        tensors = [*parameters, *gradients]
+        held = chain.from_iterable(self.state[p].values() for p in parameters)
+        return (
+            [(g["update"], g["moments"], [*map(id, g["params"])]) for g in self.param_groups],
+            [*map(Tensor.data_ptr, chain(parameters, held))],
+            [*map(Tensor.stride, tensors)],
+            [(tensor.dtype, tensor.shape) for tensor in tensors],
+        )
+
+    def _prepared(self, gradients: Mapping[nn.Parameter, Tensor]) -> _Kept:
+        """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
+        self.check_step(gradients)
+        found: dict[tuple[Any, ...], list[tuple[nn.Parameter, StepTask, Tensor]]] = {}
+        turned = copied = False
+        for stream, number, parameter in self._standing(gradients):
+            group, gradient = self.param_groups[number], gradients[parameter]
+            rule = self.algorithm_of(group)
+            state = self._state(group, parameter)
+            task = self._task(rule, parameter, state, stream)
+            copied = copied or task.weight.data_ptr() != parameter.data_ptr()
+            turned = turned or copied or gradient.stride() != parameter.stride()
+            update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
+            kinds = parameter.dtype, gradient.dtype, parameter.device
+            key = (number, update, moments, int(state["step"]), *kinds)
+            found.setdefault(key, []).append((parameter, task, state["step"]))
+        kept = _Kept([], [], [], [], copied, turned)
+        for (number, update, moments, *_), members in found.items():
+            batch, counters = Batch([task for _, task, _ in members]), [c for *_, c in members]
+            counts = [counter.numpy() for counter in counters]
+            parameters = [parameter for parameter, _, _ in members]
+            kept.calls.append(Call(number, update, moments, parameters, batch, counts))
+            kept.parameters += parameters
+            kept.tasks += batch.tasks
+            kept.counters += counters
+        return kept
+
+    def _plan(self, call: Call, multiplier: float, decision: DeviceDecision | None) -> Plan:
+        """Count a step of a call's parameters, and say what they share in it."""
+        group = self.param_groups[call.number]
+        step = int(call.counts[0]) + 1
+        for count in call.counts:
+            count[...] = step
+        algorithm = self.algorithm_of(group)
+        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
+        return Plan(
+            algorithm,
+            algorithm.constants(options, step),
+            call.update,
+            call.moments,
+            multiplier,
+            group["seed"],
+            step,
+            decision,
+        )
 
     def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
         """Those of the parameters that are this optimizer's, in the order of the groups."""
-        given = set(map(id, gradients))
-        standing, stream = [], 0
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:  # every step passes here: no generator
-                if id(parameter) in given:
-                    standing.append((stream, number, parameter))
-                stream += 1
-        return standing
+        return [
+            (stream, number, parameter)
+            for stream, (number, _, parameter) in enumerate(self._members())
+            if parameter in gradients
+        ]
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -380,35 +408,51 @@ class LowPrecisionOptimizer(OwnOptimizer):
             for parameter in group["params"]:
                 yield number, group, parameter
 
-    def _fall_back(self, plan: Plan, members: Members) -> None:
+    def _fall_back(self, due: Sequence[tuple[Call, Plan]]) -> None:
         """Switch to bf16 moments where 8 bits do not hold their spread, and warn about it."""
-        tasks = [task for _, task in members]
-        counts = elements_below(tasks)
-        falls = [must_fall_back(b, t.weight.numel()) for b, t in zip(counts, tasks, strict=True)]
+        members: list[tuple[nn.Parameter, StepTask, Plan]] = []
+        found: list[Tensor] = []
+        for call, plan in due:
+            members += [
+                (p, t, plan) for p, t in zip(call.parameters, call.batch.tasks, strict=True)
+            ]
+            below = self._kernel(call, plan).below(call.batch)
+            if plan.decision is not None:  # a step that the device has skipped compares nothing
+                below.masked_fill_(plan.decision.found > 0, 0)
+            found.append(below.to(found[0].device) if found else below)
+        counts = torch.cat(found).tolist()  # the host waits once
+        falls = [
+            must_fall_back(n, t.weight.numel())
+            for n, (_, t, _) in zip(counts, members, strict=True)
+        ]
         if self.agree_on_fallback is not None:
             falls = self.agree_on_fallback(falls)
         fallen = []
-        for (parameter, task), below, fall in zip(members, counts, falls, strict=True):
-            if not fall:
-                continue
-            group, _ = self._find(parameter)
-            beta2 = group["betas"][1]
-            values = wide_moments(task, plan.multiplier, 1 - beta2**plan.step)
-            stride, before = dense(parameter).stride(), self.state[parameter]
-            state = self.state[parameter] = {"step": before["step"]}
-            for name, value in zip(plan.algorithm.moments, values, strict=True):
-                state[name] = value.as_strided(parameter.shape, stride)
-            if REMAINDER in before:
-                state[REMAINDER] = before[REMAINDER]
-            state[FELL_BACK] = new_step(plan.step)
-            fallen.append(f"{self._name(parameter)} ({below} of {task.weight.numel()} elements)")
+        for (parameter, task, plan), below, fall in zip(members, counts, falls, strict=True):
+            if fall:
+                self._widen(parameter, task, plan)
+                count = task.weight.numel()
+                fallen.append(f"{self._name(parameter)} ({below} of {count} elements)")
         if fallen:
             some = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" * (len(fallen) > 3))
             warnings.warn(
                 f"the second moments of {some} spread over more than 8 bits hold; their moments "
-                f"are bf16 from step {plan.step} on (2 bytes more per parameter)",
+                f"are bf16 from step {due[0][1].step} on (2 bytes more per parameter)",
                 stacklevel=4,
             )
+
+    def _widen(self, parameter: nn.Parameter, task: StepTask, plan: Plan) -> None:
+        """Replace a parameter's 8-bit moments by bf16 ones, after its step."""
+        group, _ = self._find(parameter)
+        decided = 1.0 if plan.decision is None else plan.decision.multiplier
+        values = wide_moments(task, plan.multiplier * decided, 1 - group["betas"][1] ** plan.step)
+        stride, before = dense(parameter).stride(), self.state[parameter]
+        state = self.state[parameter] = {"step": before["step"]}
+        for name, value in zip(plan.algorithm.moments, values, strict=True):
+            state[name] = value.as_strided(parameter.shape, stride)
+        if REMAINDER in before:
+            state[REMAINDER] = before[REMAINDER]
+        state[FELL_BACK] = new_step(plan.step)
 
     def _name(self, parameter: nn.Parameter) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
@@ -436,7 +480,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         self,
         rule: Algorithm,
         parameter: Tensor,
-        gradient: Tensor,
         state: dict[str, Any],
         stream: int,
     ) -> StepTask:
@@ -449,19 +492,25 @@ class LowPrecisionOptimizer(OwnOptimizer):
             remainder=None if remainder is None else flat(remainder, data),
             moments=tuple(flat(values, data) for values, _ in stored if values is not None),
             tops=tuple(none if tops is None else tops for _, tops in stored),
-            gradient=flat(gradient.detach(), data),
+            gradient=_NO_GRADIENT,
             stream=stream,
         )
 
-    @torch.no_grad()
     def read_master(self, parameter: nn.Parameter) -> Tensor:
         """The exact fp32 value of each element of the parameter, as a new tensor."""
-        group, _ = self._find(parameter)
-        data = dense(parameter)
-        remainder = self.state.get(parameter, {}).get(REMAINDER)
-        held = None if remainder is None else flat(remainder, data)
-        value = read_master(flat(data, data), held, update_of(group, parameter))
-        return value.as_strided(data.shape, data.stride())
+        return self.read_masters([parameter])[0]
+
+    @torch.no_grad()
+    def read_masters(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """What :meth:`read_master` gives for each of the parameters; one launch on a GPU."""
+        values = []
+        for parameter in parameters:
+            data = dense(parameter)
+            layout = data.shape, data.stride()
+            values.append(torch.empty_strided(*layout, dtype=torch.float32, device=data.device))
+        for kernel, update, _, batch, rows in self._stored(parameters, values):
+            kernel.read_masters(batch, rows, update)
+        return values
 
     @torch.no_grad()
     def write_master_(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -469,24 +518,32 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
         """
-        group, stream = self._find(parameter)
-        update = update_of(group, parameter)
-        data = dense(parameter)
-        dtype = ROUNDING[update].remainder_dtype
-        held = None
+        group, _ = self._find(parameter)
+        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
         if dtype is not None:
-            held = torch.zeros_like(data, dtype=dtype)
-            self.state[parameter][REMAINDER] = held
-            held = flat(held, data)
-        write_master_(
-            flat(data, data),
-            held,
-            update,
-            flat(value.detach(), data),
-            seed=group["seed"],
-            stream=2 * stream,
-        )
-        write_back(parameter, data)
+            self.state[parameter][REMAINDER] = torch.zeros_like(dense(parameter), dtype=dtype)
+        values = [value.detach().float()]
+        for kernel, update, seed, batch, rows in self._stored([parameter], values):
+            kernel.write_masters_(batch, rows, update, seed)
+            write_back(parameter, batch.tasks[0].weight)
+
+    def _stored(
+        self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
+    ) -> Iterator[tuple[Any, Update, int, Batch, list[Tensor]]]:
+        """By kernel call: weights, their remainders, and the values for them, in one order."""
+        found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
+        for parameter, value in zip(parameters, values, strict=True):
+            group, stream = self._find(parameter)
+            data, update = dense(parameter), update_of(group, parameter)
+            held = self.state.get(parameter, {}).get(REMAINDER)
+            if held is None and ROUNDING[update].remainder_dtype is not None:
+                update = "nearest"  # nothing is kept beside the weight yet
+            rest = None if held is None else flat(held, data)
+            task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
+            key = masters_kernel(data.device.type), update, group["seed"], data.device, data.dtype
+            found.setdefault(key, []).append((task, flat(value, data)))
+        for (kernel, update, seed, *_), members in found.items():
+            yield kernel, update, seed, Batch([t for t, _ in members]), [v for _, v in members]
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
@@ -579,16 +636,3 @@ class LowPrecisionOptimizer(OwnOptimizer):
             seed=group["seed"],
             stream=stream,
         )
-
-
-def _facts(
-    group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """All that a parameter's task depends on, but for the gradient's address.
-
-    The addresses are of memory that the kept task holds, so that nothing else can have them.
-    """
-    strides = parameter.stride()
-    addresses = [value.data_ptr() for value in state.values()]
-    layout = parameter.data_ptr(), parameter.dtype, parameter.shape, strides
-    return *layout, gradient.stride() == strides, group["update"], group["moments"], addresses

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer, Members, Storage
+from halfstep.optim.base import Call, LowPrecisionOptimizer, Storage
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.options import require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
-from halfstep.optim.state import StepTask, dense, flat
+from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
@@ -130,12 +130,13 @@ class Muon(LowPrecisionOptimizer):
         """Muon, or AdamW in groups with ``use_muon=False``."""
         return MUON if group["use_muon"] else ADAMW
 
-    def _run(self, group: dict[str, Any], plan: Plan, members: Members) -> None:
+    def _run(self, call: Call, plan: Plan) -> None:
+        group = self.param_groups[call.number]
         if not group["use_muon"]:
-            super()._run(group, plan, members)
+            super()._run(call, plan)
             return
-        kernel = self._kernel(members[0][0].device, DIRECTED.name)
-        for parameter, task in members:
+        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
+        for parameter, task in zip(call.parameters, call.batch.tasks, strict=True):
             whole = newton_schulz(self._averaged(group, plan, parameter, task))
             factor = adjustment(group["adjust_lr_fn"], *whole.shape)
             direction = part_like(whole, whole_of(parameter))
@@ -148,7 +149,8 @@ class Muon(LowPrecisionOptimizer):
                 gradient=flat(direction, dense(parameter)),
                 stream=task.stream,
             )
-            kernel.run([move], replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor))
+            moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
+            kernel.run(Batch([move]), moved)
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -163,8 +165,8 @@ class Muon(LowPrecisionOptimizer):
             update="nearest",
         )
         weight = momentum.as_strided((momentum.numel(),), (1,))
-        self._kernel(parameter.device, SGD.name).run(
-            [replace(task, weight=weight, remainder=None, native=None)], average
+        self._kernel_for(parameter.device.type, SGD.name).run(
+            Batch([replace(task, weight=weight, remainder=None)]), average
         )
         placed: Any = place_like(momentum, whole_of(parameter))
         return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -270,20 +270,33 @@ class StepTask:
     tops: tuple[Tensor, ...]
     gradient: Tensor  # fp32, bf16 or fp16, n elements in the order of the weight's; read only
     stream: int  # number of this tensor's random streams
-    native: Any = None  # the addresses of the others in the form of the compiled kernel
-    # What a kernel writes behind torch's back; it calls ``increment_version`` of this afterwards.
-    # Otherwise a step between a forward and its backward would silently give wrong gradients, where
-    # torch's own optimizers raise "modified by an inplace operation".
-    written: tuple[Tensor, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        remainder = () if self.remainder is None else (self.remainder,)
-        self.written = (self.weight, *remainder, *self.moments, *self.tops)
 
     @property
     def flat_gradient(self) -> Tensor:
         """The gradient in shape (n,)."""
         return self.gradient.detach().as_strided((self.gradient.numel(),), (1,))
+
+
+@dataclass(slots=True)
+class Batch:
+    """The tasks of one kernel call, which share their dtypes and their plan."""
+
+    tasks: list[StepTask]
+    native: Any = None  # the addresses of all but the gradients, in the form that a kernel keeps
+    # What a kernel writes behind torch's back; it calls ``increment_version`` of this afterwards.
+    # Otherwise a step between a forward and its backward would silently give wrong gradients, where
+    # torch's own optimizers raise "modified by an inplace operation".
+    written: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = ((t.weight, t.remainder, *t.moments, *t.tops) for t in self.tasks)
+        self.written = [tensor for part in parts for tensor in part if tensor is not None]
+
+
+def parts_of(tensor: Tensor, size: int) -> Iterator[slice]:
+    """Slices of ``size`` elements, which a CPU's caches hold; elsewhere of 4 million."""
+    size = size if tensor.device.type == "cpu" else 1 << 22
+    return (slice(start, start + size) for start in range(0, tensor.numel(), size))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -355,20 +368,18 @@ def is_due(step: int) -> bool:
     return doubled or (step > 0 and step % EVERY == 0)
 
 
-def elements_below(tasks: Sequence[StepTask]) -> list[int]:
-    """For each task, how many elements with a gradient are at the floor of their window.
+def elements_below(batch: Batch) -> Tensor:
+    """For each task, after its step, how many elements that have a gradient are at the floor.
 
-    The tasks are on one device, after their step. The host waits for it once.
+    An int32 tensor on the tasks' device, for which the host need not wait.
     """
-    counts = []
-    for task in tasks:
-        count = torch.zeros((), dtype=torch.int64, device=task.weight.device)
-        for start in range(0, task.weight.numel(), _CHECKED):
-            below = _below(task, slice(start, start + _CHECKED))
+    counts = torch.zeros(len(batch.tasks), dtype=torch.int32, device=batch.tasks[0].weight.device)
+    for count, task in zip(counts, batch.tasks, strict=True):
+        for part in parts_of(task.weight, _CHECKED):
+            below = _below(task, part)
             if below is not None:
                 count += below.sum()
-        counts.append(count)
-    return [int(count) for count in torch.stack(counts).tolist()]
+    return counts
 
 
 def must_fall_back(below: int, elements: int) -> bool:
@@ -376,7 +387,9 @@ def must_fall_back(below: int, elements: int) -> bool:
     return below > 0 and below >= elements * SHARE
 
 
-def wide_moments(task: StepTask, multiplier: float, correction: float) -> tuple[Tensor, Tensor]:
+def wide_moments(
+    task: StepTask, multiplier: float | Tensor, correction: float
+) -> tuple[Tensor, Tensor]:
     """Both moments of a task in bf16, which holds every 8-bit number exactly.
 
     A second moment at the floor restarts from the current gradient: its true value is lost, and
@@ -393,9 +406,8 @@ def wide_moments(task: StepTask, multiplier: float, correction: float) -> tuple[
     """
     first, second = (torch.empty_like(codes, dtype=torch.bfloat16) for codes in task.moments)
     smallest = torch.finfo(torch.bfloat16).tiny  # not 0: the update divides by the root
-    for start in range(0, task.weight.numel(), _CHECKED):
-        part = slice(start, start + _CHECKED)
-        blocks = slice(start // BLOCK, (start + _CHECKED) // BLOCK)
+    for part in parts_of(task.weight, _CHECKED):
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
         m, v = (
             decode(codes[part], tops[blocks], signed=i == 0)
             for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
+from halfstep.optim.kernels import reference
 from halfstep.optim.kernels.cpu import RULES, native_kernel
 from halfstep.optim.kernels.reference import Plan, run_torch
-from halfstep.optim.state import StepTask
+from halfstep.optim.state import Batch, elements_below
 from halfstep.precision.scaling.gradients import global_norm
 
 
@@ -19,10 +21,12 @@ class Kernel:
     """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
     name: str  # a description for people, with the reason if it is not a fast kernel
-    run: Callable[[Sequence[StepTask], Plan], None]  # takes a step on tensors that share a plan
+    run: Callable[[Batch, Plan], None]  # takes a step on tensors that share a plan
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
+    # how many elements of each 8-bit second moment are below its window, after a step
+    below: Callable[[Batch], Tensor] = elements_below
 
 
 def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
@@ -45,6 +49,12 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
         reason = cuda.triton_kernels()
         if not isinstance(reason, str):
             if rule in RULES:
-                return Kernel("Triton kernels", cuda.run_cuda, norm)
+                return Kernel("Triton kernels", cuda.run_cuda, norm, cuda.elements_below)
             reason = f"no Triton kernel has the rule {rule}"
     return Kernel(f"torch operations ({reason})", run_torch, norm)
+
+
+def masters_kernel(device_type: str) -> ModuleType:
+    """The module with the fastest ``read_masters`` and ``write_masters_`` for a device type."""
+    known = device_type == "cuda" and not isinstance(cuda.triton_kernels(), str)
+    return cuda if known else reference

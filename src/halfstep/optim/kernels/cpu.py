@@ -15,7 +15,7 @@ from halfstep.errors import PrecisionError
 from halfstep.kernels.library import address, load_library
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK, moment_dtype
-from halfstep.optim.state import StepTask, is_dense
+from halfstep.optim.state import Batch, StepTask, is_dense
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -74,15 +74,17 @@ class NativeKernel:
             ctypes.c_int32,
         )
 
-    def run(self, tasks: Sequence[StepTask], plan: Plan) -> None:
+    def run(self, batch: Batch, plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
-        weight, gradient = tasks[0].weight.dtype, tasks[0].gradient.dtype
+        weight, gradient = batch.tasks[0].weight.dtype, batch.tasks[0].gradient.dtype
         checked = (weight, plan.update, plan.moments, plan.algorithm)
-        entries = []
-        for task in tasks:
-            if task.native is None or task.native[0] != checked:
-                task.native = checked, _addresses(task, weight, plan)
-            entry, row = task.native[1], task.gradient
+        if type(batch.native) is not tuple or batch.native[0] != checked:
+            entries = [_addresses(task, weight, plan) for task in batch.tasks]
+            table = (_Task * len(entries))(*entries)
+            batch.native = checked, table, [*table]
+        _, table, entries = batch.native
+        for task, entry in zip(batch.tasks, entries, strict=True):
+            row = task.gradient
             # a gradient is new in every step: the usual one is checked here, without a call
             if (
                 row.dtype is gradient
@@ -94,22 +96,20 @@ class NativeKernel:
                 entry.gradient = begins
             else:
                 entry.gradient = address(_row(row), entry.count, gradient)
-            entries.append(entry)
-        table = (_Task * len(tasks))(*entries)
         shared = _Plan(
             RULES[plan.algorithm.name],
             _number(weight),
             _number(gradient),
             _UPDATES[plan.update],
             _MOMENTS[plan.moments],
-            len(tasks[0].moments),
+            len(batch.tasks[0].moments),
             plan.seed & 0xFFFFFFFF,
             plan.step & 0xFFFFFFFF,
             plan.multiplier,
             (ctypes.c_float * 8)(*plan.constants),
         )
-        self._step(table, len(tasks), ctypes.byref(shared), torch.get_num_threads())
-        increment_version([tensor for task in tasks for tensor in task.written])
+        self._step(table, len(entries), ctypes.byref(shared), torch.get_num_threads())
+        increment_version(batch.written)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients, which are dense and on the CPU, in one pass."""

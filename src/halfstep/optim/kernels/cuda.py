@@ -2,7 +2,8 @@
 
 The kernels find every tensor of a step through one table of addresses, so a step is one launch
 whatever the number of tensors. The table stays on the device and is copied again, asynchronously
-from pinned memory, only after a tensor has moved.
+from pinned memory, only after a tensor has moved. Gradients, which move in every step, between a
+few places, have a table of their own.
 
 **Source:** many tensors in one launch through a table: ``multi_tensor_apply`` of NVIDIA Apex.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import groupby
 from types import ModuleType
 
 import torch
@@ -23,18 +24,19 @@ from torch.autograd.graph import increment_version
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK
-from halfstep.optim.state import StepTask, is_dense
+from halfstep.optim.state import Batch, StepTask, is_dense
+from halfstep.precision.masters.rounding import Update
 from halfstep.precision.masters.stepping import DeviceDecision
 
-ROWS = 16
-"""Blocks of 128 elements in a tile of the update: 8 elements, 16 bytes of bf16, per thread."""
-TILES = 4
+ROWS = 8
+"""Blocks of 128 elements in a tile of the update: 4 elements of a thread, in 80 registers."""
+TILES = 8
 """Tiles of a program of the update, which reads addresses once for these 8,192 elements."""
-STATISTICS_TILE = 2048
-STATISTICS_TILES = 16
+STATISTICS_TILE = 1024
+STATISTICS_TILES = 32
 _UPDATED = TILES * ROWS * BLOCK  # elements of a program of the update
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_KEPT = 32  # tables kept, so that gradients alternating between a few addresses need no new copy
+_KEPT = 64  # tables kept, so that gradients alternating between a few addresses need no new copy
 
 
 @cache
@@ -65,88 +67,137 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@lru_cache(maxsize=_KEPT)
-def _table(device: torch.device, content: tuple[int, ...]) -> Tensor:
-    """A table of this content, as int64 on the device; each content is copied there once."""
-    host = torch.tensor(content, dtype=torch.int64)
+def _copied(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
+@lru_cache(maxsize=_KEPT)
+def _table(device: torch.device, content: tuple[int, ...]) -> Tensor:
+    """A table of this content, as int64 on the device; each content is copied there once."""
+    return _copied(torch.tensor(content, dtype=torch.int64), device)
+
+
+def _addresses(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, bool]:
+    """The addresses of tensors, on the device, and whether they are multiples of 16."""
+    found = tuple([tensor.data_ptr() for tensor in tensors])
+    return _table(device, found), not any([address & 15 for address in found])
+
+
 @lru_cache(maxsize=32)
 def _owners(device: torch.device, counts: tuple[int, ...], size: int) -> Tensor:
-    """The table row that each program works on: ``ceil(count / size)`` programs per tensor."""
-    programs = torch.tensor([_programs(count, size) for count in counts])
-    rows = torch.arange(len(counts), dtype=torch.int32)
-    owners = rows.repeat_interleave(programs)
-    if device.type == "cuda":
-        owners = owners.pin_memory()
-    return owners.to(device, non_blocking=True)
+    """The tensor of each program, and its number among this tensor's ``ceil(count / size)``."""
+    programs = [-(-count // size) for count in counts]
+    tensors = torch.arange(len(counts)).repeat_interleave(torch.tensor(programs))
+    within = torch.cat([torch.arange(number) for number in programs])
+    return _copied(torch.stack([tensors, within], 1).to(torch.int32), device)
 
 
-def _programs(count: int, size: int) -> int:
-    return -(-count // size)
+def _launch(kernel: str, owners: Tensor, *arguments: object, **constants: object) -> None:
+    kernels = triton_kernels()
+    assert isinstance(kernels, ModuleType)
+    device = owners.device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if len(owners):
+            getattr(kernels, kernel)[(len(owners),)](
+                owners, *arguments, **constants, **kernels.LAUNCH
+            )
 
 
-def _rows(tasks: Sequence[StepTask], seed: int) -> tuple[list[int], bool]:
-    """The table rows of a launch of the update, and whether all addresses are 16-byte aligned."""
-    found: list[int] = []
-    programs = 0
-    aligned = True
+def _launch_batch(
+    kernel: str, batch: Batch, values: Sequence[Tensor], *arguments: object, **constants: object
+) -> None:
+    """Launch a kernel over the tiles of a batch, with a value for each element of its weights."""
+    if not isinstance(batch.native, _Rows):
+        batch.native = _rows(batch.tasks)
+    rows = batch.native
+    table, aligned = _addresses(values, rows.table.device)
+    _launch(
+        kernel, rows.owners, rows.table, table, *arguments, **constants,
+        aligned=aligned and rows.aligned, rows=ROWS, tiles=TILES,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The table of a batch's tasks, without their gradients, and what each program works on."""
+
+    table: Tensor
+    owners: Tensor
+    aligned: bool  # whether all addresses but those of block tops are multiples of 16
+
+
+def _rows(tasks: Sequence[StepTask]) -> _Rows:
+    content: list[int] = []
+    aligned, device = True, tasks[0].weight.device
     for task in tasks:
-        count = task.weight.numel()
         remainder = 0 if task.remainder is None else task.remainder.data_ptr()
         moments = [codes.data_ptr() for codes in task.moments] or [0]
         tops = [top.data_ptr() for top in task.tops] or [0]
-        addresses = [task.weight.data_ptr(), remainder, task.gradient.data_ptr()]
-        addresses += [moments[0], moments[-1]]
+        addresses = [task.weight.data_ptr(), remainder, moments[0], moments[-1]]
         aligned = aligned and not any(address % 16 for address in addresses)
-        found += [*addresses, tops[0], tops[-1], count, task.stream, seed & 0xFFFFFFFF, programs]
-        programs += _programs(count, _UPDATED)
-    return found, aligned
+        content += [*addresses, tops[0], tops[-1], task.weight.numel(), task.stream]
+    counts = tuple(task.weight.numel() for task in tasks)
+    return _Rows(_table(device, tuple(content)), _owners(device, counts, _UPDATED), aligned)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def run_cuda(tasks: Sequence[StepTask], plan: Plan) -> None:
-    """Take a step in one launch per weight dtype; bit-identical to ``reference.run_torch``."""
-    kernels = triton_kernels()
-    assert isinstance(kernels, ModuleType)
-    device = tasks[0].weight.device
-    if is_capturing(device):
+def run_cuda(batch: Batch, plan: Plan) -> None:
+    """Take a step in one launch; bit-identical to ``reference.run_torch``."""
+    first = batch.tasks[0]
+    if is_capturing(first.weight.device):
         raise PrecisionError(
             "optimizer.step() inside a CUDA graph would repeat this step's bias correction and "
             "random bits at every replay; leave it out of the graph"
         )
     numbers = tuple(map(float, (plan.multiplier, *plan.constants)))  # an int would recompile
-    decision = None if plan.decision is None else plan.decision.numbers
-    with _on(device):
-        for dtype in dict.fromkeys(task.weight.dtype for task in tasks):
-            found = [task for task in tasks if task.weight.dtype == dtype]
-            content, aligned = _rows(found, plan.seed)
-            owners = _owners(device, tuple(task.weight.numel() for task in found), _UPDATED)
-            if not owners.numel():
-                continue
-            kernels.update_kernel[(owners.numel(),)](
-                _table(device, tuple(content)),
-                owners,
-                decision,
-                plan.step,
-                *(numbers + (0.0,) * (9 - len(numbers))),
-                rule=plan.algorithm.name,
-                gradient_dtype=_NAMES[found[0].gradient.dtype],
-                update="fp32" if dtype == torch.float32 else plan.update,
-                moments=plan.moments,
-                aligned=aligned,
-                decided=decision is not None,
-                rows=ROWS,
-                tiles=TILES,
-                **kernels.LAUNCH,
-            )
-    increment_version([tensor for task in tasks for tensor in task.written])
+    _launch_batch(
+        "update_kernel",
+        batch,
+        [task.gradient for task in batch.tasks],
+        None if plan.decision is None else plan.decision.numbers,
+        _signed(plan.seed),
+        plan.step,
+        *(numbers + (0.0,) * (9 - len(numbers))),
+        rule=plan.algorithm.name,
+        gradient_dtype=_NAMES[first.gradient.dtype],
+        update=_stored(first, plan.update),
+        moments=plan.moments,
+        decided=plan.decision is not None,
+    )
+    increment_version(batch.written)
+
+
+def _stored(task: StepTask, update: Update) -> str:
+    return "fp32" if task.weight.dtype == torch.float32 else update
+
+
+def _signed(seed: int) -> int:
+    """A seed's low 32 bits as an int32, so that no seed needs a kernel of its own."""
+    return (seed + 0x80000000 & 0xFFFFFFFF) - 0x80000000
+
+
+def elements_below(batch: Batch) -> Tensor:
+    """Count as ``state.elements_below`` does, in one launch."""
+    gradients = [task.gradient for task in batch.tasks]
+    counts = torch.zeros(len(gradients), dtype=torch.int32, device=gradients[0].device)
+    dtype = _NAMES[gradients[0].dtype]
+    _launch_batch("below_kernel", batch, gradients, counts, gradient_dtype=dtype)
+    return counts
+
+
+def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
+    """Read as ``reference.read_masters`` does, in one launch."""
+    how = _stored(batch.tasks[0], update)
+    _launch_batch("masters_kernel", batch, values, 0, update=how, writes=False)
+    increment_version(values)
+
+
+def write_masters_(batch: Batch, values: Sequence[Tensor], update: Update, seed: int) -> None:
+    """Write as ``reference.write_masters_`` does, in one launch."""
+    how = _stored(batch.tasks[0], update)
+    _launch_batch("masters_kernel", batch, values, _signed(seed), update=how, writes=True)
+    increment_version(batch.written)
 
 
 def decide(
@@ -154,48 +205,34 @@ def decide(
 ) -> DeviceDecision | None:
     """Decide on a step from one pass over its gradients; None where no kernel can read them.
 
-    The norm is the root of fp64 sums, which come out the same in every run.
+    The norm is the root of fp64 sums of short fp32 sums, which are the same in every run.
     """
-    kernels = triton_kernels()
-    assert isinstance(kernels, ModuleType)
-    if any(g.dtype not in _NAMES or g.is_sparse for g in gradients.values()):
-        return None
+    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+    for parameter, gradient in gradients.items():
+        if gradient.dtype not in _NAMES or gradient.is_sparse:
+            return None
+        if not (gradient.is_contiguous() or is_dense(gradient)):
+            gradient = gradient.contiguous()
+        by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
     device = next(iter(gradients.values())).device
-    order = sorted(gradients, key=lambda p: _NAMES[gradients[p].dtype])
-    flags = torch.zeros(len(order), dtype=torch.int32, device=device)
-    partials, first = [], 0
-    with _on(device):
-        for dtype, members in groupby(order, lambda p: gradients[p].dtype):
-            values = [gradients[parameter] for parameter in members]
-            values = [v if is_dense(v) else v.contiguous() for v in values]
-            partials.append(_statistics(kernels, dtype, values, flags[first:]))
-            first += len(values)
-        norm = torch.cat(partials).sum().sqrt()
-        return DeviceDecision(loss, norm, flags, order, max_norm)
+    flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
+    order: list[nn.Parameter] = []
+    partials = []
+    for dtype, members in by_dtype.items():
+        values = [gradient for _, gradient in members]
+        partials.append(_statistics(dtype, values, flags[len(order) :]))
+        order += [parameter for parameter, _ in members]
+    return DeviceDecision(loss, torch.cat(partials).sum().sqrt(), flags, order, max_norm)
 
 
-def _statistics(
-    kernels: ModuleType, dtype: torch.dtype, values: Sequence[Tensor], flags: Tensor
-) -> Tensor:
+def _statistics(dtype: torch.dtype, values: Sequence[Tensor], flags: Tensor) -> Tensor:
     """The fp64 sums of squares of these gradients, by program, and their ``flags``."""
-    size = STATISTICS_TILE * STATISTICS_TILES
-    content: list[int] = []
-    programs = 0
-    for value in values:
-        content += [value.data_ptr(), value.numel(), programs]
-        programs += _programs(value.numel(), size)
-    device = flags.device
-    partials = torch.zeros(programs, dtype=torch.float64, device=device)
-    if programs:
-        kernels.statistics_kernel[(programs,)](
-            _table(device, tuple(content)),
-            _owners(device, tuple(value.numel() for value in values), size),
-            partials,
-            flags,
-            dtype=_NAMES[dtype],
-            aligned=not any(value.data_ptr() % 16 for value in values),
-            tile=STATISTICS_TILE,
-            tiles=STATISTICS_TILES,
-            **kernels.LAUNCH,
-        )
+    device, counts = flags.device, tuple([value.numel() for value in values])
+    owners = _owners(device, counts, STATISTICS_TILE * STATISTICS_TILES)
+    partials = torch.zeros(len(owners), dtype=torch.float64, device=device)
+    addresses, aligned = _addresses(values, device)
+    _launch(
+        "statistics_kernel", owners, addresses, _table(device, counts), partials, flags,
+        dtype=_NAMES[dtype], aligned=aligned, tile=STATISTICS_TILE, tiles=STATISTICS_TILES,
+    )  # fmt: skip
     return partials

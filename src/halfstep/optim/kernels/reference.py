@@ -11,15 +11,14 @@ The torch operations below are the definition; compiled kernels give the same bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from halfstep.optim.moments import BLOCK, Moments, decode, encode
 from halfstep.optim.rules import Algorithm
-from halfstep.optim.state import StepTask
+from halfstep.optim.state import Batch, StepTask, parts_of
 from halfstep.precision.masters.rounding import (
     ROUNDING,
     Update,
@@ -47,16 +46,15 @@ class Plan:
     decision: DeviceDecision | None = None
 
 
-def run_torch(tasks: Sequence[StepTask], plan: Plan) -> None:
+def run_torch(batch: Batch, plan: Plan) -> None:
     """Take a step in torch operations, chunk by chunk, on any device."""
-    for task in tasks:
-        for start in range(0, task.weight.numel(), _CHUNK):
-            _chunk(task, plan, start, min(start + _CHUNK, task.weight.numel()))
+    for task in batch.tasks:
+        for part in parts_of(task.weight, _CHUNK):
+            _chunk(task, plan, part)
 
 
-def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
-    part = slice(start, end)
-    blocks = slice(start // BLOCK, -(-end // BLOCK))
+def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
+    blocks = slice(part.start // BLOCK, part.stop // BLOCK)
     weight = task.weight[part]
     remainder = None if task.remainder is None else task.remainder[part]
     held = [
@@ -71,7 +69,12 @@ def _chunk(task: StepTask, plan: Plan, start: int, end: int) -> None:
 
     def bits(stream: int) -> Tensor:
         return random_bits(
-            plan.seed, plan.step, end - start, stream=stream, start=start, device=weight.device
+            plan.seed,
+            plan.step,
+            len(weight),
+            stream=stream,
+            start=part.start,
+            device=weight.device,
         )
 
     noise = bits(2 * task.stream) if ROUNDING[plan.update].random else None
@@ -107,38 +110,30 @@ def store_(
         remainder.copy_(rest)
 
 
-def read_master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:
-    """Like :func:`master`, for a tensor of any size; the result is always new memory."""
-    value = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    for part, held in _chunks(weight, remainder):
-        value[part].copy_(master(weight[part], held, update))
-    return value
+def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
+    """Write the :func:`master` of each task, of any size, into the fp32 tensor for it."""
+    for task, value in zip(batch.tasks, values, strict=True):
+        for part in parts_of(task.weight, _PART):
+            held = None if task.remainder is None else task.remainder[part]
+            value[part].copy_(master(task.weight[part], held, update))
 
 
-def write_master_(
-    weight: Tensor,
-    remainder: Tensor | None,
-    update: Update,
-    value: Tensor,
-    *,
-    seed: int,
-    stream: int,
-) -> None:
-    """Like :func:`store_`, for a tensor of any size and a value of any floating dtype.
+def write_masters_(batch: Batch, values: Sequence[Tensor], update: Update, seed: int) -> None:
+    """Like :func:`store_`, of an fp32 tensor of any size for each task.
 
-    Random bits, if the rounding mode needs them, are those of step 0 of this seed and stream.
+    Random bits, if the rounding mode needs them, are those of step 0 of this seed.
     """
-    draws = ROUNDING[update].random
-    for part, held in _chunks(weight, remainder):
-        chunk, bits = value[part].float(), None
-        if draws:
-            bits = random_bits(
-                seed, 0, len(chunk), stream=stream, start=part.start, device=weight.device
-            )
-        store_(weight[part], held, update, chunk, bits)
-
-
-def _chunks(weight: Tensor, remainder: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
-    for start in range(0, weight.numel(), _PART):
-        part = slice(start, start + _PART)
-        yield part, None if remainder is None else remainder[part]
+    for task, value in zip(batch.tasks, values, strict=True):
+        for part in parts_of(task.weight, _PART):
+            weight, bits = task.weight[part], None
+            held = None if task.remainder is None else task.remainder[part]
+            if ROUNDING[update].random:
+                bits = random_bits(
+                    seed,
+                    0,
+                    len(weight),
+                    stream=2 * task.stream,
+                    start=part.start,
+                    device=weight.device,
+                )
+            store_(weight, held, update, value[part], bits)

@@ -5,9 +5,9 @@ rules.py, moments.py and masters/rounding.py define every operation; the results
 bits if launched with :data:`LAUNCH`: no fused multiply-add, and no subnormal numbers flushed to 0.
 
 A program updates up to ``tiles`` tiles of one tensor, one after the other; a tile is ``rows``
-blocks of 128 elements (the block of the 8-bit moments). ``owners`` gives the number of its tensor;
-``table`` has the addresses, one row of int64 per tensor (see the column numbers below). bf16
-numbers are loaded and stored as uint16 bits.
+blocks of 128 elements (the block of the 8-bit moments). ``owners`` gives its tensor and its place
+there; ``table`` has the addresses, one row of int64 per tensor (see the column numbers below), but
+for those of gradients. bf16 numbers are loaded and stored as uint16 bits.
 """
 
 from __future__ import annotations
@@ -152,22 +152,25 @@ def encode_moment(  # noqa: ANN201
     return code.to(tl.uint8), tl.where(peak > _INF, _BROKEN, top).to(tl.uint8)
 
 
+@triton.jit
+def _own(owners: tl.tensor, size: tl.constexpr):  # noqa: ANN202
+    """The tensor of this program, and the first of the ``size`` elements of it that it takes."""
+    own = owners + 2 * tl.program_id(0)
+    return tl.load(own), tl.load(own + 1).to(tl.int64) * size
+
+
 # The update.
 
-# Columns of a row: addresses, then the number of elements, the random stream and its seed, and the
-# index of the tensor's first program.
+# Columns of a row: addresses, then the number of elements and the random stream.
 WEIGHT = tl.constexpr(0)
 REMAINDER = tl.constexpr(1)
-GRADIENT = tl.constexpr(2)
-FIRST = tl.constexpr(3)
-SECOND = tl.constexpr(4)
-FIRST_TOPS = tl.constexpr(5)
-SECOND_TOPS = tl.constexpr(6)
-COUNT = tl.constexpr(7)
-STREAM = tl.constexpr(8)
-SEED = tl.constexpr(9)
-UPDATE_START = tl.constexpr(10)
-COLUMNS = tl.constexpr(11)
+FIRST = tl.constexpr(2)
+SECOND = tl.constexpr(3)
+FIRST_TOPS = tl.constexpr(4)
+SECOND_TOPS = tl.constexpr(5)
+COUNT = tl.constexpr(6)
+STREAM = tl.constexpr(7)
+COLUMNS = tl.constexpr(8)
 
 LANES = tl.constexpr(128)  # moments.BLOCK
 
@@ -176,16 +179,15 @@ LAUNCH = {"enable_fp_fusion": False, "enable_reflect_ftz": False, "num_warps": 8
 
 
 @triton.jit
-def _key(row: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
+def _key(row: tl.tensor, seed: tl.tensor, step: tl.tensor, which: tl.constexpr) -> tl.tensor:
     """The ``random_key`` for the weight's random bits (``which`` 0) or the moments' (1)."""
-    seed = mix(tl.load(row + SEED).to(tl.uint32))
     stream = (2 * tl.load(row + STREAM) + which).to(tl.uint32)
-    return mix(mix(seed ^ step.to(tl.uint32)) ^ stream)
+    return mix(mix(mix(seed.to(tl.uint32)) ^ step.to(tl.uint32)) ^ stream)
 
 
 @triton.jit
 def pointer(row: tl.tensor, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN201
-    """The address in a column, as a pointer; ``aligned`` promises 16-byte alignment."""
+    """The address in a column of a table, as a pointer; ``aligned`` promises 16-byte alignment."""
     address = tl.load(row + column).to(tl.pointer_type(dtype))
     if aligned:
         address = tl.multiple_of(address, 16)
@@ -257,6 +259,42 @@ def _moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, c7, rule: tl.constexpr):  # n
 
 
 @triton.jit
+def _weights_at(row, start, update: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN001, ANN202
+    """Where a tensor's weights and remainders from ``start`` on are."""
+    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
+    low_type: tl.constexpr = tl.uint16 if update == "kahan" else tl.int16
+    remainder_type: tl.constexpr = tl.int8 if update == "split24" else low_type
+    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
+    return weight_at, pointer(row, REMAINDER, remainder_type, aligned) + start
+
+
+@triton.jit
+def _read_weight(  # noqa: ANN202
+    weight_at, remainder_at, at, count, update: tl.constexpr, masked: tl.constexpr,  # noqa: ANN001
+):  # fmt: skip
+    """The fp32 masters of stored weights."""
+    weight = load(weight_at, at, count, masked)
+    keeps: tl.constexpr = update == "split" or update == "split24" or update == "kahan"
+    return joined_master(weight, load(remainder_at, at, count, masked) if keeps else weight, update)
+
+
+@triton.jit
+def _gradient_at(address, dtype: tl.constexpr, aligned: tl.constexpr):  # noqa: ANN001, ANN202
+    """The gradient whose place in a table of addresses ``address`` is."""
+    wide: tl.constexpr = tl.float32 if dtype == "fp32" else tl.float16
+    return pointer(address, 0, tl.uint16 if dtype == "bf16" else wide, aligned)
+
+
+@triton.jit
+def _read_gradient(  # noqa: ANN202
+    gradient, at, count, dtype: tl.constexpr, masked: tl.constexpr  # noqa: ANN001
+):  # fmt: skip
+    """Elements of a gradient in fp32."""
+    g = load(gradient, at, count, masked)
+    return from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
+
+
+@triton.jit
 def _write_weight(  # noqa: ANN202
     weight_at, remainder_at, at, count, w, random,  # noqa: ANN001
     update: tl.constexpr, masked: tl.constexpr,
@@ -287,33 +325,26 @@ def _write_weight(  # noqa: ANN202
 
 @triton.jit
 def _tile(  # noqa: ANN202
-    row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    row, gradient, start, count, seed, step, multiplier,  # noqa: ANN001
+    c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, masked: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Update elements ``start`` to ``start + 128 * rows`` of one tensor.
 
-    All branches are the compiler's, and what no branch reads is not loaded.
+    ``gradient`` points to the gradient's address. All branches are the compiler's, and what no
+    branch reads is not loaded.
     """
     at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
     element = at.to(tl.uint32) + start.to(tl.uint32)
-    weight_type: tl.constexpr = tl.float32 if update == "fp32" else tl.uint16
-    low_type: tl.constexpr = tl.uint16 if update == "kahan" else tl.int16
-    remainder_type: tl.constexpr = tl.int8 if update == "split24" else low_type
-    stored: tl.constexpr = tl.uint16 if gradient_dtype == "bf16" else tl.float16
-    gradient_type: tl.constexpr = tl.float32 if gradient_dtype == "fp32" else stored
     small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
     moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
 
-    weight_at = pointer(row, WEIGHT, weight_type, aligned) + start
-    remainder_at = pointer(row, REMAINDER, remainder_type, aligned) + start
-    weight = load(weight_at, at, count, masked)
-    keeps: tl.constexpr = update == "split" or update == "split24" or update == "kahan"
-    w = joined_master(weight, load(remainder_at, at, count, masked) if keeps else weight, update)
-    g = load(pointer(row, GRADIENT, gradient_type, aligned) + start, at, count, masked)
-    g = from_bits(g.to(tl.uint32) << 16) if gradient_dtype == "bf16" else g.to(tl.float32)
-    g = g * multiplier
+    weight_at, remainder_at = _weights_at(row, start, update, aligned)
+    w = _read_weight(weight_at, remainder_at, at, count, update, masked)
+    gradient_at = _gradient_at(gradient, gradient_dtype, aligned) + start
+    g = _read_gradient(gradient_at, at, count, gradient_dtype, masked) * multiplier
 
     m, v = g, g
     m_at = pointer(row, FIRST, moment_type, aligned) + start
@@ -325,18 +356,28 @@ def _tile(  # noqa: ANN202
     if rule == "adamw":
         v = _read_moment(v_at, v_tops, at, count, moments, False, masked, rows)
     w, m, v = _moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, c7, rule)
-    random = mix(element ^ _key(row, step, 0))
+    random = mix(element ^ _key(row, seed, step, 0))
     _write_weight(weight_at, remainder_at, at, count, w, random, update, masked)
-    random = mix(element ^ _key(row, step, 1))
+    random = mix(element ^ _key(row, seed, step, 1))
     if rule != "directed":
         _write_moment(m_at, m_tops, at, count, m, random, moments, True, masked, rows)
     if rule == "adamw":
         _write_moment(v_at, v_tops, at, count, v, random, moments, False, masked, rows)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit
+def _task(owners, table, tile: tl.constexpr, tiles: tl.constexpr):  # noqa: ANN001, ANN202
+    """A program's tensor: its number and row, its elements, and the first and last of the tiles."""
+    task, start = _own(owners, tile * tiles)
+    row = table + task * COLUMNS
+    count = tl.load(row + COUNT)
+    return task, row, count, start, tl.minimum(start + tile * tiles, count)
+
+
+@triton.jit(do_not_specialize=["seed", "step"])
 def update_kernel(  # noqa: ANN201
-    table, owners, decision, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
+    owners, table, gradients, decision, seed, step, multiplier,  # noqa: ANN001
+    c0, c1, c2, c3, c4, c5, c6, c7,  # noqa: ANN001
     rule: tl.constexpr, gradient_dtype: tl.constexpr, update: tl.constexpr, moments: tl.constexpr,
     aligned: tl.constexpr, decided: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
@@ -349,60 +390,124 @@ def update_kernel(  # noqa: ANN201
         if tl.load(decision) > 0:
             return
         multiplier = (tl.load(decision + 1) * multiplier).to(tl.float32)
-    program = tl.program_id(0)
-    row = table + tl.load(owners + program) * COLUMNS
-    count = tl.load(row + COUNT)
     tile: tl.constexpr = rows * LANES
-    start = (program - tl.load(row + UPDATE_START)) * (tile * tiles)
-    end = tl.minimum(start + tile * tiles, count)
+    task, row, count, start, end = _task(owners, table, tile, tiles)
     while start + tile <= end:
-        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+        _tile(row, gradients + task, start, count, seed, step, multiplier,
+              c0, c1, c2, c3, c4, c5, c6, c7,
               rule, gradient_dtype, update, moments, aligned, False, rows)  # fmt: skip
         start += tile
     if start < end:
-        _tile(row, start, count, step, multiplier, c0, c1, c2, c3, c4, c5, c6, c7,
+        _tile(row, gradients + task, start, count, seed, step, multiplier,
+              c0, c1, c2, c3, c4, c5, c6, c7,
               rule, gradient_dtype, update, moments, aligned, True, rows)  # fmt: skip
 
 
-# One pass over the gradients of a step: sums of squares, and which are not finite. Sums are fp64,
-# which holds the squares of all finite fp32 gradients, so a sum is not finite only if a gradient is
-# not.
+@triton.jit
+def below_kernel(  # noqa: ANN201
+    owners, table, gradients, counts,  # noqa: ANN001
+    gradient_dtype: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    """Count the elements of each tensor that are below their windows: ``state.elements_below``."""
+    tile: tl.constexpr = rows * LANES
+    task, row, count, start, end = _task(owners, table, tile, tiles)
+    at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    found = tl.zeros([rows, LANES], tl.int32)
+    while start < end:
+        left = tl.minimum(count - start, tile).to(tl.int32)
+        gradient_at = _gradient_at(gradients + task, gradient_dtype, aligned) + start
+        g = _read_gradient(gradient_at, at, left, gradient_dtype, True)
+        codes = load(pointer(row, SECOND, tl.uint8, aligned) + start, at, left, True)
+        tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
+        top = load(tops, tl.arange(0, rows), (left + LANES - 1) // LANES, True)
+        found += ((codes == 1) & (g != 0) & (top != _BROKEN)[:, None]).to(tl.int32)
+        start += tile
+    tl.atomic_add(counts + task, tl.sum(found))
 
-# Columns of a gradient's row: address, number of elements, index of the first program.
-_ADDRESS = tl.constexpr(0)
-_SIZE = tl.constexpr(1)
-_START = tl.constexpr(2)
-_WIDTH = tl.constexpr(3)
-_ABS = tl.constexpr(0x7FFFFFFF)
-_INF = tl.constexpr(0x7F800000)
+
+@triton.jit
+def _master_tile(  # noqa: ANN202
+    row, value, start, count, seed,  # noqa: ANN001
+    update: tl.constexpr, writes: tl.constexpr, aligned: tl.constexpr, masked: tl.constexpr,
+    rows: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, rows * LANES)
+    count = tl.minimum(count - start, rows * LANES).to(tl.int32)
+    weight_at, remainder_at = _weights_at(row, start, update, aligned)
+    value_at = pointer(value, 0, tl.float32, aligned) + start
+    if writes:
+        random = mix((at.to(tl.uint32) + start.to(tl.uint32)) ^ _key(row, seed, seed * 0, 0))
+        w = load(value_at, at, count, masked)
+        _write_weight(weight_at, remainder_at, at, count, w, random, update, masked)
+    else:
+        w = _read_weight(weight_at, remainder_at, at, count, update, masked)
+        _store(value_at, at, count, w, masked)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def masters_kernel(  # noqa: ANN201
+    owners, table, values, seed,  # noqa: ANN001
+    update: tl.constexpr, writes: tl.constexpr, aligned: tl.constexpr,
+    rows: tl.constexpr, tiles: tl.constexpr,
+):  # fmt: skip
+    """Read the fp32 masters of weights into ``values``, or store them from there: in step 0."""
+    tile: tl.constexpr = rows * LANES
+    task, row, count, start, end = _task(owners, table, tile, tiles)
+    while start + tile <= end:
+        _master_tile(row, values + task, start, count, seed, update, writes, aligned, False, rows)
+        start += tile
+    if start < end:
+        _master_tile(row, values + task, start, count, seed, update, writes, aligned, True, rows)
+
+
+# One pass over the gradients of a step: sums of squares, and which are not finite.
+#
+# An fp32 number's square may leave fp32's range. So 8 elements at a time are divided by the power
+# of two of their largest, whose square is then 1 to 16; squares are added in fp32, and the sum is
+# multiplied by that power's square and added up in fp64, which holds the squares of all finite
+# fp32 numbers: a sum is not finite only if a gradient is not, and 0 only if all are. A square below
+# 2^-149 of the largest is lost, as it is in fp64 sums; the relative error is at most 8 * 2^-24.
+# GPUs for games and for inference have two fp64 units where others have 64.
+
+_POWERS = tl.constexpr(8)  # elements that share a power of two
+_ADDED = tl.constexpr(1023 - 2 * 127)  # what an fp64 number's exponent has more than two of fp32
 
 
 @triton.jit
 def _sums(  # noqa: ANN202
-    address, start, count, total, wrong,  # noqa: ANN001
+    gradient, count, total, largest,  # noqa: ANN001
     dtype: tl.constexpr, masked: tl.constexpr, tile: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Add the squares and flags of ``tile * tiles`` gradients to each lane's totals."""
+    """Add the squares of ``tile * tiles`` gradients to each lane's total; raise its ``largest``."""
     at = tl.arange(0, tile)
-    address += start
-    count = tl.minimum(count - start, tile * tiles).to(tl.int32)
+    count = tl.minimum(count, tile * tiles).to(tl.int32)
     done = 0
     while done < count:
-        for _ in tl.static_range(4):  # unrolled, so that four loads are in flight at once
-            g = load(address, at, count, masked)
-            g = from_bits(g.to(tl.uint32) << 16) if dtype == "bf16" else g.to(tl.float32)
-            magnitude = g.to(tl.uint32, bitcast=True) & _ABS
-            wrong |= tl.where(magnitude == _INF, 1, 0) | tl.where(magnitude > _INF, 2, 0)
-            total += g.to(tl.float64) * g.to(tl.float64)
-            at += tile
-        done += 4 * tile
-    return total, wrong
+        found = ()
+        peak = tl.zeros([tile], tl.int32)
+        for i in tl.static_range(_POWERS):  # unrolled, so that the loads are in flight at once
+            g = _read_gradient(gradient, at + i * tile, count, dtype, masked)
+            peak = tl.maximum(peak, (bits_of(g) & _ABS).to(tl.int32))
+            found += (g,)  # type: ignore[assignment]
+        # between the powers that fp32 holds, so that subnormal and the largest numbers have one
+        power = tl.minimum(tl.maximum(peak >> 23, 1), 253)
+        scale = from_bits((254 - power) << 23)
+        squares = tl.zeros([tile], tl.float32)
+        for i in tl.static_range(_POWERS):
+            squares += (found[i] * scale) * (found[i] * scale)
+        back = ((2 * power + _ADDED).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+        total += squares.to(tl.float64) * back
+        largest = tl.maximum(largest, peak)
+        at += _POWERS * tile
+        done += _POWERS * tile
+    return total, largest
 
 
 @triton.jit
 def statistics_kernel(
-    table: tl.tensor,
     owners: tl.tensor,
+    gradients: tl.tensor,
+    counts: tl.tensor,
     partials: tl.tensor,
     flags: tl.tensor,
     dtype: tl.constexpr,
@@ -412,23 +517,18 @@ def statistics_kernel(
 ) -> None:
     """Write the sum of squares of ``tile * tiles`` elements of one gradient, and set its flag.
 
-    Bit 0 of a gradient's flag is set if it holds an infinity, bit 1 if it holds a NaN. ``owners``
-    gives the row of each program.
+    A gradient's flag has bit 0 where an infinity, bit 1 where a NaN is the largest of a part of it.
     """
-    program = tl.program_id(0)
-    task = tl.load(owners + program)
-    row = table + task * _WIDTH
-    count = tl.load(row + _SIZE)
-    wide: tl.constexpr = tl.float32 if dtype == "fp32" else tl.float16
-    stored: tl.constexpr = tl.uint16 if dtype == "bf16" else wide
-    address = pointer(row, _ADDRESS, stored, aligned)
-    start = (program - tl.load(row + _START)) * (tile * tiles)
+    task, start = _own(owners, tile * tiles)
+    count = tl.load(counts + task)
     total = tl.zeros([tile], tl.float64)
-    wrong = tl.zeros([tile], tl.int32)
+    largest = tl.zeros([tile], tl.int32)
+    gradient = _gradient_at(gradients + task, dtype, aligned) + start
     if start + tile * tiles <= count:
-        total, wrong = _sums(address, start, count, total, wrong, dtype, False, tile, tiles)
+        total, largest = _sums(gradient, count - start, total, largest, dtype, False, tile, tiles)
     else:
-        total, wrong = _sums(address, start, count, total, wrong, dtype, True, tile, tiles)
-    tl.store(partials + program, tl.sum(total))
-    flag = tl.max(wrong & 1) | tl.max(wrong & 2)
+        total, largest = _sums(gradient, count - start, total, largest, dtype, True, tile, tiles)
+    tl.store(partials + tl.program_id(0), tl.sum(total))
+    peak = tl.max(largest)
+    flag = tl.where(peak == _INF, 1, 0) | tl.where(peak > _INF, 2, 0)
     tl.atomic_or(flags + task, flag, mask=flag != 0)
