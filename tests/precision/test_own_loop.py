@@ -319,13 +319,16 @@ class Inner(torch.autograd.Function):
         return (None, None, x.grad, *[None] * len(parameters))
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("nested", ["grad", "backward"])
 @pytest.mark.parametrize("policy", SCALED)
-def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested):
+def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested, hooked):
     def gradients(policy):
         model = net()
         _, precision = under(policy, model)
         part = model[0]
+        for p in part.parameters() if hooked else ():
+            p.register_hook(lambda gradient: None)
         with precision.autocast():
             y = Inner.apply(part, nested, X.clone().requires_grad_(), *part.parameters())
             loss = model[1](y).square().mean()
@@ -336,3 +339,47 @@ def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested):
     scaled = f"{policy},init_scale=256"  # so that fp16 holds each gradient
     for got, expected in zip(gradients(scaled), gradients("fp32"), strict=True):
         torch.testing.assert_close(got, expected, **NEAR)
+
+
+GRADIENTS = {
+    "overlapping": lambda a, b, c: (torch.cat([a.view(4), b.view(6)]) + c.view(10)).square().sum(),
+    "sparse": lambda a, b, c: nn.functional.embedding(
+        torch.tensor([1, 1, 0]), a, sparse=True
+    ).square().sum(),
+    "not reached": lambda a, b, c: c.square().sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_every_element_of_a_gradient_is_unscaled_once(kind):
+    def gradients(backward, held):
+        backward(GRADIENTS[kind](*held))
+        return [None if p.grad is None else p.grad.to_dense().clone() for p in held]
+
+    def made():
+        torch.manual_seed(0)
+        return nn.ParameterList([torch.randn(2, 2), torch.randn(2, 3), torch.randn(10)])
+
+    model, plain = made(), made()
+    _, precision = under("fp16-mixed,init_scale=65536", model)
+    for got, expected in zip(
+        gradients(precision.backward, [*model]),
+        gradients(torch.Tensor.backward, [*plain]),
+        strict=True,
+    ):
+        assert (got is None) is (expected is None)
+        assert got is None or torch.equal(got, expected)
+        assert not any(p._backward_hooks for p in model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_a_gradient_that_has_a_graph_is_unscaled_in_it():
+    model = nn.Linear(3, 1)
+    _, precision = under("fp16-mixed", model)
+    for times in (1, 2):
+        precision.backward((model.weight**3).sum(), create_graph=True)
+        w = model.weight
+        torch.testing.assert_close(w.grad, times * 3 * w.detach() ** 2)
+        (curve,) = torch.autograd.grad(w.grad.sum(), w, retain_graph=True)
+        torch.testing.assert_close(curve, times * 6 * w.detach())
+    model.weight.grad = None  # the graph of its own gradient holds it

@@ -33,7 +33,6 @@ from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this
 from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
 from halfstep.precision.casting.cast import Clock, cast_at_border, give_back_
 from halfstep.precision.casting.op_table import before_forward, drop_casts
-from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import is_sharded, reshard_
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.portable import Hook, make_plain_, make_portable_
@@ -154,7 +153,7 @@ class Precision:
         low = [p for p in model.parameters() if stays and p.dtype in LOW and not is_sharded(p)]
         make_portable_(model, low, weakref.WeakMethod(self.masters.exact))
         back = (None, None) if stays else (door, model)
-        self._released = weakref.finalize(self, _release, self.masters.accumulation, hooks, *back)
+        self._released = weakref.finalize(self, _release, hooks, *back)
         self.masters.divide_states_()
 
     def autocast(self) -> Autocast:
@@ -408,7 +407,6 @@ class _StepDoor:
 
 
 def _release(
-    accumulation: GradientAccumulation,
     hooks: Sequence[RemovableHandle],
     door: _StepDoor | None,
     model: nn.Module | None,
@@ -416,7 +414,6 @@ def _release(
     """Remove the hooks that must not outlive a Precision, where they would refuse later use."""
     if door is not None:
         door.close()
-    accumulation.release()
     for hook in hooks:
         hook.remove()
     drop_casts()  # which may hold the weights

@@ -1,9 +1,11 @@
 """How gradients accumulate in ``p.grad``: unscaled, and added up in the policy's format.
 
-A backward of ``loss * S`` gives every gradient times S. Here it is divided by S again before it
-reaches ``p.grad``, so that the training loop always sees the true gradient there: clipping, masks,
-noise, norms and hooks on parameters need not know the scale. S is a power of two and p.grad fp32,
-so the division is exact.
+A backward of ``loss * S`` gives every gradient times S. When it ends, ``p.grad`` of all leaves that
+it may have reached is divided by S again, so that the training loop always sees the true gradient
+there: clipping, masks, noise and norms need not know the scale. Nor need hooks on parameters: the
+gradients of these are divided as they become ready, by a hook that runs before the user's. What
+earlier backwards have left there is multiplied by S first. S is a power of two and p.grad fp32, so
+all of this is exact.
 
 Gradients of 16-bit weights stay 16-bit after one backward, as autograd made them, and become fp32
 when a second one is about to be added. Under fp16 they are fp32 from the start, because fp16 could
@@ -11,13 +13,14 @@ not hold them unscaled; so are those of parameters with user hooks, which may mu
 fp32 mask. Between two backwards ``p.grad`` accepts a tensor of any dtype.
 
 A loss may also reach leaves that are not the model's: an image that is optimised, or a module that
-another optimizer trains. Their gradients are unscaled too, by hooks that last for the backward.
+another optimizer trains. Their gradients are unscaled too.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,22 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
-
-class _Receiver:
-    """What the hooks of one Precision share: its format, and the backward that it runs."""
-
-    def __init__(self, widens: bool) -> None:
-        self.widens = widens  # whether gradients are accumulated in fp32
-        self.inverse: float | None = None  # 1 / S, while a backward runs
-        self.task: int | None = None  # autograd's number of it
-
-    def begin(self, gradient: Tensor) -> None:
-        """Take the number, as a hook on the loss, which autograd calls before all others."""
-        self.task = torch._C._current_graph_task_id()
-
-
-# Thread id to whose backward it runs. Global, as a loss may reach another Precision's model.
-_RUNNING: dict[int, _Receiver] = {}
+# How many backwards of some Precision each thread runs.
+_RUNNING: Counter[int] = Counter()
+_OPEN: weakref.WeakSet[GradientAccumulation] = weakref.WeakSet()
 
 
 def is_running(device: torch.device) -> bool:
@@ -56,27 +46,20 @@ def is_running(device: torch.device) -> bool:
 
 
 class _Unscale:
-    """A hook on a tensor that multiplies its ready gradient by 1 / S of the backward."""
+    """A hook on a tensor that multiplies its ready gradient by 1 / S, while a backward runs."""
 
     __torch_unserializable__ = True  # torch warns of hooks that a pickled tensor would lose
 
-    def __init__(self, receiver: _Receiver, tensor: Tensor) -> None:
-        self.receiver = receiver
-        self._tensor = weakref.ref(tensor)
+    def __init__(self, inverse: float, tensor: Tensor, task: list[int]) -> None:
+        self._inverse, self._tensor = inverse, weakref.ref(tensor)
+        self._task = task  # autograd's number of the backward, once it has begun
 
     def __call__(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # a Function's backward returned none
             return None
-        running: _Receiver | None = self.receiver
-        if self.receiver.inverse is None:
-            running = _RUNNING.get(threading.get_ident())
-        if running is None and is_running(gradient.device):  # on CUDA, in autograd's own thread
-            running = next(iter(_RUNNING.values()), None)
-        if running is None or running.inverse is None or running.inverse == 1.0:
+        if torch._C._current_graph_task_id() not in self._task and self._is_returned():
             return None
-        if torch._C._current_graph_task_id() != running.task and self._is_returned():
-            return None
-        return gradient * running.inverse
+        return gradient * self._inverse
 
     def _is_returned(self) -> bool:
         """Whether a nested backward returns the gradient, and does not add it to ``.grad``.
@@ -106,41 +89,30 @@ class GradientAccumulation:
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
-        self._scaled = policy.loss_scale.kind != "none"
-        self._receiver = _Receiver(self._widens)
-        self._handles: list[RemovableHandle] = []
-        self._low: list[nn.Parameter] = []  # 16-bit ones whose gradients are accumulated in fp32
+        self._depth = 0  # of the backwards that run now
+        self._watched: dict[Tensor, None] = {}
+        self._low: dict[Tensor, None] = {}  # 16-bit ones whose gradients are accumulated in fp32
         self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
         self._sharded: list[nn.Parameter] = []
         # gradients as the last backward has left them: whose, which object, and its version
         self._left: list[tuple[nn.Parameter, int, int]] = []
+        _OPEN.add(self)
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
         sharded = self._by_fsdp and is_sharded(parameter)
+        self._watched[parameter] = None
         if sharded:
             self._sharded.append(parameter)
         if parameter.dtype in LOW:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = None  # lets ``grad`` have any dtype
             if self._widens:
-                self._low.append(parameter)
+                self._low[parameter] = None
                 gradient = None if gradient is None else gradient.float()
             if not sharded:
                 self._received.append(parameter)
             parameter.grad = gradient
-        if self._scaled and not sharded:
-            self._handles.append(self._hook(parameter))
-
-    def _hook(self, tensor: Tensor) -> RemovableHandle:
-        """Unscale a gradient before the user's hooks see it, those from before as well."""
-        handle: RemovableHandle = tensor.register_hook(  # type: ignore[no-untyped-call]
-            _Unscale(self._receiver, tensor)
-        )
-        hooks: Any = tensor._backward_hooks
-        for number in [*hooks][:-1]:  # torch's C++ goes by insertion, which move_to_end leaves
-            hooks[number] = hooks.pop(number)
-        return handle
 
     @contextmanager
     def running(self, scale: float, loss: Tensor) -> Iterator[None]:
@@ -148,62 +120,58 @@ class GradientAccumulation:
 
         The graph of the loss is searched for leaves that are not the model's.
         """
-        wide, plain = self._prepare(scale), scale == 1.0
-        passing = [] if plain or self._by_fsdp else self._receive_foreign(loss, wide)
-        receiver = self._receiver
-        if not plain:
-            passing.append(loss.register_hook(receiver.begin))  # type: ignore[no-untyped-call]
-        thread, before = threading.get_ident(), _RUNNING.get(threading.get_ident())
-        outer = receiver.inverse, receiver.task
-        receiver.inverse = 1.0 / scale
-        _RUNNING[thread] = receiver
+        wide, leaves = self._prepare(), list[Tensor]()
+        if scale != 1.0 and not self._depth:  # an outer backward unscales what an inner one adds
+            leaves = [*self._watched]
+            if not self._by_fsdp:
+                foreign = [leaf for leaf in graph_leaves(loss) if leaf not in self._watched]
+                wide += [_widened(leaf) for leaf in foreign if _is_widened_elsewhere(leaf)]
+                leaves += foreign
+        hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
+        hooks = _unscaling(hooked, 1.0 / scale, loss) if hooked else []
+        leaves = [leaf for leaf in leaves if leaf not in hooked]
+        _multiply_gradients_(leaves, scale)
+        thread = threading.get_ident()
+        _RUNNING[thread] += 1
+        self._depth += 1
         try:
             yield
         finally:
-            receiver.inverse, receiver.task = outer
-            if before is None:
+            self._depth -= 1
+            _RUNNING[thread] -= 1
+            if not _RUNNING[thread]:
                 del _RUNNING[thread]
-            else:
-                _RUNNING[thread] = before
-            for handle in passing:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
             for parameter in wide:
                 parameter.grad_dtype = None
-            if not plain:
-                for parameter in self._sharded:
-                    gradient = parameter.grad
-                    if gradient is not None and gradient.dtype in LOW and self._widens:
-                        parameter.grad = gradient.float()
-                _multiply_gradients_(self._sharded, 1.0 / scale)
+            for parameter in self._sharded if leaves and self._widens else ():
+                gradient = parameter.grad
+                if gradient is not None and gradient.dtype in LOW:
+                    parameter.grad = gradient.float()
+            _multiply_gradients_(leaves, 1.0 / scale)
 
-    def _prepare(self, scale: float) -> list[Tensor]:
+    def _prepare(self) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         for parameter in self._low:
             if parameter.grad is not None and parameter.grad.dtype in LOW:
                 parameter.grad = parameter.grad.float()
-        wide: list[Tensor] = []
-        for parameter in self._received:
-            # torch requires that what a user's hook returns has the gradient's dtype
-            hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
-            if (self._widens and parameter.dtype == torch.float16) or hooked:
-                wide.append(_widened(parameter))
-        if scale != 1.0:
-            _multiply_gradients_(self._sharded, scale)
-        return wide
+        # torch requires that what a user's hook returns has the gradient's dtype
+        return [
+            _widened(parameter)
+            for parameter in self._received
+            if (self._widens and parameter.dtype == torch.float16) or parameter._backward_hooks
+        ]
 
-    def _receive_foreign(self, loss: Tensor, wide: list[Tensor]) -> list[RemovableHandle]:
-        """Unscale gradients of leaves that are not the model's; widen those of another Precision.
+    def _needs_hook(self, leaf: Tensor) -> bool:
+        """Whether a leaf's gradient must be unscaled before the end of a backward.
 
-        Widened leaves are appended to ``wide``; leaves that no Precision unscales get hooks.
+        Hooks of the user's look at it, or what it is added to is fp16, which has no room for S.
         """
-        handles = []
-        for leaf in graph_leaves(loss):
-            theirs = [hook.receiver for hook in _hooks_of(leaf).values()]
-            if not theirs:
-                handles.append(self._hook(leaf))
-            elif theirs[0].widens and leaf.dtype == torch.float16 and leaf.grad_dtype is None:
-                wide.append(_widened(leaf))
-        return handles
+        if self._by_fsdp and is_sharded(leaf):
+            return False
+        looked_at: Any = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        return bool(looked_at) or (leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32)
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
@@ -225,20 +193,14 @@ class GradientAccumulation:
                 return False
         return bool(self._left)
 
-    def release(self) -> None:
-        """Remove the hooks from all parameters; present gradients stay."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def close(self) -> None:
         """Make parameters receive gradients as usual in torch, in the dtype of the weight."""
-        self.release()
         for parameter in {*self._low, *self._received}:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        self._low, self._received, self._sharded, self._left = [], [], [], []
+        self._low, self._watched = {}, {}
+        self._received, self._sharded, self._left = [], [], []
 
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
@@ -258,10 +220,22 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
     return list(leaves)
 
 
-def _hooks_of(tensor: Tensor) -> dict[int, _Unscale]:
-    """The hook that unscales a tensor's gradient, by its id; empty if it has none."""
-    hooks: dict[int, Any] = tensor._backward_hooks or {}
-    return {number: hook for number, hook in hooks.items() if isinstance(hook, _Unscale)}
+def _unscaling(leaves: Iterable[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
+    """Unscale gradients of a backward of ``loss`` before the user's hooks see them."""
+    task: list[int] = []
+    # autograd calls a hook on the loss before all others
+    handles = [loss.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))]  # type: ignore[no-untyped-call]
+    for leaf in leaves:
+        handles.append(leaf.register_hook(_Unscale(inverse, leaf, task)))  # type: ignore[no-untyped-call]
+        hooks: Any = leaf._backward_hooks
+        for number in [*hooks][:-1]:  # torch's C++ goes by insertion, which move_to_end leaves
+            hooks[number] = hooks.pop(number)
+    return handles
+
+
+def _is_widened_elsewhere(leaf: Tensor) -> bool:
+    """Whether a leaf is a fp16 weight whose gradients another Precision accumulates in fp32."""
+    return leaf.dtype == torch.float16 and any(leaf in other._low for other in _OPEN)
 
 
 def _widened(parameter: Tensor) -> Tensor:
@@ -272,7 +246,31 @@ def _widened(parameter: Tensor) -> Tensor:
     return parameter
 
 
+@torch.no_grad()
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiply ``.grad`` of these in one multi-tensor pass, each of its elements once.
+
+    Gradients may share memory, as those of ``a`` and ``b`` do in ``a.view(-1) + b.view(-1)``.
+    """
+    found = list[tuple[int, int, int, Tensor, Tensor, Tensor]]()
+    parts, last, end = list[Tensor](), 0, 0
     for tensor in tensors:
-        if tensor.grad is not None:
-            local_part(tensor.grad).mul_(factor)
+        gradient = tensor.grad
+        if gradient is None:
+            continue
+        part = local_part(gradient)
+        if gradient.requires_grad or part.layout is not torch.strided:
+            with torch.enable_grad():  # of a backward with create_graph
+                tensor.grad = gradient * factor
+        else:
+            start = int(part.storage_offset()) * part.element_size()
+            place = part.untyped_storage()._cdata, start, len(found)
+            found.append((*place, tensor, gradient, part))
+    for storage, start, _, tensor, gradient, part in sorted(found):
+        if storage == last and start < end:
+            tensor.grad = gradient * factor
+        else:
+            parts.append(part)
+            last, end = storage, start + part.nbytes
+    if parts:
+        torch._foreach_mul_(parts, factor)

@@ -345,8 +345,8 @@ class MasterWeights:
         self._unrounded = {*gradients} if self._copies else set()
         waiting = len(self._unrounded)
         with self.installed():
-            if isinstance(factor, float):
-                self.hand_over(self._looking, gradients, factor)
+            by_host = factor if isinstance(factor, float) else 1.0
+            self.hand_over(self._looking, gradients, by_host)
             self._step(gradients, factor)
         if self._copies:
             hooked = len(self._unrounded) < waiting
@@ -360,11 +360,14 @@ class MasterWeights:
             for keeper in self.own_optimizers:
                 keeper.check_step(gradients)
         for optimizer in self._optimizers:
-            if optimizer in self._looking:
-                optimizer.step()
-            else:
-                step: Any = optimizer.step
+            step: Any = optimizer.step
+            if optimizer not in self._looking:
                 step(gradients=gradients, multiplier=factor)
+            elif isinstance(factor, float):
+                step()
+            else:
+                with factor.given_to(optimizer):
+                    step()
 
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float

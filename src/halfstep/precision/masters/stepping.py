@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class DeviceDecision:
             clip = (max_norm / (norm + 1e-6)).clamp(max=1)
         self.numbers = torch.stack([wrong.double(), clip, loss.double(), norm])
         """fp64 on the device: above 0 if the step changes nothing, the clip factor, loss, norm."""
-        self._parameters = parameters
+        self._parameters, self._clips = parameters, max_norm is not None
         gpu = norm.is_cuda
         made = (torch.empty(t.shape, dtype=t.dtype, pin_memory=gpu) for t in (self.numbers, flags))
         self._copies = [*made]
@@ -77,6 +78,19 @@ class DeviceDecision:
         """The clip factor, an fp64 scalar on the device."""
         return self.numbers[1]
 
+    @contextmanager
+    def given_to(self, optimizer: Any) -> Iterator[None]:
+        """Inside the context a ``step`` that heeds a GradScaler's tensors finds the decision there.
+
+        It divides gradients by ``grad_scale``: by 1, where nothing is clipped, to the last bit.
+        """
+        optimizer.found_inf = self.found.float()
+        optimizer.grad_scale = self.multiplier.reciprocal().float() if self._clips else None
+        try:
+            yield
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+
     def read(self) -> Decision:
         """The decision; waits for this one copy if need be."""
         if self._copied is not None:
@@ -84,6 +98,27 @@ class DeviceDecision:
         _, _, loss, norm = self._copies[0].tolist()
         flags = zip(self._parameters, self._copies[1].tolist(), strict=True)
         return Decision(loss, norm, {p: bool(flag & 2) for p, flag in flags if flag})
+
+
+@torch.no_grad()
+def decide_by_torch(loss: Tensor, gradients: Gradients, max_norm: float | None) -> DeviceDecision:
+    """Decide on a step by torch's multi-tensor operations, which read every gradient once.
+
+    In fp64 no square of a finite fp32 number overflows or vanishes, so a norm is finite if and only
+    if all elements are.
+    """
+    order = sorted(gradients, key=lambda target: str(gradients[target].dtype))
+    norms = torch.stack(
+        [
+            norm
+            for _, members in groupby(order, lambda target: gradients[target].dtype)
+            for norm in torch._foreach_norm(
+                [gradients[target] for target in members], 2, dtype=torch.float64
+            )
+        ]
+    )
+    flags = norms.isinf().int() + 2 * norms.isnan()
+    return DeviceDecision(loss, torch.linalg.vector_norm(norms), flags, order, max_norm)
 
 
 class OwnOptimizer(Optimizer):
@@ -134,26 +169,28 @@ def has_users(hooks: Mapping[int, Any]) -> bool:
 
 # Steps that the device decides about, and what the host learns of them later.
 #
-# On CUDA, a step of one of halfstep's optimizers is checked, clipped and applied, or skipped, by
-# kernels alone. The host reads the decision when a figure of the result is asked for, before the
-# next step, or before the next backward whose loss scale depends on it. Only then it counts the
-# step, names what was not finite and raises, by the same code as for a step that it decided itself.
-# Until then a step that did nothing has done no harm: docs/decisions/0016-steps-on-the-device.md.
+# On CUDA, a step of halfstep's optimizers and of torch's fused ones is checked, clipped and
+# applied, or skipped, by kernels alone. The host reads the decision when a figure of the result is
+# asked for, before the next step, or before the next backward whose loss scale depends on it. Only
+# then it counts the step, names what was not finite and raises, by the same code as for a step that
+# it decided itself. Until then a step that did nothing has done no harm:
+# docs/decisions/0016-steps-on-the-device.md.
 
 Installed = Callable[[], AbstractContextManager[None]]
 """A context in which optimizers hold what they update: :meth:`MasterWeights.installed`."""
 
 
 class DevicePath:
-    """The steps of a Precision that are decided on the device, by its only optimizer."""
+    """The steps of a Precision that are decided on the device, which its optimizers heed."""
 
-    def __init__(self, optimizer: Any, installed: Installed) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Optimizer], installed: Installed) -> None:
+        self._optimizers: Sequence[Any] = optimizers
+        self._own: list[Any] = [o for o in optimizers if isinstance(o, OwnOptimizer)]  # 1 at most
         self._installed = installed
         self._pending: Callable[[], StepResult] | None = None  # of the last step, until it is known
 
     def attach(self, settle: Callable[[], Callable[[], None] | None]) -> list[RemovableHandle]:
-        """Settle the last step before the optimizer's state is saved or loaded.
+        """Settle the last step before an optimizer's state is saved or loaded.
 
         ``settle`` is a weak reference to the method that does it.
         """
@@ -163,25 +200,30 @@ class DevicePath:
             if known is not None:
                 known()
 
-        optimizer = self._optimizer
-        return [
-            optimizer.register_state_dict_pre_hook(before),
-            optimizer.register_load_state_dict_pre_hook(before),
-        ]
+        handles = []
+        for optimizer in self._optimizers:
+            handles.append(optimizer.register_state_dict_pre_hook(before))
+            handles.append(optimizer.register_load_state_dict_pre_hook(before))
+        return handles
 
     def decide(
         self, loss: Tensor, gradients: Gradients, max_norm: float | None
     ) -> DeviceDecision | None:
         """Decide on a step on the device; None where the host must.
 
-        A user's hooks on the optimizer must not run on a skipped step, so the host decides then.
+        A user's hooks on an optimizer must not run on a skipped step, so the host decides then.
         """
-        optimizer = self._optimizer
-        own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        if any(map(has_users, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))):
+        hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+        for optimizer in self._optimizers:
+            hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        if any(map(has_users, hooks)):
             return None
         with self._installed():
-            decision: DeviceDecision | None = optimizer.decide(loss, gradients, max_norm)
+            for optimizer in self._optimizers:
+                if optimizer not in self._own and not _has_begun(optimizer, gradients):
+                    return None
+            decide = self._own[0].decide if self._own else decide_by_torch
+            decision: DeviceDecision | None = decide(loss, gradients, max_norm)
         return decision
 
     def result(
@@ -198,7 +240,8 @@ class DevicePath:
                 self._pending, known = None, decision.read()
                 if known.nonfinite or not math.isfinite(known.loss):
                     with self._installed():
-                        self._optimizer.uncount(targets)
+                        for own in self._own:  # torch's fused ones have taken it back themselves
+                            own.uncount([p for p in targets if p in own.state])
                 try:
                     outcome.append(learn(known))
                 except Exception as error:  # each look at the result raises it
@@ -218,9 +261,45 @@ class DevicePath:
 
 def device_path(optimizers: Sequence[Optimizer], installed: Installed) -> DevicePath | None:
     """The way to step on the device; None where the host decides about every step."""
-    own: Any = optimizers[0]
-    if len(optimizers) > 1 or not isinstance(own, OwnOptimizer):
+    parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    own = [o for o in optimizers if isinstance(o, OwnOptimizer)]
+    others = [o for o in optimizers if not isinstance(o, OwnOptimizer)]
+    if len(own) > 1 or any(is_sharded(p) for p in parameters) or not all(map(_heeds, others)):
         return None
-    if any(is_sharded(p) for group in own.param_groups for p in group["params"]):
+    if others and not all(_waits_for_host(p.device) for p in parameters):
         return None
-    return DevicePath(own, installed) if own.can_decide() else None
+    return DevicePath(optimizers, installed) if all(o.can_decide() for o in own) else None
+
+
+def _waits_for_host(device: torch.device) -> bool:
+    """Whether a device would idle while the host decides."""
+    return device.type == "cuda"
+
+
+def _heeds(optimizer: Optimizer) -> bool:
+    """Whether ``step`` heeds a GradScaler's tensors on the device, as torch's fused ones do.
+
+    A subclass with a ``step`` of its own says so in its body: what it does there besides torch's
+    step could change something in a skipped one.
+    """
+    kind: Any = type(optimizer)
+    says = "_step_supports_amp_scaling" in vars(kind) or kind.step.__module__.startswith(
+        "torch.optim"
+    )
+    return says and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _has_begun(optimizer: Optimizer, gradients: Gradients) -> bool:
+    """Whether a step on the device finds its state, and makes it undone if it is skipped.
+
+    A first step makes the state, which a skipped one must not; fused SGD fills its momenta only
+    where it steps. Nor do fused steps take sparse gradients, or those of other options heed a flag.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused", True):  # as loaded from another optimizer's state
+            return False
+        stateless = group.get("momentum") == 0
+        for target in [] if stateless else filter(gradients.__contains__, group["params"]):
+            if all(value is None for value in optimizer.state.get(target, {}).values()):
+                return False
+    return all(g.layout is torch.strided and g.is_floating_point() for g in gradients.values())
