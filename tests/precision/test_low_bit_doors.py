@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from every import every
 from halfstep.formats import BLOCK_FORMATS
-from halfstep.precision.low_bit.linear import operand
+from halfstep.precision.low_bit.linear import simulated
 from halfstep.precision.policy.devices import cpu_has_bf16
 from reference import blocks
 
@@ -78,14 +78,14 @@ def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(policy):
 @pytest.mark.skipif(not cpu_has_bf16(), reason="no compiled recipe is reached here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's imports
 def test_an_operand_compiled_for_the_cpu_has_the_bits_of_the_definition():
-    compiled = torch.compile(operand, fullgraph=True, dynamic=False)
+    compiled = torch.compile(simulated, fullgraph=True, dynamic=False)
     for name in ("fp8", "fp8-block", "fp8-block-2d", "mxfp8", "nvfp4", "nvfp4-2d"):
         torch._dynamo.reset()
         x = torch.from_numpy(blocks.piece("blocks apart", 256)).bfloat16()
         x[130, 40] = float("inf")
         for dim in (0, 1):
             for found, expected in zip(
-                compiled(BLOCK_FORMATS[name], x, dim), operand(BLOCK_FORMATS[name], x, dim),
+                compiled(BLOCK_FORMATS[name], x, dim), simulated(BLOCK_FORMATS[name], x, dim),
                 strict=True,
             ):  # fmt: skip
                 assert (found is None) == (expected is None), name

@@ -30,7 +30,6 @@ from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.low_bit import linear
-from halfstep.precision.low_bit.native import why_not_native
 from halfstep.precision.masters.local_part import storage_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
@@ -42,7 +41,7 @@ from halfstep.shown import aligned
 _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _SIMULATED, _IN_FP32 = SimulatedProducts.run.__code__, SimulatedProducts.in_fp32.__code__
-_PRODUCT = linear.run_product.__code__
+_BELOW_16 = (linear.run_product.__code__, linear.LowBitLinear.rounded.__code__)
 _STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PRODUCTS = {*OPS["matmul"].names.split(), "attention", *PRODUCTS}
@@ -310,7 +309,7 @@ def _frames() -> tuple[Any, torch.dtype | None, dict[str, Any] | None, bool]:
     while frame is not None:
         if updates is None and frame.f_code in (_STEP, _BACKWARD, _FUNCTION):
             updates = frame.f_code is _STEP
-        if low_bit is None and frame.f_code is _PRODUCT:
+        if low_bit is None and frame.f_code in _BELOW_16:
             low_bit = frame.f_locals
         if simulated is None and frame.f_code in (_SIMULATED, _IN_FP32):
             simulated = frame.f_locals["func"]
@@ -321,11 +320,11 @@ def _frames() -> tuple[Any, torch.dtype | None, dict[str, Any] | None, bool]:
 
 def _of_recipe(product: dict[str, Any]) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Name, inputs and outputs of a matmul that a recipe decides."""
-    name, a = product["product"], product["a"]
-    form = getattr(product["recipe"], name)
+    layer, name = product["layer"], product["product"]
+    form = getattr(layer.recipe, name)
     if form in SCHEMES:
-        form += " simulated" if why_not_native(form, a.device) else " native"
-    return name, (form, form), (dtype_name(a.dtype),)
+        form += " native" if form in layer.native else " simulated"
+    return name, (form, form), ("bf16",)
 
 
 def _name(base: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> str:

@@ -1,19 +1,30 @@
 """Linear layers that multiply below 16 bits, as a policy's recipe says.
 
-Each operand is rounded to blocks along the dim that its product sums over. Where the device has
-such a product, it multiplies the codes (``native.py``). Elsewhere it is simulated: the rounded
-numbers are bf16 numbers too, so the product itself runs on the native bf16 kernel, with its fp32
-accumulation. A scale of a whole tensor multiplies its result, which is rounded to bf16 before and
-after: one rounding more than a tensor core's. Scales of blocks that are fp32 numbers
-(``fp8-block``) go into fp32 operands of an fp32 product.
+Each tensor is rounded once for both matmuls that take it, to blocks along the dim that each of them
+sums over; where one scale holds for the whole tensor, both have the same codes. What the backward
+needs is kept as it was rounded: one byte a number on tensor cores. Where the device has such a
+matmul, it multiplies the codes (``native.py``). Elsewhere it is simulated: the rounded numbers are
+bf16 numbers too, so the matmul itself runs on the native bf16 kernel, with its fp32 accumulation. A
+scale of a whole tensor multiplies its result, which is rounded to bf16 before and after: one
+rounding more than a tensor core's. Scales of blocks that are fp32 numbers (``fp8-block``) go into
+fp32 operands of an fp32 matmul.
+
+The rounding is plain torch. A graph of torch.compile takes it in; outside of one it is compiled by
+itself on CUDA, since as single operations it takes longer than bf16's matmul. An autograd.Function
+is traced with the layer, so that its passes fuse with what is around them, which an operator of
+torch.library would not; AOTAutogradCache, in turn, keeps no graph that has one.
 
 Shapes: N tokens, K input features, O output features.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +35,7 @@ from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.cast import Clock, Region
-from halfstep.precision.low_bit.native import scaled_product, why_not_native
+from halfstep.precision.low_bit.native import laid, scaled_matmul, why_not_native
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.masters.rounding import random_bits
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe
@@ -32,10 +43,27 @@ from halfstep.precision.policy.rules import Placement, plain_name
 
 _LOW = torch.bfloat16
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILES = importlib.util.find_spec("triton") is not None
+
+
+class Operand(NamedTuple):
+    """A matrix as a matmul takes it, the dim that is summed over last; kept in bf16, as it is."""
+
+    numbers: Tensor  # bf16, or fp32 where blocks have fp32 scales; codes for tensor cores
+    scales: Tensor | None  # of codes, as tensor cores read them; None: there are no codes
+    outer: Tensor | None  # fp32, 0-dim: what the result is multiplied by
+
+
+USES = {
+    "inputs": (("fprop", 1), ("wgrad", 0)),
+    "weights": (("fprop", 1), ("dgrad", 0)),
+    "gradients": (("dgrad", 1), ("wgrad", 0)),
+}
+"""The matmuls that take each tensor, and which of its dims they sum over."""
 
 
 class LowBitLinear(Region):
-    """The forward of a linear layer whose products a recipe rounds below 16 bits."""
+    """The forward of a linear layer whose matmuls a recipe rounds below 16 bits."""
 
     def __init__(self, placement: Placement, clock: Clock) -> None:
         super().__init__(placement.module)
@@ -46,11 +74,13 @@ class LowBitLinear(Region):
         # asked once, as a graph of torch.compile cannot ask a device
         device: Any = placement.module.weight.device
         self.native = frozenset(s.name for s in schemes if not why_not_native(s.name, device))
+        self.group = max((s.group for s in schemes if s.name in self.native), default=1)
+        self.random = any(s.stochastic for s in schemes)
         # random bits are drawn by Python, and a graph would freeze them
-        self.multiply = _outside_graphs if any(s.stochastic for s in schemes) else _Products.apply
+        self.multiply = _outside_graphs if self.random else _Products.apply
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, in plain bf16 or fp32 where no product is below that now."""
+        """Run the layer, in plain bf16 or fp32 where no matmul is below that now."""
         module: Any = self.module
         weight, bias = module.weight, module.bias
         if not (self.is_low(weight) and self.recipe):
@@ -67,12 +97,17 @@ class LowBitLinear(Region):
                 f"layer {self.name or 'of the model'} multiplies below 16 bits ({self.recipe}), "
                 f"and {wrong}; keep it by keep_bf16={self.name or '*'}"
             )
-        weight_OK = weight.to(_LOW) if self.by_rows else weight.to(_LOW).t()
+        weight_OK = weight if self.by_rows else weight.t()
         if x.dtype not in _INPUTS or not x.dim() or x.shape[-1] != weight_OK.shape[1]:
             return self.inside(args, kwargs)  # torch says what is wrong with it
-        x_NK = x.to(_LOW).reshape(-1, x.shape[-1])
+        x_NK = x.reshape(-1, x.shape[-1])
+        count, missing = x_NK.shape[0], -x_NK.shape[0] % self.group
+        if missing:  # zeros fill the last group, and add nothing to a sum over tokens
+            x_NK = F.pad(x_NK, (0, 0, 0, missing))
         bias = None if bias is None else bias.to(_LOW)
-        y_NO = self.multiply(x_NK, weight_OK, bias, self)
+        needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
+        y_NO = self.multiply(x_NK, weight_OK, bias, self, *needs)
+        y_NO = y_NO[:count] if missing else y_NO
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
     def is_low(self, weight: Tensor) -> bool:
@@ -85,92 +120,152 @@ class LowBitLinear(Region):
             return False
         return weight.dtype == _LOW or torch.is_autocast_enabled(weight.device.type)
 
+    def rounded(self, what: str, x: Tensor, *wanted: bool) -> list[Operand]:
+        """A tensor as operand of the matmuls that take it, where wanted; trace() knows it."""
+        bits: list[Tensor | None] = [None, None]
+        if self.random and what == "gradients":
+            bits = [self._drawn(product, x) if yes else None
+                    for (product, _), yes in zip(USES[what], wanted, strict=True)]  # fmt: skip
+        alone = x.device.type == "cuda" and not torch.compiler.is_compiling() and _COMPILES
+        make = _compiled(what) if alone else operands
+        with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
+            return make(what, x, self.recipe, self.native, wanted, bits)
+
+    def _drawn(self, product: str, x: Tensor) -> Tensor | None:
+        """The random bits by which a gradient is rounded for a matmul, if it is."""
+        scheme = SCHEMES.get(getattr(self.recipe, product))
+        if scheme is None or not scheme.stochastic:
+            return None
+        seed, step, stream = self.clock.draw(self.stream ^ PRODUCTS.index(product))
+        rows = len(x) + (-len(x) % scheme.block if product == "wgrad" else 0)
+        return random_bits(seed, step, (rows, x.shape[1]), stream=stream, device=x.device)
+
 
 class _Products(torch.autograd.Function):
-    """The three products of a linear layer; see :mod:`halfstep.precision.policy.recipe`."""
+    """The three matmuls of a linear layer; see :mod:`halfstep.precision.policy.recipe`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_NK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, layer: LowBitLinear
+        ctx: Any,
+        x_NK: Tensor,
+        weight_OK: Tensor,
+        bias_O: Tensor | None,
+        layer: LowBitLinear,
+        needs_dx: bool,
+        needs_dw: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x_NK, weight_OK)
-        ctx.layer, ctx.biased = layer, bias_O is not None
-        return run_product(layer, layer.recipe, "fprop", x_NK, weight_OK, bias_O)
+        x, for_dw = layer.rounded("inputs", x_NK, True, needs_dw)
+        weight, for_dx = layer.rounded("weights", weight_OK, True, needs_dx)
+        ctx.save_for_backward(*for_dw, *for_dx)
+        ctx.layer, ctx.dtypes = layer, (x_NK.dtype, weight_OK.dtype)
+        ctx.needs = needs_dx, needs_dw, bias_O is not None
+        return run_product(layer, "fprop", x, weight, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_NK, weight_OK = ctx.saved_tensors
-        grad_NO, layer = grad.to(_LOW), ctx.layer
+        layer, saved = ctx.layer, ctx.saved_tensors
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = run_product(layer, layer.recipe, "dgrad", grad_NO, weight_OK)
-        if ctx.needs_input_grad[1]:
-            dw = run_product(layer, layer.recipe, "wgrad", grad_NO, x_NK)
-        if ctx.biased and ctx.needs_input_grad[2]:
-            db = grad_NO.sum(0, dtype=torch.float32).to(_LOW)
-        return dx, dw, db, None
+        needs_dx, needs_dw, biased = ctx.needs
+        for_dx, for_dw = layer.rounded("gradients", grad, needs_dx, needs_dw)
+        if needs_dx:
+            dx = run_product(layer, "dgrad", for_dx, Operand(*saved[3:])).to(ctx.dtypes[0])
+        if needs_dw:
+            dw = run_product(layer, "wgrad", for_dw, Operand(*saved[:3]), dtype=ctx.dtypes[1])
+        if biased and ctx.needs_input_grad[2]:
+            db = grad.to(_LOW).sum(0, dtype=torch.float32).to(_LOW)
+        return dx, dw, db, None, None, None
 
 
 _outside_graphs = torch.compiler.disable(_Products.apply)  # type: ignore[no-untyped-call]
-_SUMMED = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
-"""Which dim of its two operands a product sums over."""
+_NOTHING: Any = (None, None, None)  # the operand of a matmul that is not run
+
+
+def operands(
+    what: str,
+    x: Tensor,
+    recipe: Recipe,
+    native: frozenset[str],
+    wanted: Sequence[bool],
+    bits: Sequence[Tensor | None],
+) -> list[Operand]:
+    """A matrix as the operand of both its matmuls, in what the recipe says for each."""
+    x, before = x.to(_LOW), None
+    made: list[Operand] = []
+    for (product, dim), yes, drawn in zip(USES[what], wanted, bits, strict=True):
+        scheme = SCHEMES.get(getattr(recipe, product)) if yes else None
+        if scheme is None:
+            made.append(Operand(x, None, None) if yes else _NOTHING)
+            continue
+        form, on_cores = BLOCK_FORMATS[getattr(scheme, what)], scheme.name in native
+        if form.block is None and before == (form, on_cores):
+            codes, scales, outer = made[0]
+            made.append(Operand(codes.t().contiguous() if on_cores else codes.t(), scales, outer))
+            continue
+        y = x
+        if product == "wgrad":
+            # tokens that fill the last block are zeros, which add nothing to the product
+            missing = -x.shape[0] % scheme.block
+            y = F.pad(y, (0, 0, 0, missing)) if missing else y
+            y = mixed(y) if scheme.hadamard else y
+        if on_cores:
+            drawn = drawn if dim or drawn is None else drawn.t()
+            q = form.quantize(y if dim else y.t(), 1, bits=drawn)
+            made.append(Operand(*laid(q), q.outer))
+        else:
+            made.append(simulated(form, y, dim, drawn))
+        before = form, on_cores
+    return made
+
+
+@cache
+def _compiled(what: str) -> Callable[..., list[Operand]]:
+    """:func:`operands`, compiled for the shapes that come; each kind of tensor has eight."""
+    # torch counts what it compiles by the code object, and takes the plain one beyond eight
+    own = FunctionType(operands.__code__.replace(), operands.__globals__)
+    return torch.compile(own, dynamic=False)
 
 
 def run_product(
     layer: LowBitLinear,
-    recipe: Recipe,
     product: str,
-    a: Tensor,
-    b: Tensor,
+    a: Operand,
+    b: Operand,
     bias_O: Tensor | None = None,
+    dtype: torch.dtype = _LOW,
 ) -> Tensor:
-    """One product of a layer in bf16, of operands in bf16, as the recipe says; trace() knows it."""
-    scheme = SCHEMES.get(getattr(recipe, product))
-    if scheme is None:
-        if product == "fprop":
-            return F.linear(a, b, bias_O)
-        return (a if product == "dgrad" else a.t()) @ b
-    left, right = (BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product])
-    i, j = _SUMMED[product]
-    with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
-        if product == "wgrad":
-            # tokens that fill the last block are zeros, which add nothing to the product
-            a, b = (F.pad(x, (0, 0, 0, -len(x) % scheme.block)) for x in (a, b))
-            a, b = (mixed(a), mixed(b)) if scheme.hadamard else (a, b)
-        bits = None
-        if scheme.stochastic and product != "fprop":
-            seed, step, stream = layer.clock.draw(layer.stream ^ PRODUCTS.index(product))
-            bits = random_bits(seed, step, a.shape, stream=stream, device=a.device)
+    """One matmul of a layer, in bf16 unless tensor cores write ``dtype``; trace() knows it."""
+    scheme = SCHEMES.get(getattr(layer.recipe, product))
+    with torch._C.DisableTorchFunction():  # its operands have the dtype that they are to have
+        if scheme is None:
+            left, right = a.numbers, b.numbers
+            if product == "fprop":
+                return F.linear(left, right, bias_O)
+            made: Tensor = (left if product == "dgrad" else left.t()) @ right
+            return made.to(dtype)
         if scheme.name in layer.native:
-            wide = scaled_product(left.quantize(a, i, bits=bits), right.quantize(b, j))
-            return (wide if bias_O is None else wide + bias_O).to(_LOW)
-        x, y = operand(left, a, i, bits), operand(right, b, j)
-    return _simulated(x, y, bias_O)
+            forms = [BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product]]
+            return scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
+        return _simulated(a, b, bias_O).to(dtype)
 
 
-Operand = tuple[Tensor, Tensor | None]
-"""Numbers in bf16, (M, K), and the scale of all; or in fp32, scaled by blocks."""
-
-
-def operand(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:
-    """A matrix in a block format along a dim, which then is the last."""
+def simulated(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:
+    """A matrix in a block format along a dim, in numbers that a wider matmul takes."""
     values, left = form.operand(x, dim, bits=bits)
     if form.scale is FP32 and left is not None and left.ndim:
         values, left = form.times(values, left, dim), None
     else:
         values = values.to(_LOW)
-    return (values if dim else values.t()), left
+    return Operand(values if dim else values.t(), None, left)
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
     """``a @ b.t()`` in bf16, by a product that accumulates in fp32."""
-    (left, left_scale), (right, right_scale) = a, b
+    (left, _, left_scale), (right, _, right_scale) = a, b
     if left.dtype == right.dtype == _LOW:
         if not left.shape[1] or (left_scale is None and right_scale is None):
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
-        with torch._C.DisableTorchFunction():
-            wide = (left @ right.t()).float()
+        wide = (left @ right.t()).float()
     else:
         with torch.autocast(left.device.type, enabled=False):  # it would cast them to bf16
             wide = left.float() @ right.float().t()

@@ -42,7 +42,13 @@ class Scheme:
     # which spreads outliers and cancels in the product
     hadamard: bool = False
     since: tuple[int, int] = (8, 9)  # the first CUDA capability whose tensor cores scale so
+    until: tuple[int, int] = (99, 0)  # and the first again that does not
     source: str = ""
+
+    @property
+    def group(self) -> int:
+        """How many numbers tensor cores sum over at once: whole blocks, and whole 16 bytes."""
+        return max(self.block, 32 if self.inputs == "nvfp4" else 16)
 
 
 _BLACKWELL, _HOPPER = (10, 0), (9, 0)
@@ -56,7 +62,7 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("fp8", "fp8", "fp8", "fp8-e5m2", 1, source="arXiv 2209.05433; torchao float8"),
         Scheme(
             "fp8-block", "fp8-block", "fp8-block-2d", "fp8-block", 128, since=_HOPPER,
-            source="arXiv 2412.19437, section 3.3",
+            until=_BLACKWELL, source="arXiv 2412.19437, section 3.3",
         ),
         Scheme("mxfp8", "mxfp8", "mxfp8", "mxfp8", 32, since=_BLACKWELL, source="arXiv 2506.08027"),
         Scheme(
