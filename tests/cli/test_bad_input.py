@@ -55,7 +55,6 @@ def refused(capsys, tmp_path, monkeypatch):
         (["train", "--precision", "bf61"], "did you mean 'bf16'"),
         (["train", "--precision", "tf32", "--device", "cpu"], "nearest"),
         (["train", "--device", "tpu"], "auto, cpu, mps, cuda"),
-        (["replay", "/tmp/nowhere"], "/tmp/nowhere holds no capture; halfstep train --capture 3"),
         (["train", "--config", "gpt-tinny"], "did you mean 'gpt-tiny'"),
         (["train", "--block-size", "5000"], "model.block_size"),
         (["train", "--data", "/no/such/file.txt"], "/no/such/file.txt"),

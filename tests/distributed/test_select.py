@@ -13,7 +13,7 @@ from distributed import parity
 from every import every
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import choose_strategy, refusal
-from halfstep.errors import ConfigError, PrecisionError
+from halfstep.errors import PrecisionError
 from halfstep.precision.policy.policy import POLICIES
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -98,9 +98,3 @@ def names_a_way_out(policy, layout):
             assert not refusal(value, other), way
         else:
             assert not refusal(parse_policy(way), place), way
-
-
-def test_compile_is_refused_where_hooks_would_be_traced():
-    for layout in ("shard=2", "tensor=2", "data=2,shard=2"):
-        with pytest.raises(ConfigError, match=f"compile.*{layout}.*--compile out.*parallel=data="):
-            choose_strategy(Layout.parse(layout), parse_policy("fp32"), CPU, compiled=True)

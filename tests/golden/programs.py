@@ -197,7 +197,7 @@ GPT --precision bf16-mixed --output-dir mixed
 GPT --precision bf16-mixed --max-steps 6 --output-dir mixed --resume
 GPT --precision fp16-mixed,init_scale=4194304,growth_interval=1 --max-steps 8 --output-dir scaled
 GPT --precision bf16-pure --lost-update-every 2 --max-steps 6 --output-dir pure
-GPT --precision bf16-mixed --learning-rate 1e30 --capture 2 --output-dir nan
+GPT --precision bf16-mixed --learning-rate 1e30 --output-dir nan
 GPT --precision bf16-master --optimizer.name muon --output-dir muon
 GPT --precision fp32 --tokenizer bpe:290 --output-dir bpe
 GPT --output-dir mixed
@@ -235,8 +235,6 @@ report nan --out nan.html
 report scaled --out scaled.html
 report pure --out pure.html
 report nothing
-replay nan/captures/step-00000001
-replay nan/captures/step-00000001 --precision fp32
 """
 
 

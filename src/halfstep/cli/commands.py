@@ -184,16 +184,6 @@ class Report:
     lang: Literal["en", "zh"] = option("en", "Language of the page.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """Replay a captured step of a run, bit for bit, or in another precision."""
-
-    capture: str = field(
-        metadata={"help": "A folder in captures/ of a run with run.capture.", "positional": True}
-    )
-    precision: str = option("", "The policy to replay it in, such as fp32; default: the run's own.")
-
-
 COMMANDS: Mapping[str, type[Any]] = {
     **{kind.COMMAND: kind for kind in TASKS.values() if kind.COMMAND},
     "predict": Predicting,
@@ -207,12 +197,11 @@ COMMANDS: Mapping[str, type[Any]] = {
     "doctor": Doctor,
     "estimate": Estimate,
     "report": Report,
-    "replay": Replay,
 }
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report", "replay"), "small"),
+    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report"), "small"),
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",

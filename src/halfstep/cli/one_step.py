@@ -49,8 +49,8 @@ def _memory(arguments: Memory) -> int:
 
 def _measured(arguments: Memory, policy: str) -> Held:
     with _opened(arguments, policy) as session:
-        batches, _ = session.micro_batches()
-        with MemoryMeter(session.precision, batches[0]) as meter:
+        first = session.micro_batches(session.step).batches[0]
+        with MemoryMeter(session.precision, first) as meter:
             attempt(session)
     gc.collect()  # what one policy held, before the next is measured
     return meter.memory
@@ -80,5 +80,5 @@ def _config(arguments: OneStep, precision: str) -> BaseConfig:
             f"{arguments.run}: this run's model is your program's; use halfstep.trace or "
             "halfstep.MemoryMeter there"
         )
-    # the step of one process, whatever layout the run had
-    return replace(config, run=replace(config.run, parallel=""))
+    # the step of one process, whatever layout the run had, and of operations that can be seen
+    return replace(config, run=replace(config.run, parallel="", compile="no"))

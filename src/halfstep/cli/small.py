@@ -1,4 +1,4 @@
-"""The commands ``explain``, ``formats``, ``doctor``, ``estimate``, ``report`` and ``replay``."""
+"""The commands ``explain``, ``formats``, ``doctor``, ``estimate`` and ``report``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.cli.commands import Doctor, Estimate, Explain, Formats, Replay, Report
+from halfstep.cli.commands import Doctor, Estimate, Explain, Formats, Report
 from halfstep.diagnostics.memory import parts_table, size_text
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
@@ -24,14 +24,13 @@ from halfstep.report.record import read_run
 from halfstep.shown import aligned
 from halfstep.trainer.environment import choose_device, environment, memory_bytes
 from halfstep.trainer.estimate import estimate_count, read_count
-from halfstep.trainer.replay import replay
 
 _POLICIES = (
     "fp32", "fp16-mixed", "bf16-mixed", "bf16-master", "bf16-split", "bf16-split,moments=8bit"
 )  # fmt: skip
 
 
-def run(arguments: Explain | Formats | Doctor | Estimate | Report | Replay) -> int:
+def run(arguments: Explain | Formats | Doctor | Estimate | Report) -> int:
     """Run one of these commands."""
     match arguments:
         case Explain():
@@ -44,8 +43,6 @@ def run(arguments: Explain | Formats | Doctor | Estimate | Report | Replay) -> i
             _estimate(arguments)
         case Report():
             _report(arguments)
-        case Replay():
-            return _replay(arguments)
     return 0
 
 
@@ -171,7 +168,7 @@ def _doctor(arguments: Doctor) -> None:
         print("take {policy}: {reason}\nsource: {source}".format(**found))
 
 
-# --- estimate, report, replay ---------------------------------------------------------------------
+# --- estimate, report -----------------------------------------------------------------------------
 
 
 def _estimate(arguments: Estimate) -> None:
@@ -213,16 +210,3 @@ def _report(arguments: Report) -> None:
         rows = [[row.card.get(head, "-") for head in heads] for row in report.rows]
         print("", aligned([heads, *rows]), "", report.comparison.verdict, "", sep="\n")
     print(f"Written: {path}")
-
-
-def _replay(arguments: Replay) -> int:
-    """Print what a captured step finds in a replay; 1 if it differs."""
-    found = replay(Path(arguments.capture), arguments.precision)
-    for how, precision, one in (
-        (f"step {found.step}", found.captured_precision, found.captured),
-        ("replayed", found.precision, found.found),
-    ):
-        norm = f"gradient norm {one.grad_norm:.6g}"
-        print(f"{how} in {precision}: {one.reason}, loss {one.loss:.6g}, {norm}")
-    print(found.verdict)
-    return 0 if found.repeated or found.precision != found.captured_precision else 1

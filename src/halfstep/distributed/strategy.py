@@ -205,8 +205,6 @@ def choose_strategy(
     layout: str | Layout,
     policy: str | PrecisionPolicy,
     device: str | torch.device,
-    *,
-    compiled: bool = False,
 ) -> Strategy:
     """Make the strategy of a layout; all ``layout.size`` ranks of the process group call it.
 
@@ -215,11 +213,9 @@ def choose_strategy(
             against the number of ranks.
         policy: The run's policy, or its name.
         device: This rank's device, or its name.
-        compiled: Whether the model runs through ``torch.compile``.
 
     Raises:
         PrecisionError: If the layout does not honour the policy, naming the nearest that does.
-        ConfigError: For an option that the layout does not support.
     """
     layout, device = Layout.of(layout), as_device(device)
     policy = parse_policy(policy, device)
@@ -227,12 +223,6 @@ def choose_strategy(
     if refused:
         raise PrecisionError(
             f"precision {policy} cannot be honoured under parallel={layout}: {refused}"
-        )
-    if compiled and (layout.shard > 1 or layout.tensor > 1):
-        raise ConfigError(
-            f"compile with parallel={layout} is not supported: the hooks that gather parameters "
-            "and sum activations would be traced into the graph; leave --compile out, or use "
-            f"parallel=data={layout.size}"
         )
     if layout.shard > 1:
         return strategies.FullySharded(layout, policy, device)

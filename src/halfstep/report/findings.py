@@ -210,12 +210,17 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
     )
 
 
+def typed_trainer(resume: bool, changes: Mapping[str, object]) -> str:
+    """Write the call of :class:`halfstep.Trainer` that goes on, or trains anew, with changes."""
+    words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
+    return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
+
+
 def _typed(run: RunRecord, resume: bool, **changes: object) -> str:
     """What to type to go on with a run, or to train it anew; empty for a loop of the user's own."""
     task, folder = str(run.config.get("task")), _folder(run)
     if task == "module":
-        words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
-        return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
+        return typed_trainer(resume, changes)
     if task not in COMMANDS:
         return ""
     words = [f"halfstep {COMMANDS[task]}"]

@@ -7,9 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ import torch
 
 from halfstep.diagnostics.lost_updates import LOUD, GroupReport, LostUpdateMeter, lost_share
 from halfstep.diagnostics.metrics import (
-    CAPTURES,
     CAUSES,
     HEALTH,
     METRICS,
@@ -30,19 +28,20 @@ from halfstep.diagnostics.metrics import (
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
+from halfstep.report.findings import typed_trainer
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     CHECKPOINTS,
-    checkpoint_path,
     list_checkpoints,
     save_checkpoint,
 )
-from halfstep.trainer.config.tasks import TrainConfig
+from halfstep.trainer.compiling import compile_seconds, measured_convolutions
 from halfstep.trainer.environment import peak_memory_bytes
 from halfstep.trainer.session import Session
 from halfstep.trainer.step import (
     Batch,
     Evaluation,
+    MicroBatches,
     run_micro_batch,
     seed_dropout,
     to_device,
@@ -84,6 +83,9 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     and at the end, and must iterate together. Outside the main thread, where Python allows no
     signal handlers, no signal ends the run early.
 
+    On CUDA the outcome of a step is read while the device works on the next one, so its line, its
+    tick and its error come that much later; not where an evaluation or a checkpoint follows.
+
     Raises:
         NonFiniteError: When a numerics guard stops the run; the last checkpoint is intact.
         SpikeError: The same, when it stops at a finite spike.
@@ -92,13 +94,14 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
     """
     settings = session.config.run
     session.check_agreement("before the first step")
-    books, news = _Books(session, path), list[str]()
+    books = _Books(session, path)
     with (
         Interrupt() as interrupt,
+        measured_convolutions(session.task.model, session.device),
         closing(_Losses(session)) as losses,
         _watched(session, path),
-        _health(session, path, news),
-        CauseSearch(session, path, books.capturing) as causes,
+        _health(session, path, books.news),
+        CauseSearch(session, path) as causes,
     ):
         while session.step < settings.max_steps:
             taken = _take_step(session, books, causes)
@@ -106,75 +109,92 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             stopped_by = STOPS[session.world.largest(STOPS.index(reason))]  # on all ranks
             finished = session.step == settings.max_steps
             last = finished or bool(stopped_by)
-            evaluation, better = None, False
             due = _due(session.step, settings.eval_every)
             due |= finished or stopped_by == "stop"
+            saves = last or due or _due(session.step, settings.save_every)
+            if session.late and not (saves or losses.fresh):
+                session.ahead.prepare(session.step)
+                yield from books.told()
+                books.held = taken
+                continue
+            with books.last_words(causes):
+                session.precision.settle()
+            yield from books.told()
+            evaluation, better = None, False
             if due and session.task.evaluates:
                 evaluation = session.evaluate()
                 better = session.note(evaluation)
             lost = losses.measured() if taken.result.applied else ()
-            record = _record(session, taken, evaluation, lost, causes.cause)
-            books.write(record)  # before the checkpoint, so that no resume misses the line
+            tick = books.tick(taken, causes, evaluation, lost)
             checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
             if better and session.task.keeps_best:
                 session.world.main_only(lambda: session.report_best(path))
-            verdicts = (*causes.verdicts, *losses.verdicts(lost, taken), *news)
-            news.clear()
-            yield Tick(record, evaluation, checkpoint, stopped_by, verdicts)
+            warned = (*tick.verdicts, *losses.verdicts(lost, taken))
+            if not last:
+                session.ahead.prepare(session.step)
+            yield replace(tick, checkpoint=checkpoint, stopped_by=stopped_by, verdicts=warned)
             if last:
                 return
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A finished step: its result, learning rate, seconds, and the tokens of all ranks."""
+    """A step that was taken, and the tokens of all ranks, of it and so far."""
 
+    step: int
     result: StepResult
     learning_rate: float
     seconds: float
+    compiling: float  # seconds
     tokens: int
+    tokens_total: int
 
 
-def attempt(session: Session, begun: Callable[..., None] | None = None) -> StepResult:
-    """Take the session's next step, and count nothing; ``begun`` is told its batches and seeds."""
-    batches, seeds = session.micro_batches()
-    if begun is not None:
-        begun(batches, seeds)
+def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> StepResult:
+    """Take the session's next step, and count nothing.
+
+    ``begun`` is told its batches and seeds once the step before is known.
+    """
+    made = session.ahead.take(session.step)
     return train_step(
         session.loss_sum,
         session.precision,
         session.strategy,
-        batches,
-        learning_rate=_rate(session),
+        made.batches,
+        learning_rate=lambda peak: session.task.learning_rate(peak, session.applied),
         max_norm=session.config.optimizer.max_norm or None,
-        targets=session.task.targets,
-        seeds=seeds,
+        targets=made.targets,
+        seeds=made.seeds,
+        begun=lambda: begun(made),
     )
 
 
-def _rate(session: Session) -> Callable[[float], float]:
-    """The function from a group's peak rate to its rate at the next step."""
-    return partial(session.task.learning_rate, applied=session.applied)
-
-
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
-    task, begin, rate = session.task, time.perf_counter(), _rate(session)
-    if books.capturing is not None:
-        books.capturing.begin()
-    try:
-        result = attempt(session, causes.begin)
-    except (NonFiniteError, SpikeError) as error:
-        books.last_words(error, causes)
-        raise
-    lr = rate(session.precision.optimizers[0].param_groups[0]["initial_lr"])
+    task, begin = session.task, time.perf_counter()
+    compiled = compile_seconds() if session.compiled else 0.0
+
+    def begun(made: MicroBatches) -> None:
+        books.tell(causes)
+        causes.begin(made)
+
+    with books.last_words(causes):
+        result = attempt(session, begun)
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
-    return _Taken(result, lr, time.perf_counter() - begin, tokens)
+    return _Taken(
+        session.step,
+        result,
+        session.precision.optimizers[0].param_groups[0]["lr"],
+        time.perf_counter() - begin,
+        compile_seconds() - compiled if session.compiled else 0.0,
+        tokens,
+        session.tokens,
+    )
 
 
 class _Books:
-    """Writes what a run leaves as it goes: metrics, and checkpoints in the background."""
+    """Writes what a run leaves as it goes: metrics, and checkpoints."""
 
     def __init__(self, session: Session, path: Path) -> None:
         self._session = session
@@ -182,11 +202,41 @@ class _Books:
         self._metrics = path / METRICS
         if session.world.is_main:
             keep_lines(self._metrics, session.step)
-        config = session.config
-        self.capturing: Any = None
-        if isinstance(config, TrainConfig) and config.run.capture:
-            capturing = part("trainer.replay:Capturing")
-            self.capturing = capturing(session, path, config.run.capture)
+        self.news: list[str] = []
+        """What layer health has to say, for the next tick."""
+        self.held: _Taken | None = None
+        """A step whose outcome the device has not told."""
+        self._ticks: list[Tick] = []
+        self._compiled = False
+
+    def tell(self, causes: CauseSearch) -> None:
+        """Write down the held step, which is known now."""
+        if self.held is not None:
+            self._ticks.append(self.tick(self.held, causes))
+            self.held = None
+
+    def told(self) -> Iterator[Tick]:
+        """Yield the ticks of held steps that have been written down since the last call."""
+        ticks, self._ticks = self._ticks, []
+        yield from ticks
+
+    def tick(
+        self,
+        taken: _Taken,
+        causes: CauseSearch,
+        evaluation: Evaluation | None = None,
+        lost: Sequence[GroupReport] = (),
+    ) -> Tick:
+        """Write the line of a step whose outcome is known; before a checkpoint of it, if any."""
+        record = _record(self._session, taken, evaluation, lost, causes.cause)
+        self.write(record)
+        verdicts = (*causes.verdicts, *self.news)
+        self.news.clear()
+        if taken.compiling:
+            again = "again, for other shapes, " if self._compiled else ""
+            self._compiled = True
+            verdicts = (f"compiled {again}in {taken.compiling:.1f} s", *verdicts)
+        return Tick(record, evaluation, None, "", verdicts)
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
@@ -205,9 +255,17 @@ class _Books:
             self._folder, session.step, session.checkpoint(), run.keep, session.world, spared=best
         )
 
-    def last_words(self, error: NonFiniteError | SpikeError, causes: CauseSearch) -> None:
+    @contextmanager
+    def last_words(self, causes: CauseSearch) -> Iterator[None]:
         """Record why the run stops, and name the cause and the last checkpoint in the message."""
-        step, world, also = self._session.step + 1, self._session.world, ""
+        try:
+            yield
+        except (NonFiniteError, SpikeError) as error:
+            self._stopped(error, causes)
+            raise
+
+    def _stopped(self, error: NonFiniteError | SpikeError, causes: CauseSearch) -> None:
+        step, world, also = causes.step, self._session.world, ""
         judged, cause = causes.judged, causes.cause
         record = Record(
             step=step,
@@ -215,7 +273,7 @@ class _Books:
             loss=judged.loss if judged else None,
             grad_norm=judged.norm if judged else None,
             loss_scale=causes.scale if judged else None,
-            learning_rate=self._session.precision.optimizers[0].param_groups[0]["lr"],
+            learning_rate=causes.rate,
             skip_reason=error.cause,
             first_cause=cause.summary if cause else None,
         )
@@ -227,27 +285,25 @@ class _Books:
         last = f"the last checkpoint is {kept[-1]}" if kept else "no checkpoint had been written"
         # rank 0 writes metrics and completes checkpoints
         error.args = (f"step {step}: {error.args[0]}; {world.share(last + also)}{causes.failed}",)
-        capture = checkpoint_path(self._folder.parent / CAPTURES, step - 1)
-        error.typed = f"halfstep replay {capture}" if capture.is_dir() else ""
+        error.typed = ""
         if isinstance(error, NonFiniteError):
             error.first_cause = cause
-            error.typed = self._typed(cause, error.typed, resume=bool(kept))
+            error.typed = self._typed(cause, causes.rate, resume=bool(kept))
 
-    def _typed(self, cause: Cause | None, replay: str, *, resume: bool) -> str:
+    def _typed(self, cause: Cause | None, rate: float, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""
-        precision = self._session.precision
-        if cause.diverged if cause else precision.outcome.progress.slower():
-            rate = precision.optimizers[0].param_groups[0]["lr"] / 10
-            key, value, resume = "learning_rate", f"{rate:.1g}", False
+        key: str
+        value: object
+        if cause.diverged if cause else self._session.precision.outcome.progress.slower():
+            key, value, resume = "learning_rate", f"{rate / 10:.1g}", False
         elif cause and cause.fits_fp32:
             key, value = "precision", "bf16-mixed"
-        elif cause and cause.samples and not replay:
+        elif cause and cause.samples:
             key, value = "on_nonfinite", "skip:3"
         else:
-            return replay or (f"halfstep report {self._folder.parent}" if cause else "")
+            return f"halfstep report {self._folder.parent}" if cause else ""
         if self._session.config.TASK == "module":
-            given = value if key == "learning_rate" else repr(value)
-            return f"Trainer({key}={given}, ...).train({'resume=True' if resume else ''})"
+            return typed_trainer(resume, {key: value})
         begin = "the same command with " + ("--resume " if resume else "")
         return f"{begin}--{key.replace('_', '-')} {value}"
 
@@ -264,9 +320,14 @@ class _Losses:
         self._rates_and_shares: dict[str, list[tuple[float, float]]] = {}  # by group
         self._told: set[str] = set()
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the newest step was measured."""
+        return self._meter.fresh
+
     def measured(self) -> Sequence[GroupReport]:
         """Return the reports of the step just applied; none if it was not measured."""
-        return self._meter.report() if self._meter.fresh else ()
+        return self._meter.report() if self.fresh else ()
 
     def verdicts(self, reports: Sequence[GroupReport], taken: _Taken) -> tuple[str, ...]:
         """Return warnings for groups that lose many updates of a better policy, once per group."""
@@ -300,9 +361,9 @@ class CauseSearch:
     reported. With several ranks nothing is searched.
     """
 
-    def __init__(self, session: Session, path: Path, capturing: Any = None) -> None:
-        self._session, self._path, self._capturing = session, path, capturing
-        self.begin((), ())
+    def __init__(self, session: Session, path: Path) -> None:
+        self._session, self._path = session, path
+        self.begin(MicroBatches([], [], 0.0))
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -319,9 +380,11 @@ class CauseSearch:
     def __exit__(self, *_: object) -> None:
         self._session.precision.outcome.on_broken = None
 
-    def begin(self, batches: Sequence[Batch], seeds: Sequence[int]) -> None:
-        """Remember the micro-batches of the step that begins, and their dropout seeds."""
-        self._batches, self._seeds = batches, seeds
+    def begin(self, made: MicroBatches) -> None:
+        """Remember the micro-batches of the step that is to update the weights, and its rate."""
+        self._made = made
+        self.step = self._session.step + 1
+        self.rate: float = self._session.precision.optimizers[0].param_groups[0]["lr"]
         self.judged: Judged | None = None  # what was measured, if it was not finite
         self.scale = 1.0  # the loss scale then
         self.cause: Cause | None = None
@@ -330,8 +393,6 @@ class CauseSearch:
     def _look(self, judged: Judged, error: NonFiniteError | SpikeError | None) -> None:
         """Search, if this step calls for it; ``error`` says that no loss scale can help."""
         progress = self._session.precision.outcome.progress
-        if error is not None and self._capturing is not None:
-            self._capturing.write(judged)
         if isinstance(error, SpikeError):
             return
         self.judged, self.scale = judged, progress.loss_scale.value
@@ -344,9 +405,9 @@ class CauseSearch:
                 self._write(cause)
 
     def _search(self, slower: Callable[..., str]) -> tuple[Cause | None, str]:
-        session, batches, seeds = self._session, self._batches, self._seeds
+        session, batches, seeds = self._session, self._made.batches, self._made.seeds
         precision, strategy = session.precision, session.strategy
-        (n,) = strategy.sum([sum(map(session.task.targets, batches))])
+        (n,) = strategy.sum([self._made.targets])
 
         def run(number: int, batch: Batch) -> None:
             with strategy.micro_batch(last=number == len(batches) - 1):
@@ -368,7 +429,7 @@ class CauseSearch:
 
     def _write(self, cause: Cause) -> None:
         """Append the cause to ``causes.jsonl``."""
-        line = {"step": self._session.step + 1, "loss_scale": self.scale, **cause.to_json()}
+        line = {"step": self.step, "loss_scale": self.scale, **cause.to_json()}
         line["text"] = str(cause)
         append_line(self._path / CAUSES, line)
 
@@ -393,7 +454,7 @@ def _health(session: Session, path: Path, news: list[str]) -> AbstractContextMan
     health: AbstractContextManager[Any] = part("diagnostics.health:LayerHealth")(
         session.task.model, session.precision, every=every, to=path / HEALTH, start=session.step,
         tell=lambda text: news.append(f"layer health: {text}"),
-        outputs=not session.config.run.compile,
+        outputs=not session.compiled,
     )  # fmt: skip
     return health
 
@@ -411,7 +472,7 @@ def _record(
 ) -> Record:
     result, seconds, tokens = taken.result, taken.seconds, taken.tokens
     return Record.of(
-        session.step,
+        taken.step,
         result,
         val_loss=evaluation.loss if evaluation else None,
         val_accuracy=evaluation.accuracy if evaluation else None,
@@ -420,8 +481,9 @@ def _record(
         learning_rate=taken.learning_rate,
         first_cause=cause.summary if cause else None,
         lost_updates={r.group: r.lost for r in lost if math.isfinite(r.lost)} or None,
-        tokens=session.tokens,
+        tokens=taken.tokens_total,
         tokens_per_second=tokens / seconds,
+        compile_seconds=taken.compiling or None,
         peak_memory_bytes=peak_memory_bytes(session.device),
     )
 

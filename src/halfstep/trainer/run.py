@@ -187,7 +187,7 @@ def finish_run(session: Session, path: Path) -> str:
 # Settings that a resumed run may change: its length (which stretches the cosine), what it reports,
 # how ranks and micro-batches share the same batches, and where the data are, as their hashes tell.
 RESUMABLE = frozenset(
-    {"on_nonfinite", "on_spike", "capture", "parallel", "grad_accum",
+    {"on_nonfinite", "on_spike", "parallel", "grad_accum", "compile",
      "rank_timeout", "max_steps", "min_steps", "epochs", "eval_every",
      "eval_batches", "lost_update_every", "health_every", "watch", "save_every", "keep",
      "output_dir", "data.train", "data.validation", "data.dev"}
@@ -221,6 +221,8 @@ def resumed(
     """
     if isinstance(wanted.precision, str):
         wanted = replace(wanted, precision=saved.precision)
+    if wanted.run.compile == "auto":  # whose last bits may be others
+        wanted = replace(wanted, run=replace(wanted.run, compile=saved.run.compile))
     a, b = _flat(saved), _flat(wanted)
     allowed = RESUMABLE | ({"precision"} if other_precision else set())
     changed = [key for key in a if a[key] != b.get(key) and key not in allowed]
@@ -336,7 +338,7 @@ def _introduce(session: Session, say: Say) -> None:
     if session.auto:
         notes.append(f"precision auto took {config.precision}: {session.auto}")
     notes += session.task.notes
-    if config.run.compile and support.status == "simulated":
+    if session.compiled and support.status == "simulated":
         notes.append("--compile has no effect: torch compiles nothing around a simulation")
     for note in notes:
         say(f"note: {note}")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,14 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import AVERAGE, BUFFER, Checkpoint, by_kind
+from halfstep.trainer.compiling import compiled_, tune_, with_choice
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
 from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.shards import Shard, shard_of
-from halfstep.trainer.step import Batch, Evaluation, Judge, LossSum
+from halfstep.trainer.step import Ahead, Evaluation, Judge, LossSum, MicroBatches
 from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
 
 if TYPE_CHECKING:
@@ -88,26 +89,45 @@ class Session:
     """Why ``auto`` took the policy; empty if the configuration names one."""
     stop_asked: bool = False
     """Whether a callback on this rank wants the run to end."""
+    ahead: Ahead = field(init=False)
+    """The micro-batches of steps, made a step ahead where that helps."""
+
+    followed: bool = False
+    """Whether callbacks see each step, so that the outcome of one may not come after the next."""
+
+    def __post_init__(self) -> None:
+        self.ahead = Ahead(self.micro_batches, self.device)
 
     @property
     def applied(self) -> int:
-        """Steps that updated the weights."""
-        return self.step - self.precision.progress.skipped_total
+        """Steps that updated the weights; without a loss scale a step that does not is an error."""
+        precision = self.precision
+        scaled = precision.policy.loss_scale.kind != "none"
+        progress = precision.progress if scaled else precision.outcome.progress
+        return self.step - progress.skipped_total
 
-    def micro_batches(self) -> tuple[list[Batch], list[int]]:
-        """Return this rank's micro-batches of the next step, and a dropout seed for each.
+    @property
+    def compiled(self) -> bool:
+        """Whether the model runs through ``torch.compile``."""
+        return self.config.run.compile == "yes"
 
-        Both depend only on the run's seed, the step and which rows this rank has.
+    @property
+    def late(self) -> bool:
+        """Whether the outcome of a step is read while the device works on the next one."""
+        return self.precision.path is not None and not self.followed
+
+    def micro_batches(self, step: int) -> MicroBatches:
+        """Return this rank's micro-batches of a step, on the host.
+
+        They depend only on the run's seed, the step and which rows this rank has.
         """
-        run, strategy = self.config.run, self.strategy
+        run, strategy, task = self.config.run, self.strategy, self.task
         rows = micro_batches(
-            self.task.batch_size(self.step),
-            strategy.batch_rank,
-            strategy.layout.batch_ranks,
-            run.grad_accum,
+            task.batch_size(step), strategy.batch_rank, strategy.layout.batch_ranks, run.grad_accum
         )
-        seeds = [dropout_seed(run.seed, self.step, part.start) for part in rows]
-        return [self.task.batch(self.step, part) for part in rows], seeds
+        batches = [task.batch(step, part) for part in rows]
+        seeds = [dropout_seed(run.seed, step, part.start) for part in rows]
+        return MicroBatches(batches, seeds, sum(map(task.targets, batches)))
 
     def evaluate(self) -> Evaluation:
         """Evaluate the task in the training precision, on averaged weights if the run has them."""
@@ -141,7 +161,7 @@ class Session:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
         precision = self.precision.state_dict()
-        del precision["masters"]  # they are the weights below
+        masters = precision.pop("masters") or dict(self.precision.masters.items())
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
@@ -160,7 +180,7 @@ class Session:
             state["ema_updates"] = self.ema.updates
             optimizer |= {f"{n}/{AVERAGE}": t for n, t in self.ema.averages.items()}
         optimizer |= {f"{n}/{BUFFER}": t for n, t in self._buffers().items()}
-        weights = {n: w for n, w in self.precision.masters.items() if self.shards[n].written}
+        weights = {n: w for n, w in masters.items() if self.shards[n].written}
         return Checkpoint(weights, optimizer, state, self.shards)
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -291,22 +311,23 @@ def open_session(
     policy = parse_policy(config.precision, device)
     config = dataclasses.replace(config, precision=policy)
     require_support(policy, device)
-    if isinstance(config, TrainConfig) and config.run.capture and world.size > 1:
-        raise ConfigError("run.capture is for runs of one process: leave it out")
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
-    strategy = choose_strategy(layout, policy, device, compiled=run.compile)
+    strategy = choose_strategy(layout, policy, device)
     task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
     _require_rows(task.smallest_batch, task.config, layout)
+    config = with_choice(task.config, policy, device, layout)
+    task.notes += tune_(task.model, policy, device)
     model = task.model.to(device)
-    strategy.place_(model, task.plan(layout))
+    plan = task.plan(layout)
+    strategy.place_(model, plan)
     ema, precision = _precision(task, policy, strategy, world)
-    loss_sum: LossSum = torch.compile(task.loss_sum) if run.compile else task.loss_sum
+    loss_sum = compiled_(task, plan, layout) if config.run.compile == "yes" else task.loss_sum
     trained = precision.named_parameters()
     shards = {n: shard_of(p, world.rank) for n, p in model.named_parameters() if n in trained}
     model.train()
     return Session(
-        config=task.config, world=world, device=device, task=task, strategy=strategy,
+        config=config, world=world, device=device, task=task, strategy=strategy,
         precision=precision, loss_sum=loss_sum, shards=shards, ema=ema, auto=auto,
     )  # fmt: skip
 

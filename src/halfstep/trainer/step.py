@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from halfstep.distributed.strategy import Strategy
 from halfstep.errors import DataError
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
+from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
 from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
@@ -41,38 +42,54 @@ def train_step(
     *,
     learning_rate: Callable[[float], float],
     max_norm: float | None,
-    targets: Callable[[Batch], float] = count_targets,
+    targets: float | None = None,
     seeds: Sequence[int] = (),
+    begun: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Take one step; the loss is the mean over all targets of all ranks' micro-batches.
+
+    On CUDA the result is read later, and what the step before ended with may be raised here.
 
     Args:
         loss_sum: Returns the summed loss (fp32 scalar) and the count of one micro-batch.
         precision: Model and optimizer under their policy.
         strategy: How they are distributed over the ranks, all of which call this together.
-        batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T); on the host.
+        batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T).
         learning_rate: Returns this step's rate, given a parameter group's initial rate.
         max_norm: Clip the global gradient norm to this, or None.
-        targets: Returns what a micro-batch adds to the divisor of the loss.
+        targets: What these micro-batches add to the divisor of the loss; None: their tokens.
         seeds: Dropout seeds, one per micro-batch, or none.
+        begun: Called before the weights are updated, when the step before is known.
     """
     # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
-    (n,) = strategy.sum([sum(map(targets, batches))])
-    for optimizer in precision.optimizers:  # before backward, which may update weights already
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
+    mine = sum(map(count_targets, batches)) if targets is None else targets
+    (n,) = strategy.sum([mine])
+
+    def set_rates() -> None:
+        for optimizer in precision.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
+
     for number, batch in enumerate(batches):
         with strategy.micro_batch(last=number == len(batches) - 1):
             seed = seeds[number] if seeds else None
-            run_micro_batch(loss_sum, precision, batch, n, seed)
+            # Before backward, which may update weights already; and after the first forward, as a
+            # rate may depend on the step before: the device has work while the host waits for it.
+            first = set_rates if number == 0 else None
+            run_micro_batch(loss_sum, precision, batch, n, seed, first)
     strategy.finish()
-    result = precision.step(max_norm=max_norm)
-    precision.settle()  # the loop writes down every result, and an error belongs to its own step
-    return result
+    precision.settle()
+    begun()
+    return precision.step(max_norm=max_norm)
 
 
 def run_micro_batch(
-    loss_sum: LossSum, precision: Precision, batch: Batch, n: float, seed: int | None
+    loss_sum: LossSum,
+    precision: Precision,
+    batch: Batch,
+    n: float,
+    seed: int | None,
+    between: Callable[[], None] | None = None,
 ) -> None:
     """Run forward and backward of a micro-batch, whose loss is divided by ``n``."""
     if seed is not None:
@@ -80,6 +97,8 @@ def run_micro_batch(
     with precision.autocast():
         total, _ = loss_sum(to_device(batch, precision.device))
         loss = total / n
+    if between is not None:
+        between()
     precision.backward(loss)
 
 
@@ -102,9 +121,65 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         return batch
     if isinstance(batch, Mapping):
         batch = dict(batch)  # pytree knows few kinds of it
-    if device.type != "cuda":
-        return tree_map_only(Tensor, lambda t: t.to(device), batch)
-    return tree_map_only(Tensor, lambda t: t.pin_memory().to(device, non_blocking=True), batch)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+
+    return tree_map_only(Tensor, moved, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """A rank's micro-batches of a step, with a dropout seed for each."""
+
+    batches: list[Batch]
+    seeds: list[int]
+    targets: float
+    """What they add to the divisor of the loss; counted on the host."""
+
+
+class Ahead:
+    """Makes the micro-batches of each step; for CUDA a step ahead, so that copies cost no time.
+
+    ``make`` must depend on the step alone. So there is no position to save: a run that ends drops
+    what was made ahead, and a resumed one makes the same again.
+    """
+
+    def __init__(self, make: Callable[[int], MicroBatches], device: torch.device) -> None:
+        """Make nothing yet; ``make`` returns a step's micro-batches on the host."""
+        self._make, self._device = make, device
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._next: tuple[int, MicroBatches] | None = None
+
+    def take(self, step: int) -> MicroBatches:
+        """Return the micro-batches of a step, on the device."""
+        number, made = self._next or (-1, None)
+        self._next = None
+        if made is None or number != step:
+            made = self._made(step)
+        if self._copies is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self._copies)
+            # their memory is of the other stream, which must not reuse it before this one is done
+            tree_map_only(Tensor, lambda t: t.record_stream(stream), made.batches)
+        return made
+
+    def prepare(self, step: int) -> None:
+        """Make the micro-batches of a later step while the device works on this one."""
+        if self._copies is not None:
+            self._next = step, self._made(step)
+
+    def _made(self, step: int) -> MicroBatches:
+        made = self._make(step)
+        if self._copies is None:
+            return made
+        with torch.cuda.stream(self._copies):
+            here = [to_device(batch, self._device) for batch in made.batches]
+        return replace(made, batches=here)
 
 
 # The optimizer and its learning rate, by name.
@@ -237,18 +312,18 @@ def perplexity(loss: float) -> float:
 def mean_loss(batches: Iterable[Batch], judge: Judge) -> tuple[float, int]:
     """Return the mean loss over all ranks' batches, and the number of targets in it.
 
-    The model must be in evaluation mode already. Sums are kept in fp64 on the host.
+    The model must be in evaluation mode already. Sums are kept in fp64 on the device, for which
+    the host waits once.
 
     Raises:
         DataError: If there is no target at all.
     """
-    total = count = 0.0
+    sums = torch.zeros(())  # of no dims, it adds to a tensor of any device
     with judge.around():
         for batch in batches:
-            loss, n = judge.loss_sum(to_device(batch, judge.device))
-            total += float(loss)
-            count += float(n)
-    total, count = judge.sum([total, count])
+            found = judge.loss_sum(to_device(batch, judge.device))
+            sums = sums + torch.stack([in_fp64(each) for each in found])
+    total, count = judge.sum(sums.expand(2).tolist())
     if not count:
         raise DataError("the validation data has no target token; give more data with --val-data")
     return total / count, round(count)

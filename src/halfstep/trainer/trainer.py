@@ -215,6 +215,7 @@ class Trainer:
             self._session = session = open_session(
                 config, no_progress, world=world, opens=self._open
             )
+            session.followed = bool(self._callbacks)
             try:
                 outcome = execute(session, path, self._say, self._ticked, resuming=resume)
             finally:

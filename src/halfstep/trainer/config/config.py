@@ -23,6 +23,7 @@ from halfstep.precision.policy.spelling import parse_later
 from halfstep.precision.recovery import Recovery
 from halfstep.trainer.config.run import BaseConfig, build, did_you_mean, shown
 from halfstep.trainer.config.tasks import TASKS, TrainConfig
+from halfstep.trainer.data.records import HUB_PREFIX
 
 _PATHS = {"train", "validation", "dev", "tokenizer", "source"}
 """Keys of a section that may name a file or folder, among other things."""
@@ -128,9 +129,12 @@ def config_to_table(config: BaseConfig) -> dict[str, Any]:
 
 
 def _absolute(name: Any) -> Any:
-    if isinstance(name, str):
-        return os.path.abspath(name) if name != "bytes" and os.path.exists(name) else name
-    return tuple(map(_absolute, name))
+    if not isinstance(name, str):
+        return tuple(map(_absolute, name))
+    if name.startswith(HUB_PREFIX):
+        folder, at, split = name.removeprefix(HUB_PREFIX).partition("@")
+        return f"{HUB_PREFIX}{_absolute(folder)}{at}{split}"
+    return os.path.abspath(name) if name != "bytes" and os.path.exists(name) else name
 
 
 def _plain(part: Any) -> dict[str, Any]:

@@ -162,7 +162,12 @@ class RunConfig:
         '"auto" (CUDA where there is one, a Mac\'s GPU, else CPU), '
         '"cpu", "mps", "cuda" or "cuda:N".',
     )
-    compile: bool = option(False, "Run the model through torch.compile.")
+    compile: Literal["auto", "yes", "no"] = option(
+        "auto",
+        "Run the model through torch.compile; auto: on CUDA, in runs long enough to gain by it "
+        "(docs/training.md); --compile alone: yes.",
+        bare="yes",
+    )
 
     def __post_init__(self) -> None:
         if self.batch_size % self.grad_accum:  # an evaluation would have other windows
@@ -265,6 +270,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (UnionType, Annotated):  # X | None, or X in a range
         return _convert(value, parts[0], where)
     if origin is Literal:
+        if "yes" in parts:  # what has become a choice was true or false before
+            value = {"true": "yes", "false": "no"}.get(str(value).lower(), value)
         if value in parts:
             return value
         allowed = ", ".join(str(choice) or "''" for choice in parts)

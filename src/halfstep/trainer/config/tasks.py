@@ -23,11 +23,6 @@ class TextRunConfig(RunConfig):
     """How a GPT is trained on text."""
 
     block_size: Count = option(0, "Tokens of one training sequence; 0: the model's block_size.")
-    capture: Count = option(
-        0,
-        "How many captures to keep of steps that were not finite, where no loss scale can help, "
-        "or that spiked, for halfstep replay (docs/replay.md); each is as large as a checkpoint.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,18 +261,19 @@ def classifier_scores(
     ``best_by`` is the measure used as score: ``accuracy`` (also if empty), ``macro_f1``, ``loss``.
     """
     size = len(labels)
-    confusion = torch.zeros(size * size, dtype=torch.float64)
-    total = 0.0
+    # summed on the device, for which the host waits once; the last cell is of what does not count
+    confusion = torch.zeros(size * size + 1, dtype=torch.int64, device=judge.device)
+    loss_sum: Any = 0.0
     with judge.around():
         for batch in batches:
             *_, labels_B = here = to_device(batch, judge.device)
             logits_BC = model.logits(here)
             losses_B = functional.cross_entropy(logits_BC.float(), labels_B, reduction="none")
-            total += float(in_fp64(losses_B).sum())
-            counted = labels_B != IGNORE_INDEX
-            cells = labels_B[counted] * size + logits_BC.argmax(dim=-1)[counted]
-            confusion += torch.bincount(cells, minlength=size * size).cpu()
-    total, *cells_of_all = judge.sum([total, *confusion.tolist()])
+            loss_sum = loss_sum + in_fp64(losses_B).sum()
+            cells_B = labels_B * size + logits_BC.argmax(dim=-1)
+            cells_B = cells_B.where(labels_B != IGNORE_INDEX, size * size)
+            confusion.index_add_(0, cells_B, torch.ones_like(cells_B))
+    total, *cells_of_all = judge.sum([float(loss_sum), *map(float, confusion[:-1].tolist())])
     counts = [round(cell) for cell in cells_of_all]
     rows = tuple(tuple(counts[i * size : (i + 1) * size]) for i in range(size))
     examples = sum(counts)

@@ -49,6 +49,7 @@ class LMTask(FinetuneTask):
 
     config: LMConfig
     model: PretrainedLM
+    by_block = True  # its loss hooks the head, which would end the graph
 
     def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``."""

@@ -26,6 +26,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
+from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.tasks import ModuleConfig
 from halfstep.trainer.models.pretrained import new_folder
@@ -171,7 +172,7 @@ class ModuleTask(EpochTask):
             )
         if not count:  # a mean over nothing is NaN, and adds nothing
             mean = mean.nan_to_num(0.0, 0.0, 0.0)
-        return mean * count, torch.tensor(count, device=mean.device)
+        return mean * count, torch.full((), count, device=mean.device)  # not copied from the host
 
     def targets(self, batch: Batch) -> float:
         """Count the batch's targets by the user's function or, without one, its rows."""
@@ -180,7 +181,7 @@ class ModuleTask(EpochTask):
     @torch.no_grad()
     def evaluate(self, judge: Judge) -> Evaluation:
         """Average the measures over the validation data, every item once over all ranks."""
-        sums: dict[str, list[float]] = {}
+        sums: dict[str, list[Any]] = {}
         for batch, counts in self._validation(judge):
             with judge.around():
                 measured = self._measured(batch, judge)
@@ -190,7 +191,8 @@ class ModuleTask(EpochTask):
                     held[0] += total
                     held[1] += count
         names = sorted(sums)
-        flat = judge.sum([value for name in names for value in sums[name]])
+        # the first of these waits for the device, once
+        flat = judge.sum([float(value) for name in names for value in sums[name]])
         totals, every = dict(zip(names, flat[::2], strict=True)), flat[1::2]
         means = {n: totals[n] / count for n, count in zip(names, every, strict=True)}
         best_by = self._parts.best_by
@@ -210,13 +212,16 @@ class ModuleTask(EpochTask):
             measures=others,
         )
 
-    def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[float, float]]:
+    def _measured(self, batch: Batch, judge: Judge) -> dict[str, tuple[Tensor | float, float]]:
+        """Measure a batch: name to sum, which stays on the device, and count."""
         here, evaluate = to_device(batch, judge.device), self._parts.evaluate
         if evaluate is None:
-            total, count = judge.loss_sum(here)
-            return {"loss": (float(total), float(count))}
+            return {"loss": (in_fp64(judge.loss_sum(here)[0]), float(self.targets(batch)))}
         rows = rows_of(batch)
-        return {n: (float(v) * rows, float(rows)) for n, v in evaluate(self.model, here).items()}
+        return {
+            name: ((in_fp64(v) if isinstance(v, Tensor) else float(v)) * rows, float(rows))
+            for name, v in evaluate(self.model, here).items()
+        }
 
     def finish(self, folder: Path, exported: Callable[[], Exported]) -> str:
         """Write ``model/model.safetensors``: the best state's fp32 weights, and the buffers."""
