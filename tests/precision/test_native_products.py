@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS
+from halfstep.formats import BLOCK_FORMATS, FP8_TENSOR
 from halfstep.precision import low_bit
 from halfstep.precision.low_bit import linear
 from halfstep.precision.low_bit.linear import USES, mixed, operands
@@ -168,6 +170,39 @@ def test_a_layer_takes_the_native_product_where_the_device_has_it(scheme, tensor
         # One rounding to bf16 more, where an outer scale follows the simulated product; another
         # where a CPU adds the bias of its fp8 product.
         assert (a - b).norm() <= 1.5 * 2.0**-8 * b.norm()
+
+
+class Amaxes(TorchDispatchMode):
+    """Counts the searches for a largest magnitude."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.amax.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_with_one_scale_is_rounded_once_and_kept_in_one_byte_a_number(tensorcores):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 32)
+    precision = halfstep.Precision("fp8", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, kept = torch.randn(48, 64).requires_grad_(), []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with Amaxes() as amaxes:
+        with precision.autocast(), saved_tensors_hooks(pack, lambda t: t):
+            y = model(x)
+        y.sum().backward()
+    assert amaxes.count == 3  # of input, weight and gradient
+    assert sum(t.nbytes for t in kept if t.ndim) == (48 + 32) * 64
+    codes = FP8_TENSOR.quantize(x.detach().bfloat16()).codes.t()
+    assert torch.equal(kept[0].view(torch.uint8), codes.view(torch.uint8))
+    with torch.no_grad(), precision.autocast(), Amaxes() as amaxes:
+        model(x[:41])  # tensor cores sum over 16 tokens; what fills them up is cut off again
+    assert amaxes.count == 2
 
 
 def test_a_cpu_has_none_and_says_what_to_add():

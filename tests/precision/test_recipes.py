@@ -6,6 +6,9 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import PrecisionError
+from halfstep.precision import low_bit
+from halfstep.precision.low_bit import linear, native
+from halfstep.precision.policy import devices
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 
@@ -95,3 +98,36 @@ def test_without_simulate_it_is_refused_where_it_is_not_native():
     model = nn.Linear(64, 64)
     with pytest.raises(PrecisionError, match="nearest that can is mxfp8,simulate=yes"):
         halfstep.Precision("mxfp8", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_layer_too_narrow_to_gain_stays_in_bf16_where_it_would_be_native(monkeypatch):
+    hopper = next(kind for kind in devices.DEVICES if kind.family == "Ada or Hopper")
+    sizes = {"768 x 3072": 0.94, "1024 x 2304": 1.01, "1600 x 1608": 1.06}
+
+    def made(policy):
+        model = nn.Sequential(*(nn.Linear(*map(int, size.split(" x "))) for size in sizes))
+        return model, halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def low(model):
+        return [type(m.__dict__.get("forward")).__name__ == "LowBitLinear" for m in model]
+
+    simulated, precision = made("fp8,simulate=yes")
+    assert low(simulated) == [True, True, True]  # it shows what the formats do, not how fast
+    assert "narrow" not in precision.support.reason
+    for module in (linear, native, low_bit):
+        monkeypatch.setattr(module, "why_not_native", lambda name, device: "")
+    monkeypatch.setattr(native, "kind_of", lambda device: hopper)
+    model, precision = made("fp8")
+    assert low(model) == [False, True, False]  # 1608 is no multiple of 16
+    assert "2 of 3 layers" in precision.support.reason
+    asked, precision = made("bf16-mixed,rules=0:fp8|1:fp8")
+    assert low(asked) == [True, True, False]
+    table = halfstep.explain("fp8", "cpu", model)
+    for size, gain in sizes.items():
+        row = next(line for line in table.splitlines() if f"of {size}: {gain} of bf16's" in line)
+        assert ("stay in bf16" in row) == (gain < 1)
+    one = nn.Linear(64, 64)
+    precision = halfstep.Precision("fp8", one, torch.optim.SGD(one.parameters(), lr=0.1))
+    with halfstep.trace(one, precision) as ran, precision.autocast():
+        one(torch.ones(16, 64)).sum().backward()
+    assert ran.differences("fp8") == []

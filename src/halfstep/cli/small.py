@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError
 from halfstep.formats import BLOCK_FORMATS, FORMATS, FloatFormat, block_format
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.explain import bytes_per_parameter, explain
-from halfstep.precision.policy.devices import choose
+from halfstep.precision.policy.devices import choose, fp8_gain
 from halfstep.precision.policy.policy import POLICIES, RECIPES
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.page import make_report
@@ -162,10 +162,15 @@ def _doctor(arguments: Doctor) -> None:
     if chosen.kind is None:
         raise ConfigError(f"{chosen.reason}; halfstep doctor --device cpu")
     found = {"policy": chosen.policy, "reason": chosen.reason, "source": chosen.kind.source}
+    if least := chosen.kind.fp8_from:
+        shapes = ((768, 3072), (2048, 5632), (4096, 4096))
+        gains = (f"{fp8_gain(*shape, least):.2f} at {shape[0]} x {shape[1]}" for shape in shapes)
+        found["fp8"] = f"{', '.join(gains)} of bf16's speed predicted; below 1, bf16 is kept"
     if arguments.json:
         print(json.dumps({**found, "environment": environment(device)}, indent=1))
     else:
-        print("take {policy}: {reason}\nsource: {source}".format(**found))
+        print(f"take {found.pop('policy')}: {found.pop('reason')}")
+        print("\n".join(f"{key}: {text}" for key, text in found.items()))
 
 
 # --- estimate, report -----------------------------------------------------------------------------

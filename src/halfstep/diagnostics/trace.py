@@ -30,6 +30,7 @@ from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
 from halfstep.precision.low_bit import linear
+from halfstep.precision.low_bit.native import stays_bf16
 from halfstep.precision.masters.local_part import storage_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import PRODUCTS, SCHEMES, Recipe
@@ -134,7 +135,7 @@ class Ran:
             )
         placed = place(value, self._model)
         kept = {p.name for p in placed.modules if p.fp32}
-        recipes = {p.name: p.recipe for p in placed.low}
+        recipes = {p.name: p.recipe for p in placed.low if not stays_bf16(p)}
         compute = dtype_name(value.compute_dtype)
         found: list[str] = []
         for row in self.operations:

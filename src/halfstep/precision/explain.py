@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import torch
+from torch import nn
 
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import support
 from halfstep.precision.masters.rounding import ROUNDING
+from halfstep.precision.policy.devices import DEVICES, fp8_gain, kind_of
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
+from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS
 
@@ -18,12 +24,18 @@ _CASTS = {
 }
 
 
-def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -> str:
+def explain(
+    policy: str | PrecisionPolicy,
+    device: str | torch.device = "cpu",
+    model: nn.Module | None = None,
+) -> str:
     """The policy as a table of text: formats, loss scale, bytes, and how the device runs it.
 
     Args:
         policy: A policy, its name or field string.
         device: The device it would run on; nothing is allocated there.
+        model: Whose linear layers are listed by shape, with the gain in speed that is predicted of
+            a recipe's formats; on the meta device, too.
 
     Example:
         >>> print(explain("bf16-master").splitlines()[6])
@@ -36,7 +48,25 @@ def explain(policy: str | PrecisionPolicy, device: str | torch.device = "cpu") -
     reason += f"; nearest: {found.nearest}" if found.nearest else ""
     rows = [("policy", "", str(value)), *explain_policy(value)]
     rows.append((where.type, found.status, reason))
+    if model is not None:
+        rows += _layers(value, where, model)
     return "\n".join(f"{part:<8} {form:<8} {text}".rstrip() for part, form, text in rows)
+
+
+def _layers(
+    policy: PrecisionPolicy, device: torch.device, model: nn.Module
+) -> list[tuple[str, str, str]]:
+    """A row for each shape of linear layers below 16 bits: where tensor cores gain by that."""
+    here = kind_of(device)
+    kind = here if here and here.fp8_from else [k for k in DEVICES if k.fp8_from][-1]
+    weights: list[Any] = [p.module.weight for p in place(policy, model).low]
+    shapes = Counter(tuple(weight.shape) for weight in weights)
+    rows = []
+    for (outputs, inputs), count in sorted(shapes.items()):
+        gain = fp8_gain(inputs, outputs, kind.fp8_from)
+        text = f"of {inputs} x {outputs}: {gain:.2f} of bf16's speed predicted on {kind.family}"
+        rows.append(("layers", f"{count}", text + "; they stay in bf16 there" * (gain < 1)))
+    return rows
 
 
 def bytes_per_parameter(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
@@ -117,6 +119,9 @@ class Precision:
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
         placed = place(self.policy, model)
+        if kept := [p.name for p in placed.low if low_bit.stays_bf16(p)]:
+            text = f"{len(kept)} of {len(placed.low)} layers are too narrow and stay in bf16"
+            self.support = replace(self.support, reason=f"{self.support.reason}; {text}: {kept[0]}")
         checks.check_parameters(placed, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
         door = _StepDoor(self.optimizers)

@@ -294,6 +294,8 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     clock = Clock() if clock is None else clock
     give_back_(placed.model)
     for placement in placed.low:
+        if low_bit.stays_bf16(placement):
+            continue
         placement.module.forward = low_bit.LowBitLinear(placement, clock)
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():

@@ -190,7 +190,7 @@ def operands(
     bits: Sequence[Tensor | None],
 ) -> list[Operand]:
     """A matrix as the operand of both its matmuls, in what the recipe says for each."""
-    x, before = x.to(_LOW), None
+    x, before = in_bf16(x), None
     made: list[Operand] = []
     for (product, dim), yes, drawn in zip(USES[what], wanted, bits, strict=True):
         scheme = SCHEMES.get(getattr(recipe, product)) if yes else None
@@ -216,6 +216,11 @@ def operands(
             made.append(simulated(form, y, dim, drawn))
         before = form, on_cores
     return made
+
+
+def in_bf16(x: Tensor) -> Tensor:
+    """The tensor rounded to bf16, in compiled code too, which leaves out a cast there and back."""
+    return x.to(_LOW).view(torch.int16).view(_LOW)
 
 
 @cache
@@ -309,4 +314,4 @@ def mixed(x_NF: Tensor) -> Tensor:
     for apart in (1, 2, 4, 8):
         a, b = y.reshape(blocks, TOKENS // 2 // apart, 2, apart, features).unbind(2)
         y = torch.stack((a + b, a - b), 2)
-    return y.to(x_NF.dtype).reshape(x_NF.shape)
+    return in_bf16(y).reshape(x_NF.shape)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from halfstep.formats.blocks import BlockFormat, Quantized
 from halfstep.formats.floats import E2M1, FP32
+from halfstep.precision.policy.devices import kind_of
 from halfstep.precision.policy.recipe import SCHEMES
+from halfstep.precision.policy.rules import Placement
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 _NAMES = {
@@ -45,6 +47,24 @@ def why_not_native(name: str, device: torch.device) -> str:
         here, since = "{}.{}".format(*has), "{}.{}".format(*scheme.since)
         return f"compute capability {here} has no {name} tensor cores ({since} has)"
     return ""
+
+
+def stays_bf16(layer: Placement) -> str:
+    """Why a layer with a recipe multiplies in bf16 on its device; empty where it does not.
+
+    Where rounding takes longer than tensor cores gain, bf16 is faster. A rule that names the layer
+    asks for its recipe all the same.
+    """
+    weight: Any = layer.module.weight
+    if layer.direct or any(why_not_native(s.name, weight.device) for s in layer.recipe.schemes()):
+        return ""
+    rows, columns = weight.shape
+    if rows % 16 or columns % 16:
+        return f"{columns} x {rows} features are no multiples of 16"
+    kind = kind_of(weight.device)
+    least = 0 if kind is None else kind.fp8_from
+    narrow = rows * columns < least * (rows + columns)
+    return f"K N / (K + N) of its {columns} x {rows} features is below {least}" if narrow else ""
 
 
 def scaled_matmul(
