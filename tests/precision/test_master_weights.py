@@ -8,6 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD
+from halfstep.precision.masters.masters import _follow_, _follow_together_
 from reference.training import (
     MASTERS,
     STORED,
@@ -78,3 +79,21 @@ def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_c
         Precision("bf16-split", model, pair)
     assert fits.param_groups[0]["update"] is None
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_masters_follow_their_weights_together_as_each_would_alone():
+    torch.manual_seed(0)
+    shapes = (3, 5), (7,), (0,), (4, 3, 2, 2), ()
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    weights[3] = weights[3].to(memory_format=torch.channels_last)
+    masters = [w.float() + 1e-5 for w in weights]
+    for weight, value in ((weights[0][1], 0.0), (weights[1][2], math.nan), (weights[3][0], 2.0)):
+        weight.fill_(value)
+    alone = [m.clone() for m in masters]
+    for master, weight in zip(alone, weights, strict=True):
+        _follow_(master, weight)
+    _follow_together_([*zip(masters, weights, strict=True)])
+    for a, b in zip(masters, alone, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    assert alone[0][1].eq(0).all()
+    assert masters[0][0].ne(weights[0][0]).all()  # what nobody wrote keeps its lost bits

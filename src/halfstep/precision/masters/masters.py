@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ from halfstep.precision.policy.rules import PlacedModel, place
 
 # Number of elements compared at a time: small enough that their rounded copy stays in the caches.
 _CHUNK = 2**15
+_MANY = 2**24
+"""Number of elements compared in one launch on a GPU, of tensors of a quarter of it at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +327,8 @@ class MasterWeights:
         A weight that differs from its rounded master was written by the user. With a remainder no
         comparison is needed: see :func:`rounding.join`.
         """
-        for weight in self.weights.values() if self._copies else ():
-            if weight.copied:
-                _follow_(weight.target.detach(), weight.visible)
+        copied = [w for w in self.weights.values() if w.copied] if self._copies else []
+        _follow_all_([(weight.target.detach(), weight.visible) for weight in copied])
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
@@ -372,11 +374,8 @@ class MasterWeights:
     def hand_over(
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
     ) -> None:
-        """Set ``target.grad`` to the gradient times ``factor``, in a dtype the optimizer accepts.
-
-        Gradients that must be widened are widened one by one, each freeing its 16-bit original.
-        """
-        given: list[Tensor] = []
+        """Set ``target.grad`` to the gradient times ``factor``, in the optimizer's dtype."""
+        given, low, wide = list[Tensor](), list[Tensor](), list[Tensor]()
         for optimizer in optimizers:
             takes_any = optimizer in self.own_optimizers
             for group in optimizer.param_groups:
@@ -386,13 +385,19 @@ class MasterWeights:
                         continue
                     if takes_any:
                         target.grad_dtype = None
-                    elif gradient.dtype is not target.dtype:
+                    elif gradient.dtype is not target.dtype and gradient.is_sparse:
                         gradient = gradient.to(target.dtype)
+                    elif gradient.dtype is not target.dtype:
+                        low.append(gradient)
+                        gradient = torch.empty_like(gradient, dtype=target.dtype)
+                        wide.append(gradient)
                     if target.grad is not gradient:
                         target.grad = gradient
                     given.append(gradient)
                     if self._to_parameter and target in self._to_parameter:
                         self._to_parameter[target].grad = None
+        if wide:
+            torch._foreach_copy_(wide, low)
         if factor != 1.0 and given:
             torch._foreach_mul_(given, factor)
 
@@ -509,6 +514,30 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
+def _follow_all_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Have each of these masters follow its weight, on a GPU many small ones at a time."""
+    together = []
+    for master, visible in pairs:
+        if not visible.is_cuda or visible.numel() > _MANY // 4 or visible.shape != master.shape:
+            _follow_(master, visible)
+        else:
+            together.append((master, visible))
+    ends = accumulate(visible.numel() for _, visible in together)
+    placed = zip(ends, together, strict=True)
+    for _, piece in groupby(placed, lambda one: (one[0] // _MANY, one[1][1].dtype)):
+        _follow_together_([pair for _, pair in piece])
+
+
+def _follow_together_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Have masters follow weights of one dtype in as many launches as one of them would take."""
+    masters = [master for master, _ in pairs]
+    joined = torch.cat([master.reshape(-1) for master in masters])
+    _follow_(joined, torch.cat([visible.reshape(-1) for _, visible in pairs]))
+    parts = torch.split(joined, [master.numel() for master in masters])
+    shaped = [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
+    torch._foreach_copy_(masters, shaped)
+
+
 def _follow_(master: Tensor, visible: Tensor) -> None:
     """Set a master's elements to the weight's where the weight is not the rounded master.
 
@@ -521,7 +550,7 @@ def _follow_(master: Tensor, visible: Tensor) -> None:
         )
     if visible.is_cuda:
         written = master.to(visible.dtype).view(torch.int16) != visible.view(torch.int16)
-        master.copy_(torch.where(written, visible.float(), master))
+        torch.where(written, visible.float(), master, out=master)
         return
     if visible.stride() != master.stride() or not visible.is_contiguous():
         _follow_piece_(master, visible)

@@ -50,12 +50,14 @@ class DeviceDecision:
             parameters: Whose gradients these are.
             max_norm: Clip the norm to this, or None.
         """
-        loss = loss.to(norm.device, non_blocking=True)
-        wrong = flags.any() | ~loss.isfinite()
-        clip = torch.ones_like(norm)
-        if max_norm is not None:  # as ``clip_factor``, whose source is there
+        loss = loss.to(norm, non_blocking=True)
+        both = loss + norm  # in fp64, where finite ones have a finite sum
+        wrong = (both - both).ne(0)  # NaN, unless all is finite
+        if max_norm is None:
+            clip = torch.ones_like(norm)
+        else:  # as ``clip_factor``, whose source is there
             clip = (max_norm / (norm + 1e-6)).clamp(max=1)
-        self.numbers = torch.stack([wrong.double(), clip, loss.double(), norm])
+        self.numbers = torch.stack([wrong.double(), clip, loss, norm])
         """fp64 on the device: above 0 if the step changes nothing, the clip factor, loss, norm."""
         self._parameters, self._clips = parameters, max_norm is not None
         gpu = norm.is_cuda
