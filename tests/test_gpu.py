@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import halfstep
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
@@ -120,6 +121,48 @@ def test_an_injected_overflow_is_skipped_and_told(options):
         assert result.applied is not poison
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) is poison
+
+
+KINDS = {
+    "ours": lambda p: halfstep.optim.AdamW(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
+    "two": lambda p: [KINDS["adamw"](p[:2]), KINDS["momentum"](p[2:])],
+    "mixed": lambda p: [KINDS["adamw"](p[:2]), KINDS["ours"](p[2:])],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_never_waits_for_the_device_and_is_the_host_s(kind, policy):
+    runs = []
+    for host in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(CUDA)
+        precision = Precision(policy, model, KINDS[kind]([*model.parameters()]))
+        x, results = torch.randn(16, 64, device=CUDA), []
+        if host:
+            precision._steps._path = None
+        for number in range(8):
+            if number == 2 and not host:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                with precision.autocast():
+                    loss = model(x).float().square().mean()
+                precision.backward(loss)
+                if number == 5 and policy == "fp16-mixed":
+                    model[0].weight.grad[0].fill_(float("inf"))
+                if number == 6 and policy == "bf16-master":
+                    model[1].bias.data.zero_()  # of which no version tells
+                results.append(precision.step(max_norm=1e6))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert [r.applied for r in results] == [n != 5 or policy != "fp16-mixed" for n in range(8)]
+        masters = precision.state_dict()["masters"].values()
+        runs.append([t.detach().clone() for t in [*model.parameters(), *masters]])
+        assert policy != "bf16-master" or model[1].bias.abs().max() < 0.01  # two steps from 0
+    assert all(map(torch.equal, *runs))
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch):

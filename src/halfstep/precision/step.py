@@ -193,7 +193,7 @@ class Precision:
         if kind == "dynamic":
             self.settle()  # the last step may have lowered the scale
         scale, scaled = self.outcome.progress.loss_scale.value, loss.reshape(())
-        with self._context.arithmetic(), self.masters.accumulation.running(scale, loss):
+        with self.masters.accumulation.running(scale, loss), self._context.arithmetic():
             if kind != "none":
                 scaled = scaled.float() * scale
             scaled.backward(  # type: ignore[no-untyped-call]

@@ -252,7 +252,7 @@ class Examiner:
         if not math.isfinite(decision.loss):
             return Judged(decision.loss, decision.norm, None)
         broken = decision.nonfinite
-        named = [*zip(self.names(broken), broken.values(), strict=True)]
+        named = [*zip(self.names(broken), broken.values(), strict=True)] if broken else []
         nan = tuple(name for name, is_nan in named if is_nan)
         inf = tuple(name for name, is_nan in named if not is_nan)
         return Judged(decision.loss, decision.norm, NonFinite(nan, inf))
