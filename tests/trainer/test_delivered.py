@@ -187,18 +187,9 @@ def test_a_format_that_loses_the_weights_is_refused(sessions, place, tmp_path, m
 def test_targets_that_cannot_be_merged_are_refused_first(tmp_path):
     for kind, targets, why in (
         ("GPT2", ["c_attn", "wte"], "'transformer.wte' could not be merged: another layer has its"),
-        (
-            "GPT2",
-            ["lm_head"],
-            "head shares its table. Targets that can be merged: c_attn, c_fc, c_",
-        ),
-        (
-            "Mixtral",
-            ["all-linear"],
-            "gate' could not be merged.* merged: embed_tokens, k_proj, .*j$",
-        ),
-        ("Mamba", ["out_proj"], "is incompatible .* can be merged: dt_proj, in_proj, x_proj$"),
-        ("Mamba", ["all-linear"], "can be merged: dt_proj, in_proj, x_proj$"),
+        ("GPT2", ["lm_head"], "head shares its table; name other layers by --lora-targets"),
+        ("Mixtral", ["all-linear"], "gate' could not be merged"),
+        ("Mamba", ["out_proj"], "is incompatible"),
     ):
         base = tmp_path / kind
         if not base.exists():

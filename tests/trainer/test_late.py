@@ -6,16 +6,25 @@ The device is played by a stand-in that decides about a step at once, and tells 
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.distributed.layout import Layout
+from halfstep.distributed.world import World
 from halfstep.errors import NonFiniteError
 from halfstep.precision.masters.stepping import Decision, DevicePath
 from halfstep.precision.scaling.gradients import clip_factor
+from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.loop import train
 from halfstep.trainer.session import Session
-from halfstep.trainer.step import Ahead, MicroBatches
+from halfstep.trainer.step import Ahead, Judge, MicroBatches, mean_loss
+from halfstep.trainer.tasks.classify import classifier_scores
+from halfstep.trainer.tasks.module import ModuleTask, Parts
 from trainer.runs import assert_same_tensors, metrics, newest, overflowing, small_config, start
 
 
@@ -183,3 +192,61 @@ def test_on_a_cpu_nothing_is_made_ahead():
     assert made == []
     ahead.take(1)
     assert made == [1]
+
+
+# Evaluations
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would make the host wait for a GPU: reading a number, or a size that depends."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "index.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removeprefix("aten.")
+        self.count += name.startswith(self.WAIT)
+        return func(*args, **(kwargs or {}))
+
+
+def text_batches(count):
+    tokens = torch.randint(9, (count, 2, 4), generator=torch.Generator().manual_seed(0))
+    return [(row, row.roll(1)) for row in tokens]
+
+
+def evaluations(count):
+    """Each kind of evaluation, of ``count`` batches: a function without arguments."""
+    model = nn.Linear(4, 3)
+    cpu = torch.device("cpu")
+    judge = Judge(lambda b: (b[0].sum().float(), (b[1] >= 0).sum()), nullcontext, cpu)
+    rows = [(torch.randn(5, 4), None, torch.randint(3, (5,))) for _ in range(count)]
+    rows[-1][2][2:] = -100
+    scores = SimpleNamespace(logits=lambda batch: model(batch[0]))
+    parts = Parts(
+        model=model,
+        train_data=[1],
+        loss=lambda m, b: m(b).mean(),
+        val_data=[torch.ones(4)] * count,
+        evaluate=lambda m, b: {"loss": m(b).square().mean(), "share": 0.25},
+    )
+    config = config_from_table({"task": "module", "run": {"batch_size": 1, "max_steps": 1}})
+    task = ModuleTask(parts, config, Layout(), World())
+    return {
+        "text": lambda: mean_loss(text_batches(count), judge),
+        "classifier": lambda: classifier_scores(scores, rows, ["a", "b", "c"], judge),
+        "module": lambda: task.evaluate(judge),
+    }
+
+
+@pytest.mark.parametrize("kind", ["text", "classifier", "module"])
+def test_an_evaluation_waits_for_the_device_as_often_for_many_batches_as_for_few(kind):
+    found = []
+    for count in (2, 9):
+        evaluate = evaluations(count)[kind]
+        with Reads() as reads:
+            evaluate()
+        found.append(reads.count)
+    assert found[0] == found[1] <= 4  # at the end: the first of them waits

@@ -146,11 +146,6 @@ class Estimate:
 
     params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
     lora: str = option("", "Parameters of the adapters, which alone are trained: 40M.")
-    base: Literal["", "4bit"] = option(
-        "",
-        "With --lora, how the frozen weights are held: 4bit (NF4, as QLoRA); default: in the "
-        "dtype that the policy computes in.",
-    )
     precision: tuple[str, ...] = option(
         (),
         "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "

@@ -181,11 +181,9 @@ def _estimate(arguments: Estimate) -> None:
     device = choose_device("auto")
     policies = [parse_policy(text, device) for text in arguments.precision or _POLICIES]
     have = read_count(arguments.memory, "--memory") if arguments.memory else memory_bytes(device)
-    if arguments.base and not arguments.lora:
-        raise ConfigError("--base needs --lora, the parameters that are trained: --lora 40M")
     count = read_count(arguments.params, "--params")
     lora = read_count(arguments.lora, "--lora") if arguments.lora else 0
-    found = estimate_count(count, policies, layout, arguments.optimizer, lora, arguments.base)
+    found = estimate_count(count, policies, layout, arguments.optimizer, lora)
     if arguments.json:
         tables = [memory.to_json() for memory in found]
         print(json.dumps({"memory_bytes": have, "policies": tables}, indent=1))
@@ -197,8 +195,6 @@ def _estimate(arguments: Estimate) -> None:
     print(parts_table(found, fits, left))
     print(f"\nfits: state only, in {size_text(have)}; what is left is for activations{ranks}.")
     print("Temporary tensors, the allocator's rounding and the process come on top.")
-    if arguments.base:
-        print("Embeddings and the head stay in 16 bits: 0.4 GB more where they have 262M weights.")
 
 
 def _report(arguments: Report) -> None:

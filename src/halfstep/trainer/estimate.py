@@ -21,11 +21,6 @@ from halfstep.trainer.step import make_optimizer
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
 """Letter of a unit to its power of 1000."""
-_4BIT = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Bytes of a frozen 4-bit weight: NF4, an 8-bit constant for each 64, an fp32 one for 256 of those.
-
-**Source:** Dettmers et al. 2023, "QLoRA", section 3 (0.127 bits for double quantisation).
-"""
 
 
 def estimate_count(
@@ -34,12 +29,11 @@ def estimate_count(
     layout: Layout,
     name: OptimizerName = "adamw",
     adapters: int = 0,
-    base: str = "",
 ) -> list[Memory]:
     """Count what training keeps for that many parameters, under each policy, without a batch.
 
     All count as hidden matrices, of shapes that are not known. With ``adapters`` those alone are
-    trained, beside a frozen base of ``count``, which is held in 4 bits or in the compute dtype.
+    trained, beside a frozen base of ``count``, in the compute dtype.
     """
     trained = adapters or count
     with torch.device("meta"):
@@ -54,8 +48,8 @@ def estimate_count(
         if low != policy.param_dtype and policy.casts != "module":  # whole where sharded
             parts["cast copies"] = {dtype_name(low): round(trained * low.itemsize / layout.tensor)}
         if adapters:
-            size, form = (_4BIT, "4bit") if base else (low.itemsize, "frozen " + dtype_name(low))
-            parts["weights"] = {**parts["weights"], form: round(count * size / ranks)}
+            frozen = {"frozen " + dtype_name(low): round(count * low.itemsize / ranks)}
+            parts["weights"] = {**parts["weights"], **frozen}
         found.append(Memory(str(policy), False, parts, layout.size))
     return found
 

@@ -219,11 +219,9 @@ def add_lora(
             torch.manual_seed(seed)
             return LoraLM(lm, _adapted(lm.core, targets, settings))
     except ValueError as error:  # or peft has no default for the architecture
-        names = sorted({name.rpartition(".")[2] for name in _layers(_bare(lm))})
-        good = [name for name in (*names, ALL_LINEAR) if _can_adapt(lm, name)]
         raise ConfigError(
-            f"LoRA cannot be put there: {first_line(error).rstrip('.')}. Targets that can be "
-            f"merged: {', '.join(good)}"
+            f"LoRA cannot be put there: {first_line(error).rstrip('.')}; name other layers by "
+            "--lora-targets"
         ) from error
 
 
@@ -242,21 +240,6 @@ def _adapted(model: Any, targets: Sequence[str], settings: Mapping[str, Any]) ->
         if why and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
             raise ValueError(f"an adapter of {name!r} could not be merged: {why}")
     return adapted
-
-
-def _bare(lm: PretrainedLM) -> Any:
-    """Build the model anew, without memory."""
-    with quiet(), torch.device("meta"):
-        return lm.model_class(lm.core.config)
-
-
-def _can_adapt(lm: PretrainedLM, target: str) -> bool:
-    """Whether an adapter can be put there: ``peft`` refuses some layers, such as Mamba's."""
-    try:
-        _adapted(_bare(lm), [target], {})
-    except ValueError:
-        return False
-    return True
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
