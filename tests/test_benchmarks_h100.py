@@ -32,10 +32,8 @@ def test_every_part_is_measured(parts, h100, tmp_path, capsys):
     assert [*dict.fromkeys(row["part"] for row in rows)] == parts
     for row in rows:
         text = row.get("text", "")
-        if row["status"] == "failed":  # what cannot be one graph says why
-            assert row["size"] == "fullgraph"
-            assert row["variant"] in ("fp16-mixed", "fp8,simulate=yes", "a whole step")
-        elif row["status"] == "missing":
+        assert row["status"] != "failed", row
+        if row["status"] == "missing":
             assert text.startswith(("torchao", "liger_kernel", "transformers"))
         elif row["status"] == "skipped":
             assert text == "needs a CUDA device"
