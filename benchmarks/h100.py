@@ -560,7 +560,8 @@ def main(words: Sequence[str] | None = None) -> Path:
             wait_for(bench, ahead, begin)
             ahead = []
         bench.part, bench.needed = part, 3.0
-        bench.deadline = min(begin + 60 * arguments.minutes, time.monotonic() + seconds * arguments.minutes / 7)
+        most = seconds * arguments.minutes / 7
+        bench.deadline = min(begin + 60 * arguments.minutes, time.monotonic() + most)
         try:
             function(bench)
         except Exception as error:
