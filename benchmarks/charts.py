@@ -189,21 +189,6 @@ def traffic(figure: Any, say: Say) -> None:
     note(figure, say("traffic_note"))
 
 
-def gpu(figure: Any, say: Say) -> None:
-    """Tokens per second and memory on one GPU, by hand and under every policy."""
-    found = result("train-cuda")["variants"]
-    keys = sorted(found, key=lambda key: not key.startswith("bare"))
-    rows = [
-        (say(f"gpu {key}") if key.startswith("bare") else key, found[key],
-         THEIRS if key.startswith("bare") else OURS) for key in keys
-    ]  # fmt: skip
-    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    bars(left, say("tokens_median"), [(n, row["tokens_per_second"], c) for n, row, c in rows])
-    bars(right, say("allocated"), [(n, row["peak_memory_bytes"] / 1e9, c) for n, row, c in rows],
-         form="{:.1f}", names=False)  # fmt: skip
-    note(figure, say("gpu_note"))
-
-
 def optimizer(figure: Any, say: Say) -> None:
     """Time and bytes of one update by torch and by halfstep."""
     found = result("optimizer-cpu")["steps"]
@@ -243,7 +228,6 @@ CHARTS: Mapping[str, tuple[tuple[float, float], Callable[[Any, Say], None]]] = {
     "measured-quality": ((7.6, 3.9), quality),
     "measured-memory": ((7.6, 3.7), memory),
     "measured-traffic": ((7.6, 2.6), traffic),
-    "measured-gpu": ((9.0, 3.6), gpu),
     "measured-optimizer": ((7.6, 2.6), optimizer),
 }
 """A figure's name to its size in inches and the function that fills it."""

@@ -1,10 +1,10 @@
-"""Ten minutes on one GPU: speed, memory and launches of halfstep beside plain torch.
+"""Seven minutes on one GPU: speed, memory and launches of halfstep beside plain torch.
 
-    python benchmarks/h100.py --out FOLDER [--parts 0 A C] [--minutes 9.5] [--wheels FOLDER]
+    python benchmarks/h100.py --out FOLDER [--parts 0 A C] [--minutes 7] [--wheels FOLDER]
 
 README.md beside this file says what the parts measure and what a line means. Each variant stands
 alone: what it raises becomes its line. Each line is printed as it is found and appended to
-``h100-DATE.jsonl``, so a run that is cut off keeps what it has.
+``h100-DATE.jsonl``, so a run that is cut off keeps what it has; what is worth most comes first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import json
 import os
 import pstats
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -37,11 +39,10 @@ from common import RESULTS
 from h100_jobs import Job, Jobs, Step
 from halfstep.trainer.environment import environment
 
-SECONDS = {"0": 30, "A": 150, "C": 60, "D": 55, "B": 205, "E": 30, "F": 40}
-"""Each part's share of the time, in the order of worth; what one leaves, the next ones have."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s. **Source:** NVIDIA's data sheets of the SXM parts, without sparsity."""
 SPLIT8 = "bf16-split,moments=8bit"
+COMPILED = ", compiled", ", graphed"
 BLOCK_SECONDS = 1.5  # a slow variant takes fewer steps a block
 FORMATS = {
     "text": "{}", "tokens_per_second": "tok/s {:,.0f}", "steps_per_second": "steps/s {:.1f}",
@@ -51,7 +52,7 @@ FORMATS = {
     "recompiles": "recompiles {}", "spread": "spread {:.1%} of {} blocks",
     "build_seconds": "built in {:.0f} s", "tail_ms": "tail {:.3f} ms", "dear": "steps 63-65 {}",
     "first_ms": "first step {:.0f} ms", "state_ms": "state {:.0f} ms", "syncs": "{:g} a step",
-    "evaluation_ms": "10 evaluations {:.0f} ms", "host_top": "{}",
+    "host_top": "{}",
 }  # fmt: skip
 """How a figure is printed; the others are in the file alone."""
 
@@ -61,7 +62,8 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device, self.tiny = torch.device(arguments.device), arguments.tiny
-        self.policies, self.cuda = arguments.policies, self.device.type == "cuda"
+        self.policies, self.parts = arguments.policies, arguments.parts
+        self.cuda = self.device.type == "cuda"
         self.kind = DeviceType.CUDA if self.cuda else DeviceType.CPU
         self.jobs = Jobs(self.device, self.tiny)
         # a tiny run looks at code paths, not at generated kernels
@@ -203,7 +205,7 @@ class Timed:
             "peak_gb": (bench.allocated(peak=True) - held) / 1e9,
         }
         self.figures["kernels"] = bench.kernels(self.step)
-        if "compiled" in name:
+        if name.endswith(COMPILED):
             names, after = ("graphs", "breaks", "recompiles"), traced()
             found = first[0] - before[0], after[1] - before[1], after[0] - first[0]
             self.figures |= dict(zip(names, found, strict=True))
@@ -238,18 +240,19 @@ class Timed:
 def base_of(name: str) -> str:
     """The bare loop that a variant is compared with."""
     kind = name.split(", ")[0].split(" ")[1].removesuffix("-mixed")
-    compiled = ", compiled" if name.endswith(", compiled") else ""
+    compiled = next((end for end in COMPILED if name.endswith(end)), "")
     return f"bare {kind if kind in ('fp32', 'fp16') else 'bf16'}{compiled}"
 
 
 def compare(bench: Bench, job: Job, names: Sequence[str], *, alone: bool = False,
-            wrap: Callable[[Step], Callable] = lambda step: step) -> None:  # fmt: skip
+            wrap: Callable[[Step], Callable] = lambda step: step,
+            base: Callable[[str], str] = base_of) -> None:  # fmt: skip
     """Time the variants in turns, block by block.
 
     Compiled ones run one after the other: dynamo keeps one cache for all that share a forward's
     code. So do all where memory cannot hold them (``alone``).
     """
-    single = [name for name in names if alone or name.endswith(", compiled")]
+    single = [name for name in names if alone or name.endswith(COMPILED)]
     groups = [[name for name in names if name not in single], *([name] for name in single)]
     bases: dict[str, Timed] = {}
     for group in groups:
@@ -268,26 +271,17 @@ def compare(bench: Bench, job: Job, names: Sequence[str], *, alone: bool = False
             for timed in alive:
                 bench.attempt(job.name, timed.name, timed.turn)
         for timed in alive:
-            timed.say(bases.get(base_of(timed.name)) or next(iter(bases.values())))
+            timed.say(bases.get(base(timed.name)) or next(iter(bases.values())))
             del timed.step  # its memory; the blocks stay for comparisons
         alive.clear()
         bench.release()
 
 
-def facts(bench: Bench) -> None:
-    """Versions and rates; what compiles to one graph; how often a step waits for the device."""
+def waits(bench: Bench) -> None:
+    """The machine, and how often a step waits for the device; in a few seconds."""
     found = environment(bench.device)
     bench.say("machine", found["device_name"], text=found["packages"], environment=found)
-    rates(bench)
-    modules = torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul
-    switches = [module.fp32_precision for module in modules]
-    bench.say("machine", "cudnn conv, cudnn rnn, matmul", text=", ".join(switches))
     job = bench.jobs.transformer()
-    for policy in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-split", bench.fp8):
-        torch._dynamo.reset()
-        bench.attempt("fullgraph", policy, functools.partial(one_graph, bench, job, policy))
-    torch._dynamo.reset()
-    bench.attempt("fullgraph", "a whole step", lambda: whole_step(bench, job))
     for name in ("halfstep bf16-mixed", "halfstep bf16-mixed, torch.AdamW"):
         bench.attempt("syncs", name, functools.partial(syncs, bench, job, name))
 
@@ -302,22 +296,6 @@ def rates(bench: Bench) -> None:
     matmul, copy = (min(bench.block(work, 5)[0] for _ in range(3)) for work in works)
     bench.say("machine", "bf16 matmul", tflops=2 * edge**3 / matmul / 1e12)
     bench.say("machine", "copy", text=f"{2 * size / copy / 1e12:.2f} TB/s read and written")
-
-
-def one_graph(bench: Bench, job: Job, policy: str) -> None:
-    """Compile a forward in the policy's context with fullgraph=True; an error is the answer."""
-    step = Step(job, f"halfstep {policy}", bench.backend)
-    whole = torch.compile(step.model, backend="eager", fullgraph=True)
-    with step.autocast():
-        whole(*job.batch)
-    bench.say("fullgraph", policy, text="yes")
-
-
-def whole_step(bench: Bench, job: Job) -> None:
-    """Compile a function that calls precision.step."""
-    step, before = Step(job, "halfstep bf16-mixed", bench.backend), traced()
-    torch.compile(step, backend="eager")()
-    bench.say("fullgraph", "a whole step", text="runs", breaks=traced()[1] - before[1])
 
 
 def syncs(bench: Bench, job: Job, name: str) -> None:
@@ -340,45 +318,48 @@ def syncs(bench: Bench, job: Job, name: str) -> None:
     bench.say("syncs", name, syncs=len(found) / 10, text=f"at {places}")
 
 
+def first_of(bench: Bench) -> list[str]:
+    """The loop by hand and the first two policies."""
+    return ["bare bf16", *(f"halfstep {policy}" for policy in bench.policies[:2])]
+
+
 def gpt2(bench: Bench) -> None:
-    """GPT-2 of 124 M parameters on 16 x 1024 tokens: each policy, uncompiled and compiled."""
-    names = ["bare bf16", *(f"halfstep {policy}" for policy in bench.policies[:2])]
-    names += [*(f"{name}, compiled" for name in names)]
-    names += ["bare bf16, plain head, compiled", "bare bf16, liger head, compiled"]
-    for policy in bench.policies[2:]:
-        base = base_of(f"halfstep {policy}")
-        more = [*(() if base in names else (base,)), f"halfstep {policy}"]
-        names += [*more, *(f"{name}, compiled" for name in more)]
-    compare(bench, bench.jobs.gpt2(), names)
+    """GPT-2 of 124 M parameters on 16 x 1024 tokens, compiled."""
+    compare(bench, bench.jobs.gpt2(), [f"{name}, compiled" for name in first_of(bench)])
+
+
+def gpt2_more(bench: Bench) -> None:
+    """The same uncompiled; then the other policies, and other heads."""
+    job = bench.jobs.gpt2()
+    compare(bench, job, first_of(bench))
+    heads = [f"bare bf16, {head} head" for head in ("liger", "plain")]
+    pairs = [[base_of(f"halfstep {p}"), f"halfstep {p}"] for p in bench.policies[2:]]
+    for pair in pairs:
+        compare(bench, job, [*pair, *(f"{name}, compiled" for name in pair)])
+    compare(bench, job, [f"{name}, compiled" for name in heads])
 
 
 def llama(bench: Bench) -> None:
     """Llama of 1.1 B parameters on 4 x 2048 tokens, compiled layer by layer."""
-    kinds = ["bare bf16", "halfstep bf16-mixed", f"halfstep {SPLIT8}"]
-    kinds += ["bare bf16, torchao tensorwise", f"halfstep {bench.fp8}"]
-    kinds += ["bare bf16, torchao rowwise"]
-    names = [*(f"{kind}, compiled" for kind in kinds), f"halfstep {bench.fp8}"]
+    kinds = ["bare bf16", f"halfstep {bench.fp8}", "bare bf16, torchao tensorwise"]
+    kinds += ["halfstep bf16-mixed", f"halfstep {SPLIT8}"]
     job = bench.attempt("llama-1.1b", "model", bench.jobs.llama)
     if job is not None:
-        compare(bench, job, names, alone=True)
+        compare(bench, job, [f"{kind}, compiled" for kind in kinds], alone=True)
 
 
-def launch_bound(bench: Bench) -> None:
-    """Three models whose step on a GPU is bound by launches; the switches that halfstep pins."""
-    mixed = "halfstep bf16-mixed"
-    names = "bare bf16", mixed, f"{mixed}, torch.AdamW", "halfstep bf16-split"
-    for size, make in {"12x64": bench.jobs.transformer, "bert-base": bench.jobs.bert,
-                       "resnet50": bench.jobs.resnet}.items():  # fmt: skip
-        job = bench.attempt(size, "model", make)
-        if job is None:
-            continue
-        split = f"{names[-1]},keep_fp32=type:BatchNorm2d" if size == "resnet50" else names[-1]
-        compare(bench, job, [*names[:-1], split, "bare fp32", "halfstep fp32"])
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # nothing to pin
-            compare(bench, job, [f"{name}, without tf32" for name in names[:2]])
+def launch_bound(bench: Bench, *, graphed: bool = False) -> None:
+    """Three models whose step on a GPU is bound by launches, or by none: a CUDA graph."""
+    names = ["bare bf16", "halfstep bf16-mixed", "halfstep bf16-mixed, torch.AdamW"]
+    for size in ("12x64", "bert-base", "resnet50"):
+        job = bench.attempt(size, "model", functools.partial(MODELS[size], bench.jobs))
+        split = "halfstep bf16-split" + ",keep_fp32=type:BatchNorm2d" * (size == "resnet50")
+        found = [f"{name}, graphed" for name in names[:2]] if graphed else [*names, split]
+        if job is not None:
+            compare(bench, job, found)
 
 
-def linears(bench: Bench) -> None:
+def linears(bench: Bench, *, more: bool = False) -> None:
     """Forward and backward of one linear layer over 16,384 rows."""
 
     def without_tail(step: Step) -> Callable[[], None]:
@@ -389,23 +370,32 @@ def linears(bench: Bench) -> None:
 
         return backward
 
-    shapes = (4096, 4096), (2048, 5632), (768, 3072), (4096, 14336)
-    names = ["bare bf16", f"halfstep {bench.fp8}", "bare bf16, compiled"]
-    names += ["bare bf16, torchao tensorwise, compiled", f"halfstep {bench.fp8}, compiled"]
-    for shape in ((32, 64),) if bench.tiny else shapes:
+    shapes = ((32, 64),) if bench.tiny else ((4096, 4096), (2048, 5632), (768, 3072))
+    names = ["bare bf16", f"halfstep {bench.fp8}"]
+    if not more:
+        names = [f"{name}, compiled" for name in (*names, "bare bf16, torchao tensorwise")]
+    for shape in shapes:
         compare(bench, bench.jobs.linear(*shape), names, wrap=without_tail)
 
 
-def classify(bench: Bench) -> None:
-    """Where the time of fine-tuning BERT goes, on the host and on the device."""
+def classify(bench: Bench, *, more: bool = False) -> None:
+    """Fine-tuning BERT; then where its time goes, on the host and on the device."""
     job = bench.attempt("bert-base", "model", lambda: bench.jobs.bert(rows=32))
-    for name in ("halfstep fp32", "halfstep bf16-split", "bare fp32", "bare bf16") if job else ():
+    names = ["bare fp32", "halfstep bf16-split", "bare bf16", "halfstep fp32"]
+    if job is None:
+        return
+    if not more:
+        compare(bench, job, names, base=lambda _: "bare fp32")
+        return
+    compiled = [f"{name}, compiled" for name in names[:2]]
+    compare(bench, job, compiled, base=lambda _: compiled[0])
+    for name in names[1:3]:
         bench.attempt(job.name, name, functools.partial(explained, bench, job, name))
         bench.release()
 
 
 def explained(bench: Bench, job: Job, name: str) -> None:
-    step, count = Step(job, name, bench.backend), 2 if bench.tiny else 40
+    step, count = Step(job, name, bench.backend), 2 if bench.tiny else 20
     first = bench.seconds(step)
     device, host, threads = bench.block(step, count)
     clock = cProfile.Profile()
@@ -417,11 +407,9 @@ def explained(bench: Bench, job: Job, name: str) -> None:
     found = [each for each in bench.profiled(step).key_averages() if each.device_type == bench.kind]
     kernels = sorted(found, key=lambda each: -getattr(each, key))
     saved = bench.seconds(functools.partial(save, step))
-    with torch.no_grad(), step.autocast():
-        evaluated = bench.seconds(lambda: [step.model(*job.batch).item() for _ in range(10)])
     bench.say(
-        job.name, name, ms=1e3 * device, host_ms=1e3 * host, all_threads_ms=1e3 * threads,
-        first_ms=1e3 * first, state_ms=1e3 * saved, evaluation_ms=1e3 * evaluated,
+        job.name, f"{name}, explained", ms=1e3 * device, host_ms=1e3 * host,
+        all_threads_ms=1e3 * threads, first_ms=1e3 * first, state_ms=1e3 * saved,
         host_top=[*own.items()][:3], host_ms_by_function=own,
         device_us_by_kernel={each.key: getattr(each, key) for each in kernels[:12]},
     )  # fmt: skip
@@ -435,16 +423,15 @@ def save(step: Step) -> None:
         torch.save(state, file)
 
 
-def tails(bench: Bench) -> None:
-    """What follows the backward (check, clip, update), step by step, at two sizes."""
-    sizes = {"gpt2-124m": bench.jobs.gpt2, "llama-1.1b": bench.jobs.llama}
-    names = ("bare bf16", f"halfstep {SPLIT8}", "halfstep bf16-split", "halfstep bf16-mixed",
-             "bare fp16", "halfstep fp16-mixed")  # fmt: skip
-    for size, make in sizes.items():
-        job, bases = bench.attempt(size, "model", functools.partial(make, 1, 64)), {}
-        for name in names if job else ():
-            bench.attempt(size, name, functools.partial(tail, bench, job, name, bases))
-            bench.release()
+def tails(bench: Bench, *, more: bool = False) -> None:
+    """What follows the backward (check, clip, update), step by step."""
+    names = ["bare bf16", f"halfstep {SPLIT8}", "halfstep bf16-split", "halfstep bf16-mixed"]
+    size, names = ("llama-1.1b", names[:2]) if more else ("gpt2-124m", names)
+    make = functools.partial(MODELS[size], bench.jobs, 1, 64)
+    job, bases = bench.attempt(size, "model", make), {}
+    for name in names if job else ():
+        bench.attempt(size, name, functools.partial(tail, bench, job, name, bases))
+        bench.release()
 
 
 def tail(bench: Bench, job: Job, name: str, bases: dict[str, float]) -> None:
@@ -470,39 +457,119 @@ def tail(bench: Bench, job: Job, name: str, bases: dict[str, float]) -> None:
     bench.say(job.name, name, **figures, elements=elements, tails_ms=ms)
 
 
-PARTS = {"0": facts, "A": gpt2, "B": llama, "C": launch_bound, "D": linears, "E": classify,
-         "F": tails}  # fmt: skip
+MODELS: dict[str, Callable[..., Job]] = {
+    "gpt2-124m": Jobs.gpt2, "llama-1.1b": Jobs.llama, "12x64": Jobs.transformer,
+    "bert-base": Jobs.bert, "resnet50": Jobs.resnet,
+}  # fmt: skip
+PLAN: tuple[tuple[str, Callable[[Bench], None], float], ...] = (
+    ("0", waits, 15), ("A", gpt2, 150), ("D", linears, 60), ("B", llama, 150),
+    ("E", classify, 40), ("F", tails, 45), ("C", launch_bound, 60), ("0", rates, 10),
+    ("A", gpt2_more, 120), ("D", functools.partial(linears, more=True), 30),
+    ("C", functools.partial(launch_bound, graphed=True), 60),
+    ("E", functools.partial(classify, more=True), 60),
+    ("F", functools.partial(tails, more=True), 60),
+)  # fmt: skip
+"""Parts in the order of worth, and the most seconds that one may take of seven minutes."""
+AHEAD = 90.0
+"""Seconds that compiling ahead may take."""
+
+
+def compile_ahead(bench: Bench, words: Sequence[str]) -> list[subprocess.Popen[bytes]]:
+    """Compile what matters most, each variant in a process of its own, into torch's cache.
+
+    A compilation that starts from nothing takes a minute, most of it in one thread.
+    """
+    more = [f"halfstep {bench.fp8}", "bare bf16, torchao tensorwise"]
+    work = {"A": ("gpt2-124m", first_of(bench)), "B": ("llama-1.1b", first_of(bench) + more)}
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    commands = [
+        [sys.executable, __file__, *words, "--compile", size, f"{name}, compiled"]
+        for part, (size, names) in work.items() if part in bench.parts for name in names
+    ]  # fmt: skip
+    quiet = subprocess.DEVNULL
+    return [subprocess.Popen(c, env=environment, stdout=quiet, stderr=quiet) for c in commands]
+
+
+def compile_one(bench: Bench, size: str, name: str) -> None:
+    """Take one step of a variant; a Llama is compiled layer by layer, so that one layer will do."""
+    few = {"layers": 1} if size == "llama-1.1b" else {}
+    Step(MODELS[size](bench.jobs, **few), name, bench.backend)()
+
+
+def load_compiled(folder: Path | None) -> bool:
+    """Take what another run has compiled, perhaps on another machine, from its files."""
+    files = sorted(folder.glob("compiled-*.bin")) if folder else []
+    if files:
+        content = zlib.decompress(b"".join(file.read_bytes() for file in files))
+        torch.compiler.load_cache_artifacts(content)
+    return bool(files)
+
+
+def save_compiled(folder: Path | None) -> None:
+    """Write what this run has compiled or loaded, in files of at most 15 MiB."""
+    found = torch.compiler.save_cache_artifacts() if folder else None
+    if folder is None or found is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    content, size = zlib.compress(found[0]), 15 * 2**20
+    for old in folder.glob("compiled-*.bin"):
+        old.unlink()
+    for number, at in enumerate(range(0, len(content), size)):
+        (folder / f"compiled-{number}.bin").write_bytes(content[at : at + size])
+
+
+def wait_for(bench: Bench, ahead: list[subprocess.Popen[bytes]], begin: float) -> None:
+    """Wait for what is compiled ahead, since it would disturb what is timed."""
+    for child in ahead:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.1, begin + AHEAD - time.monotonic()))
+        child.kill()
+    codes = [child.returncode for child in ahead]
+    bench.say("machine", "compiled ahead", build_seconds=time.monotonic() - begin, codes=codes)
 
 
 def main(words: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=[*SECONDS], default=[*SECONDS])
-    parser.add_argument("--minutes", type=float, default=9.5, help="what all seven parts share")
+    letters = [*dict.fromkeys(part for part, *_ in PLAN)]
+    parser.add_argument("--parts", nargs="+", choices=letters, default=letters)
+    parser.add_argument("--minutes", type=float, default=7.0, help="what all parts share")
     parser.add_argument("--policies", nargs="+", help="of part A",
                         default=["bf16-mixed", SPLIT8, "fp16-mixed", "fp32"])  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--wheels", help="folder in which torchao and liger-kernel are installed")
-    parser.add_argument("--cache", type=Path, help="folder of compiled kernels, kept between runs")
+    parser.add_argument("--cache", type=Path, help="folder of what was compiled, for the next run")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="small models: tests this script only")
+    parser.add_argument("--compile", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.device != "cpu" and not torch.cuda.is_available():
         sys.exit("h100: torch sees no CUDA device; --device cpu --tiny runs the code alone")
     if arguments.wheels:
         sys.path.append(arguments.wheels)
-    if arguments.cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(arguments.cache / "inductor")
-        os.environ["TRITON_CACHE_DIR"] = str(arguments.cache / "triton")
     bench, begin = Bench(arguments), time.monotonic()
-    bench.deadline = begin
-    for part in [part for part in SECONDS if part in arguments.parts]:
+    if arguments.compile:
+        compile_one(bench, *arguments.compile)
+        return bench.file
+    loaded = load_compiled(arguments.cache)
+    given = sys.argv[1:] if words is None else words
+    ahead = compile_ahead(bench, given) if bench.cuda and not loaded else []
+    for part, function, seconds in PLAN:
+        if part not in arguments.parts:
+            continue
+        if ahead and part != "0":
+            wait_for(bench, ahead, begin)
+            ahead = []
         bench.part, bench.needed = part, 3.0
-        bench.deadline += SECONDS[part] * 60 * arguments.minutes / sum(SECONDS.values())
+        most = seconds * arguments.minutes / 7
+        bench.deadline = min(begin + 60 * arguments.minutes, time.monotonic() + most)
         try:
-            PARTS[part](bench)
+            function(bench)
         except Exception as error:
-            bench.say("part", PARTS[part].__name__, "failed", text=repr(error)[:300])
+            bench.say("part", part, "failed", text=repr(error)[:300])
         bench.release()
+        if function in (gpt2, llama):  # a run that is cut off keeps these
+            save_compiled(arguments.cache)
+    save_compiled(arguments.cache)
     bench.say("end", "", text=f"{time.monotonic() - begin:.0f} s, in {bench.file}")
     return bench.file
 

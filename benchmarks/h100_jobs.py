@@ -164,8 +164,8 @@ class Jobs:
         flops = flops_per_token(model, positions, layers, width, length)
         return self._predicts("gpt2-124m", model, self._drawn(rows, length + 1, vocabulary), flops)
 
-    def llama(self, rows: int = 4, length: int = 2048) -> Job:
-        layers, width, wide, heads, pairs, vocabulary = 22, 2048, 5632, 32, 4, 32000
+    def llama(self, rows: int = 4, length: int = 2048, layers: int = 22) -> Job:
+        width, wide, heads, pairs, vocabulary = 2048, 5632, 32, 4, 32000
         if self.tiny:
             rows, length = 2, 8
             layers, width, wide, heads, pairs, vocabulary = 1, 32, 64, 2, 1, 64
@@ -262,7 +262,10 @@ class Step:
         scaled = self.precision is None and self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.loss_of: Callable[..., Tensor] = self.model
-        if "compiled" in changes:
+        if "graphed" in changes:
+            mode = "reduce-overhead" if backend == "inductor" else None
+            self.loss_of = torch.compile(self.model, backend=backend, mode=mode)
+        elif "compiled" in changes:
             self._compile(backend)
 
     def _compile(self, backend: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("peers", "demo", "measured-speed", "measured-gpu", "measured-quality", "measured-memory",
+NAMES = ("peers", "demo", "measured-speed", "measured-quality", "measured-memory",
          "measured-traffic", "measured-optimizer")  # fmt: skip
 
 
