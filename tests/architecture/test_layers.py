@@ -50,10 +50,9 @@ OPTIONAL = {
     ("integrations/lightning.py", "lightning.pytorch.utilities"),
     ("report/page.py", "matplotlib.figure"),
     ("report/page.py", "matplotlib"),
-    (
-        "optim/kernels/cuda.py",
-        "halfstep.optim.kernels.triton_kernels",
-    ),  # which needs triton at its top
+    # which need triton at their top
+    ("optim/kernels/cuda.py", "halfstep.optim.kernels.triton_kernels"),
+    ("precision/loss_head.py", "halfstep.kernels.softmax_triton"),
 }
 
 

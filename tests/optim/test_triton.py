@@ -21,6 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 import halfstep.optim.kernels.triton_kernels as kernels
+from halfstep.kernels import softmax_triton
 from halfstep.optim.kernels import cuda, kernel_for
 from halfstep.precision.masters.rounding import ROUNDING
 
@@ -58,7 +59,7 @@ SCALARS = {
 }
 
 
-def compiled(kernel, signature, constants, capability):
+def compiled(kernel, signature, constants, capability, **options):
     """PTX for a GPU that need not be here."""
     signature = {**signature, **dict.fromkeys(constants, "constexpr")}
     names = list(signature)
@@ -66,10 +67,14 @@ def compiled(kernel, signature, constants, capability):
         kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*"},
+        {
+            (names.index(n),): [["tt.divisibility", 16]]
+            for n in names
+            if signature[n][0] == "*" or n == "stride"
+        },
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=dict(kernels.LAUNCH)).asm["ptx"]
+    return triton.compile(source, target=target, options=options or dict(kernels.LAUNCH)).asm["ptx"]
 
 
 def require_exact(ptx):
@@ -172,6 +177,18 @@ def test_masters_and_checks_compile_to_wide_code(update, tmp_path):
     signature = {"owners": "*i32", "table": "*i64", "gradients": "*i64", "counts": "*i32"}
     ptx = compiled(kernels.below_kernel, signature, {"gradient_dtype": "bf16", **shared}, 90)
     require_no_spill(ptx, 90, tmp_path / "below.ptx")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_the_loss_head_compiles_to_wide_code(dtype, tmp_path):
+    signature = {"logits": f"*{dtype}", "targets": "*i64", "losses": "*fp32", "stride": "i32"}
+    signature |= {"columns": "i32", "ignored": "i32", "unit": "fp32"}
+    constants = {"write": True, "block": softmax_triton.BLOCK}
+    kernel, options = softmax_triton.softmax_errors_kernel, softmax_triton.LAUNCH
+    ptx = compiled(kernel, signature, constants, 90, **options)
+    require_no_spill(ptx, 90, tmp_path / "head.ptx")
+    assert ".f64" not in ptx
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") * 2 > 0
 
 
 def test_the_kernel_in_use_is_named(monkeypatch):

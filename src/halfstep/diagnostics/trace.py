@@ -151,6 +151,8 @@ class Ran:
             inputs = row.inputs
             if row.op == "attention_backward":  # the log-sum-exp that it reads is fp32
                 inputs = inputs[:4]
+            elif row.op == "addmm":  # an fp32 sum may take up a product of 16 bits
+                inputs = inputs[-2:]
             if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
                 found.append(f"{row}; {value} says {want}")
         return found
@@ -279,7 +281,8 @@ class Trace(TorchDispatchMode):
         simulated, low, low_bit, updates = _frames()
         if simulated is not None and simulated is not func:
             return result  # a conversion of its operands, or of its result
-        given, made = _unique([*args, *kwargs.values()]), [*floating(result)]
+        given = _unique([*args, *(kwargs[name] for name in kwargs if name != "out")])
+        made = [*floating(result)]
         if not made:
             return result
         if known.attention:  # its log-sum-exp is fp32, and the mask may be

@@ -22,7 +22,7 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""

@@ -6,7 +6,7 @@ import pytest
 from halfstep.errors import DataError
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.instructions import lm_batch, prompt_ids, read_instructions
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX
 from trainer.data.lm_tokenizers import BOS, EOS, ChatLetters, Letters, Merging, shown
 
 SUMS = [{"instruction": f"{n}+{n}?", "output": str(2 * n)} for n in range(40)]

@@ -10,7 +10,7 @@ from halfstep.trainer.data.instructions import (
     lm_batch,
     pack,
 )
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX
 
 PAD = 999
 

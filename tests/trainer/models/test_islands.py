@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep import Precision
 from halfstep.optim import AdamW
-from halfstep.trainer.models.cross_entropy import matmul_dtype
+from halfstep.precision.loss_head import matmul_dtype
 from halfstep.trainer.models.gpt import GPT, GPTConfig
 
 

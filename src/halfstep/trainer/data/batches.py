@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import DataError
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -31,8 +31,8 @@ from halfstep.trainer.data.batches import Indices, held_out, padded, permutation
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.corpus import in_batches, read_pieces, split_corpus
 from halfstep.trainer.data.records import HUB_PREFIX, READERS, Source, find_sources, open_records
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.causal_lm import LMBatch
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import PretrainedTokenizer
 
 Input: TypeAlias = Source | str

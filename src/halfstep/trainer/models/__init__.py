@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from halfstep.errors import ConfigError
 from halfstep.option import AtLeast1, Count, Positive, Share, option
 
+IGNORE_INDEX = -100
+"""Target of a token that is not counted. **Source:** default of ``torch.nn.CrossEntropyLoss``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:

@@ -30,8 +30,9 @@ from torch.nn import functional
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.files import read_json, require_intact
+from halfstep.precision.loss_head import linear_cross_entropy
 from halfstep.precision.policy.policy import dtype_name
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX, linear_cross_entropy_sum
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.gpt import GPT, require_finite_logits
 from halfstep.trainer.models.pretrained import (
     ADAPTER,
@@ -100,7 +101,7 @@ class PretrainedLM(Pretrained):
         head = self.core.get_output_embeddings()
         # Hook the head instead of calling it: what comes before it (a projection) and after it
         # (softcapping, a factor) differs between architectures, and must run too.
-        fused = self.plain_head and type(head) is nn.Linear and head.bias is None
+        fused = self.plain_head and type(head) is nn.Linear
         rows: list[Tensor] = []
 
         def take(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -114,8 +115,10 @@ class PretrainedLM(Pretrained):
         finally:
             hook.remove()
         if fused:
-            return linear_cross_entropy_sum(rows[0], head.weight, targets_N)
-        loss = functional.cross_entropy(logits_1NV[0].float(), targets_N, reduction="sum")
+            how = {"bias": head.bias, "reduction": "sum"}
+            loss = linear_cross_entropy(rows[0], head.weight, targets_N, **how)
+        else:
+            loss = functional.cross_entropy(logits_1NV[0].float(), targets_N, reduction="sum")
         return loss, counted_BT.sum()
 
     def logits(self, ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:

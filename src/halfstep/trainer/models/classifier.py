@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import (
     Pretrained,
     PretrainedTokenizer,

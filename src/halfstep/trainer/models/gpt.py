@@ -29,12 +29,8 @@ from halfstep.kernels.rows import (
     normalised,
 )
 from halfstep.precision.casting.op_casts import is_plain, may_run
-from halfstep.trainer.models import GPTConfig
-from halfstep.trainer.models.cross_entropy import (
-    autocast_off,
-    linear_cross_entropy_sum,
-    matmul_dtype,
-)
+from halfstep.precision.loss_head import autocast_off, linear_cross_entropy, matmul_dtype
+from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 
 
 class GPT(nn.Module):
@@ -106,7 +102,9 @@ class GPT(nn.Module):
         """
         tokens_BT, targets_BT = batch
         x_NC = self.hidden(tokens_BT).flatten(0, 1)
-        return linear_cross_entropy_sum(x_NC, self.wte.table(), targets_BT.flatten())
+        targets_N = targets_BT.flatten()
+        loss = linear_cross_entropy(x_NC, self.wte.table(), targets_N, reduction="sum")
+        return loss, (targets_N != IGNORE_INDEX).sum()
 
     def last_logits(self, tokens_BT: Tensor) -> Tensor:
         """Compute the logits after the last position only, ``(B, V)`` fp32."""

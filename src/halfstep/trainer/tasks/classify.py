@@ -31,6 +31,7 @@ from halfstep.trainer.data.batches import (
 )
 from halfstep.trainer.data.config import Progress
 from halfstep.trainer.data.labelled import read_known, read_labelled
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.classifier import (
     SCRATCH,
     ClassifierBatch,
@@ -40,7 +41,6 @@ from halfstep.trainer.models.classifier import (
     scratch_size,
     train_tokenizer,
 )
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import PretrainedTokenizer, open_tokenizer
 from halfstep.trainer.step import Batch, Evaluation, Judge, to_device
 from halfstep.trainer.tasks.epochs import FinetuneTask, model_folder

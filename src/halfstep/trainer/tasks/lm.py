@@ -25,6 +25,7 @@ from halfstep.trainer.data.instructions import (
     prompt_ids,
     read_instructions,
 )
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.causal_lm import (
     LoraLM,
     PretrainedLM,
@@ -34,7 +35,6 @@ from halfstep.trainer.models.causal_lm import (
     open_causal_lm,
     require_faithful,
 )
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import PretrainedTokenizer, new_folder, open_tokenizer
 from halfstep.trainer.step import Batch, Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.tasks.epochs import FinetuneTask, frozen_fingerprint, model_folder

@@ -31,8 +31,7 @@ from halfstep.trainer.data.corpus import (
     token_file,
 )
 from halfstep.trainer.data.records import find_sources
-from halfstep.trainer.models import GPTConfig
-from halfstep.trainer.models.cross_entropy import IGNORE_INDEX
+from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
 from halfstep.trainer.tasks.task import Measured, Task, Trained, share_of, shortened

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep import linear_cross_entropy
 from halfstep.errors import DataError
-from halfstep.trainer.models.cross_entropy import linear_cross_entropy_sum
+from halfstep.precision import loss_head
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 UNIT[torch.float16] = 2.0**-11
@@ -64,6 +70,20 @@ def problem(n, d, v, dtype, *, seed, ignored=0.2, gain=0.3):
     return x, w, targets
 
 
+@contextmanager
+def chunks(rows, vocab):
+    """Chunks of at most so many rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_head, "MAX_ROWS", rows)
+        patch.setattr(loss_head, "CHUNK_ON_GPU", rows * vocab)
+        yield
+
+
+def loss_sum(x, w, targets, rows=512):
+    with chunks(rows, len(w)):
+        return linear_cross_entropy(x, w, targets, reduction="sum")
+
+
 class Recorder(TorchDispatchMode):
     """Notes every operation with the dtypes and shapes that go in and the tensor that comes out."""
 
@@ -82,18 +102,6 @@ class Recorder(TorchDispatchMode):
         return [c for c in self.calls if c[0] in ("mm", "addmm", "addmm_", "matmul", "bmm")]
 
 
-def test_value_and_gradients_of_fp64_match_the_definition():
-    x, w, targets = problem(90, 24, 67, torch.float64, seed=1)
-    loss, dx, dw = oracle(x, w, targets)
-    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 67)
-    got.backward()
-    assert (got.shape, got.dtype, count.dtype) == ((), torch.float64, torch.int64)
-    # Rounding (1.1e-16) of sums of 90 terms, with a factor 10 and more.
-    assert abs(got.item() - loss) <= loss * 1e-13
-    assert (x.grad - dx).abs().max() <= 1e-13
-    assert (w.grad - dw).abs().max() <= 1e-12
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_near_as_a_few_roundings(dtype):
     # Sharper than the worst case above: relative in the 2-norm, where roundings average out. Three
@@ -101,7 +109,7 @@ def test_gradients_are_as_near_as_a_few_roundings(dtype):
     # fp32 accumulates over V and N besides, so its bound has a factor 4 more.
     x, w, targets = problem(200, 24, 67, dtype, seed=2)
     _, dx, dw = oracle(x, w, targets)
-    got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 67)
+    got = loss_sum(x, w, targets, rows=20)
     got.backward()
     bound = UNIT[dtype] * (32 if dtype == torch.float32 else 8)
     assert (x.grad.double() - dx).norm() <= bound * dx.norm()
@@ -114,19 +122,18 @@ def test_gradients_are_as_near_as_a_few_roundings(dtype):
     d=st.integers(1, 9),
     v=st.integers(1, 40),
     ignored=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-    chunk_bytes=st.integers(1, 40 * 40 * 4),
+    rows=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**20),
 )
-def test_any_shape_ignore_pattern_and_chunk_size(n, d, v, ignored, chunk_bytes, dtype, seed):
+def test_any_shape_ignore_pattern_and_chunk_size(n, d, v, ignored, rows, dtype, seed):
     x, w, targets = problem(n, d, v, dtype, seed=seed, ignored=ignored)
     loss, dx, dw = oracle(x, w, targets)
-    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=chunk_bytes)
+    got = loss_sum(x, w, targets, rows)
     got.backward()
     bound = bounds(x, w, dtype)
     assert got.dtype == torch.float32
     assert x.grad.dtype == w.grad.dtype == dtype
-    assert count.item() == sum(t != -100 for t in targets.tolist())
     assert abs(got.item() - loss) <= bound[0]
     assert (x.grad[targets == -100] == 0).all()
     if n:
@@ -138,12 +145,12 @@ def test_any_shape_ignore_pattern_and_chunk_size(n, d, v, ignored, chunk_bytes, 
 def test_an_ignored_row_that_is_not_finite_leaves_everything_alone(dtype):
     x, weight, targets = problem(40, 8, 30, dtype, seed=5)
     targets[3] = -100
-    clean, _ = linear_cross_entropy_sum(x, weight, targets)
+    clean = loss_sum(x, weight, targets)
     for value in (math.nan, math.inf):
         with torch.no_grad():
             x[3] = value
         weight.grad = x.grad = None
-        got, _ = linear_cross_entropy_sum(x, weight, targets)
+        got = loss_sum(x, weight, targets)
         got.backward()
         assert got.item() == clean.item()
         assert weight.grad.isfinite().all()
@@ -151,10 +158,30 @@ def test_an_ignored_row_that_is_not_finite_leaves_everything_alone(dtype):
         assert (x.grad[3] == 0).all()
 
 
-def test_targets_of_another_width_are_refused():
+def test_the_mean_of_any_shape_with_a_bias_is_that_of_torch():
+    x, weight, targets = problem(40, 8, 30, torch.float64, seed=6)
+    bias = torch.randn(30, dtype=torch.float64, requires_grad=True)
+    rows = x.view(4, 10, 8).transpose(0, 1)
+    targets = torch.where(targets == -100, 7, targets).view(4, 10).t()
+    with chunks(15, 30):
+        own = linear_cross_entropy(rows, weight, targets, bias=bias, ignore_index=7)
+    logits = F.linear(rows, weight, bias).flatten(0, 1)
+    torchs = F.cross_entropy(logits, targets.flatten(), ignore_index=7)
+    parts = (x, weight, bias)
+    pairs = zip(*(torch.autograd.grad(loss * 3, parts) for loss in (own, torchs)), strict=True)
+    for got, want in ((own, torchs), *pairs):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    assert linear_cross_entropy(rows, weight, targets * 0 - 100).isnan()  # the mean of nothing
+
+
+def test_wrong_arguments_are_refused():
     x, weight = torch.randn(4, 8), torch.randn(9, 8)
     with pytest.raises(DataError, match=r"torch\.int32; allowed: torch\.int64"):
-        linear_cross_entropy_sum(x, weight, torch.arange(4, dtype=torch.int32))
+        loss_sum(x, weight, torch.arange(4, dtype=torch.int32))
+    with pytest.raises(DataError, match=r"shape \(3,\) and reduction 'sum'; allowed: \(4,\)"):
+        loss_sum(x, weight, torch.arange(3))
+    with pytest.raises(DataError, match="'mean' or 'sum'"):
+        linear_cross_entropy(x, weight, torch.arange(4), reduction="none")
 
 
 # --- fp16: range -------------------------------------------------------------------------------
@@ -165,7 +192,7 @@ def test_fp16_overflows_where_the_true_gradient_does_and_nowhere_else(log2_scale
     x, w, targets = problem(96, 8, 40, torch.float16, seed=9, gain=1.0)
     _, dx, dw = oracle(x, w, targets)
     scale = 2.0**log2_scale
-    got, _ = linear_cross_entropy_sum(x, w, targets)
+    got = loss_sum(x, w, targets)
     (got * scale).backward()
     for grad, true in ((x.grad.double(), dx * scale), (w.grad.double(), dw * scale)):
         # 65520 is where fp16 rounds to inf; 1 % is ten times the error seen in the norm test above.
@@ -187,7 +214,7 @@ def test_fp16_gradient_of_a_confident_model_keeps_its_digits(log2_scale):
     loss, dx, dw = oracle(x32, w32, targets)
     assert loss / 96 < 1e-3
     with torch.autocast("cpu", torch.float16):
-        got, _ = linear_cross_entropy_sum(x32, w32, targets)
+        got = loss_sum(x32, w32, targets)
     (got * 2.0**log2_scale).backward()
     # A logit of 12 is rounded by up to 12 * 2^-12 = 0.3 %, and so, relatively, are all small
     # probabilities; E, result and operands add 3 * 2^-11 = 0.15 %. Twice, for margin.
@@ -201,8 +228,8 @@ def test_fp16_sum_of_many_like_tokens_does_not_overflow_before_its_scale():
     x = torch.full((4000, 4), 200.0, dtype=torch.float16, requires_grad=True)
     w = torch.zeros(50, 4, dtype=torch.float16, requires_grad=True)
     targets = torch.zeros(4000, dtype=torch.int64)
-    got, count = linear_cross_entropy_sum(x, w, targets, chunk_bytes=500 * 4 * 50)
-    (got / count).backward()
+    got = loss_sum(x, w, targets, rows=500)
+    (got / 4000).backward()
     _, _, dw = oracle(x, w, targets)
     assert dw.abs().max() > 65504 * 8
     # 4 units of fp16: E, the result of each chunk's matmul, the mean, and the final cast.
@@ -218,7 +245,7 @@ def test_fp16_keeps_gradients_of_a_large_head():
         x[:, 1::2] = 0
         w[::2] -= 2000 * (torch.arange(8) % 2)
     _, dx, dw = oracle(x, w, targets)
-    got, _ = linear_cross_entropy_sum(x, w, targets)
+    got = loss_sum(x, w, targets)
     got.backward()
     assert dx.abs().max() > 500
     # 8 units of fp16, as in the norm test.
@@ -232,15 +259,16 @@ def test_fp16_keeps_gradients_of_a_large_head():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backward_twice_gives_the_same_gradients(dtype):
     x, w, targets = problem(40, 8, 30, dtype, seed=12)
-    got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 30)
-    first = torch.autograd.grad(got * 0.5, (x, w), retain_graph=True)
-    second = torch.autograd.grad(got * 0.5, (x, w))
+    with chunks(20, 30):
+        got = linear_cross_entropy(x, w, targets)
+        first = torch.autograd.grad(got * 0.5, (x, w), retain_graph=True)
+        second = torch.autograd.grad(got * 0.5, (x, w))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_second_derivative_is_refused():
     x, w, targets = problem(5, 4, 6, torch.float32, seed=13)
-    got, _ = linear_cross_entropy_sum(x, w, targets)
+    got = loss_sum(x, w, targets)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(got, x, create_graph=True)
 
@@ -251,7 +279,7 @@ def test_no_gradient_that_nobody_needs_is_computed(need_x, need_w):
     x.requires_grad_(need_x)
     w.requires_grad_(need_w)
     with Recorder() as seen:
-        got, _ = linear_cross_entropy_sum(x, w, targets)
+        got = loss_sum(x, w, targets)
     assert len(seen.matmuls()) == 1 + need_x + need_w
     assert got.requires_grad == (need_x or need_w)
     if got.requires_grad:
@@ -272,7 +300,7 @@ def test_autocast_decides_the_dtype_of_every_matmul(dtype):
     x, w, targets = problem(40, 8, 30, torch.float32, seed=16)
     with Recorder() as seen:
         with torch.autocast("cpu", dtype):
-            got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=20 * 4 * 30)
+            got = loss_sum(x, w, targets, rows=20)
         got.backward()
     assert len(seen.matmuls()) == 6  # 2 chunks of logits, dX, dW
     for name, dtypes, out in seen.matmuls():
@@ -291,7 +319,7 @@ def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
     n, v, rows = 300, 200, 30
     x, w, targets = problem(n, 8, v, dtype, seed=19)
     with Recorder() as seen:
-        got, _ = linear_cross_entropy_sum(x, w, targets, chunk_bytes=rows * 4 * v)
+        got = loss_sum(x, w, targets, rows=rows)
         got.backward()
     wide = [out for _, _, out in seen.calls if isinstance(out, torch.Tensor) and v in out.shape[1:]]
     assert wide  # chunks were seen at all
@@ -299,6 +327,61 @@ def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
     names = {name for name, _, _ in seen.calls}
     # What .item(), bool() and boolean masks dispatch to.
     assert not names & {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_awkward_rows_of_logits(dtype):
+    huge, masked, sure, short, unlikely = logits = torch.randn(5, 5003).to(dtype)
+    huge[:] *= 9000
+    masked[:4500], masked[17] = -math.inf, 2
+    sure[41] = 30
+    short[7], unlikely[8], unlikely[9] = -40, 45, 0
+    targets = torch.tensor([5002, 17, 41, 7, 9])
+    z = logits.double()
+    losses = F.cross_entropy(z, targets, reduction="none")
+    unit = loss_head.FP16_UNIT if dtype == torch.float16 else 1.0
+    errors = (z.softmax(1) - F.one_hot(targets, 5003)) * unit
+    padded = logits.new_full((5, 5008), math.nan)[:, :5003].copy_(logits)
+    own, made = loss_head._losses_and_errors(padded, targets, -100, unit, True)
+    torch.testing.assert_close(own.flatten().double(), losses, rtol=2e-6, atol=1e-5)
+    rtol = 3e-6 + 2.1 * UNIT[dtype]  # Triton's interpreter cuts bf16 off
+    torch.testing.assert_close(made.double(), errors, rtol=rtol, atol=2e-8 * unit)
+
+
+# --- compiled, and on a GPU ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_whole_with_the_same_bits(autocast):
+    x, w, targets = problem(60, 8, 30, torch.float32, seed=22)
+
+    def loss_of(x, w, targets):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return linear_cross_entropy(x * 2, w, targets)
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    (own, *gradients), again = (
+        (loss, *torch.autograd.grad(loss * 3, (x, w)))
+        for loss in (loss_of(x, w, targets), compiled(x, w, targets))
+    )
+    assert all(torch.equal(a, b) for a, b in zip((own, *gradients), again, strict=True))
+    with torch.no_grad():
+        assert torch.equal(compiled(x, w, targets), own)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(loss_head._kernels("cuda", torch.float32) is None, reason="NO TRITON")
+def test_the_kernel_in_the_interpreter():
+    words = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", __file__]
+    left_out = "not interpreter and not compiles and not cuda and not like_tokens"
+    done = subprocess.run(
+        [*words, "-W", "ignore::RuntimeWarning", "-k", left_out],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -310,7 +393,7 @@ def test_a_target_out_of_range_is_named():
         for bad in (30, -1, 10**9):
             targets[17] = bad
             with pytest.raises(DataError, match=rf"target {bad} at row 17 .* 0 to 29, or -100"):
-                linear_cross_entropy_sum(x, w, targets)
+                loss_sum(x, w, targets)
 
 
 @pytest.mark.gpu
@@ -322,9 +405,10 @@ def test_cuda_matches_the_definition_without_a_sync(dtype, no_synchronisation):
     bound = bounds(x, w, dtype)
     gx, gw = (t.detach().cuda().requires_grad_() for t in (x, w))
     targets = targets.cuda()
-    with no_synchronisation():
-        got, _ = linear_cross_entropy_sum(gx, gw, targets, chunk_bytes=100 * 4 * 300)
+    with no_synchronisation(), Recorder() as seen:
+        got = loss_sum(gx, gw, targets, rows=100)
         got.backward()
+    assert {out.dtype for _, _, out in seen.calls if 300 in out.shape[1:]} == {dtype}
     assert abs(got.item() - loss) <= bound[0]
     assert (gx.grad.cpu().double() - dx).abs().max().item() <= bound[1]
     assert (gw.grad.cpu().double() - dw).abs().max().item() <= bound[2]
