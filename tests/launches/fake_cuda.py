@@ -2,7 +2,8 @@
 
 :func:`install` changes torch for the whole process, so count in a process of its own. Tensors of
 the CPU stay real; what is copied from the device to them is made up. Nothing shows time, cuBLAS
-or graphs; a launch is one operator or Triton kernel, whatever the number of tensors it works on.
+or graphs; a launch is one operator or Triton kernel, whatever the number of tensors it works on,
+and to wait for an event, of a copy that began a step ago, is no synchronisation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def install() -> None:
     for name, answer in {
         "is_available": True, "is_initialized": True, "is_bf16_supported": True, "device_count": 1,
         "current_device": 0, "get_device_capability": (9, 0), "is_current_stream_capturing": False,
-        "get_device_name": "NVIDIA H100 80GB HBM3", "synchronize": None, "manual_seed_all": None,
+        "get_device_name": "NVIDIA H100 80GB HBM3", "manual_seed_all": None,
         "current_stream": mock.MagicMock(), "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, mock.Mock(return_value=answer))
@@ -112,7 +113,7 @@ class Count(TorchDispatchMode):
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self.launch(kernel.fn.__name__, args, kwargs)
 
-        JITFunction.run = run
+        JITFunction.run, torch.cuda.synchronize = run, lambda *_: self.wait()
         super().__enter__()
         return self
 

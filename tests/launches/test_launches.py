@@ -180,6 +180,7 @@ def test_no_figure_of_a_step_has_risen(rows):
     pytest.importorskip("triton", reason="NO TRITON: nothing of the CUDA path was counted")
     found, budget = figures("small", rows), read()
     assert found.keys() == {*rows}
+    assert all(row["launches"] > 20 for row in found.values()), "nothing rises where none counts"
     assert not risen(found, budget)
     assert set(ROWS) == budget.keys()
 
