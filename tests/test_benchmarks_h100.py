@@ -82,7 +82,7 @@ def test_pages_say_what_the_file_says_in_both_languages(benchmarks, tmp_path):
              "halfstep fp8")  # fmt: skip
     sizes = {"gpt2-124m": "AF", "llama-1.1b": "B", "4096x4096": "D", "768x3072": "D",
              "bert-base": "E", "syncs": "0"}  # fmt: skip
-    rows, keys = [first], ("ms", "tokens_per_second", "peak_gb", "tail_ms", "syncs", "host_ms")
+    rows, keys = [first], ("ms", "tokens_per_second", "peak_gb", "tail_ms", "check_ms", "syncs")
     cases = [(part, size, f"{kind}{end}") for size, parts in sizes.items() for part in parts
              for kind in kinds for end in ("", ", compiled")]  # fmt: skip
     for number, case in enumerate(cases, 3):

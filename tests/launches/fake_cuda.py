@@ -2,7 +2,8 @@
 
 :func:`install` changes torch for the whole process, so count in a process of its own. Tensors of
 the CPU stay real; what is copied from the device to them is made up. Nothing shows time, cuBLAS
-or graphs; a launch is one operator or Triton kernel, whatever the number of tensors it works on.
+or graphs; a launch is one operator or Triton kernel, whatever the number of tensors it works on,
+and to wait for an event, of a copy that began a step ago, is no synchronisation.
 """
 
 from __future__ import annotations
@@ -28,19 +29,6 @@ _FREE = {
 """Operators besides views that launch nothing."""
 
 
-class Event:
-    """An event of a stream that is always done."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for a copy that began a step ago, which is no synchronisation."""
-
-
 def install() -> None:
     """Have torch take CUDA for an H100 that is there, and run its backward in this thread."""
     torch.autograd.set_multithreading_enabled(False)
@@ -50,12 +38,12 @@ def install() -> None:
     for name, answer in {
         "is_available": True, "is_initialized": True, "is_bf16_supported": True, "device_count": 1,
         "current_device": 0, "get_device_capability": (9, 0), "is_current_stream_capturing": False,
-        "get_device_name": "NVIDIA H100 80GB HBM3", "synchronize": None, "manual_seed_all": None,
+        "get_device_name": "NVIDIA H100 80GB HBM3", "manual_seed_all": None,
         "current_stream": mock.MagicMock(), "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, mock.Mock(return_value=answer))
     torch.cuda.device = torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore
-    torch.cuda.Event, torch.cuda.Stream = Event, mock.MagicMock  # type: ignore
+    torch.cuda.Event = torch.cuda.Stream = mock.MagicMock  # type: ignore  # all work is done
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None
     torch.utils._foreach_utils._foreach_supported_types.append(FakeTensor)
     address = torch.Tensor.data_ptr
@@ -71,13 +59,12 @@ def attention(
     *, scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Attention by the kernel that a GPU has for it, where a CPU's torch takes it apart."""
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    how = dropout_p, is_causal
+    assert not enable_gqa
+    ops, how = torch.ops.aten, (dropout_p, is_causal)
     if q.dtype == torch.float32 or mask is not None:
-        op = torch.ops.aten._scaled_dot_product_efficient_attention
-        return op(q, k, v, mask, True, *how, scale=scale)[0]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, *how, scale=scale)[0]
+        kernel = ops._scaled_dot_product_efficient_attention
+        return kernel(q, k, v, mask, True, *how, scale=scale)[0]
+    return ops._scaled_dot_product_flash_attention(q, k, v, *how, scale=scale)[0]
 
 
 def some(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -126,7 +113,7 @@ class Count(TorchDispatchMode):
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             self.launch(kernel.fn.__name__, args, kwargs)
 
-        JITFunction.run = run
+        JITFunction.run, torch.cuda.synchronize = run, lambda *_: self.wait()
         super().__enter__()
         return self
 
