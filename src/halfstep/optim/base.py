@@ -32,7 +32,7 @@ from halfstep.optim.options import (
     refused_gradient,
     update_of,
 )
-from halfstep.optim.rules import Algorithm
+from halfstep.optim.rules import SET, Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
     REMAINDER,
@@ -362,7 +362,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             turned = turned or copied or gradient.stride() != parameter.stride()
             update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
             kinds = parameter.dtype, gradient.dtype, parameter.device
-            key = (number, update, moments, int(state["step"]), *kinds)
+            key = (number, update, moments, int(state["step"].numpy()), *kinds)
             found.setdefault(key, []).append((parameter, task, state["step"]))
         kept = _Kept([], [], [], [], copied, turned)
         for (number, update, moments, *_), members in found.items():
@@ -503,13 +503,24 @@ class LowPrecisionOptimizer(OwnOptimizer):
     @torch.no_grad()
     def read_masters(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """What :meth:`read_master` gives for each of the parameters; one launch on a GPU."""
+        found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
         values = []
         for parameter in parameters:
-            data = dense(parameter)
+            group, stream = self._find(parameter)
+            data, update = dense(parameter), update_of(group, parameter)
             layout = data.shape, data.stride()
-            values.append(torch.empty_strided(*layout, dtype=torch.float32, device=data.device))
-        for kernel, update, _, batch, rows in self._stored(parameters, values):
-            kernel.read_masters(batch, rows, update)
+            value = torch.empty_strided(*layout, dtype=torch.float32, device=data.device)
+            held = self.state.get(parameter, {}).get(REMAINDER)
+            if held is None:  # nothing is kept beside the weight, or not yet
+                update = "nearest"
+            rest = None if held is None else flat(held, data)
+            task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
+            key = update, data.dtype, data.device
+            found.setdefault(key, []).append((task, flat(value, data)))
+            values.append(value)
+        for (update, _, device), members in found.items():
+            _, read = masters_kernel(device.type)
+            read(Batch([task for task, _ in members]), [value for _, value in members], update)
         return values
 
     @torch.no_grad()
@@ -518,32 +529,18 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
         """
-        group, _ = self._find(parameter)
-        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
+        group, stream = self._find(parameter)
+        update = update_of(group, parameter)
+        data = dense(parameter)
+        dtype, held = ROUNDING[update].remainder_dtype, None
         if dtype is not None:
-            self.state[parameter][REMAINDER] = torch.zeros_like(dense(parameter), dtype=dtype)
-        values = [value.detach().float()]
-        for kernel, update, seed, batch, rows in self._stored([parameter], values):
-            kernel.write_masters_(batch, rows, update, seed)
-            write_back(parameter, batch.tasks[0].weight)
-
-    def _stored(
-        self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
-    ) -> Iterator[tuple[Any, Update, int, Batch, list[Tensor]]]:
-        """By kernel call: weights, their remainders, and the values for them, in one order."""
-        found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
-        for parameter, value in zip(parameters, values, strict=True):
-            group, stream = self._find(parameter)
-            data, update = dense(parameter), update_of(group, parameter)
-            held = self.state.get(parameter, {}).get(REMAINDER)
-            if held is None and ROUNDING[update].remainder_dtype is not None:
-                update = "nearest"  # nothing is kept beside the weight yet
-            rest = None if held is None else flat(held, data)
-            task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
-            key = masters_kernel(data.device.type), update, group["seed"], data.device, data.dtype
-            found.setdefault(key, []).append((task, flat(value, data)))
-        for (kernel, update, seed, *_), members in found.items():
-            yield kernel, update, seed, Batch([t for t, _ in members]), [v for _, v in members]
+            self.state[parameter][REMAINDER] = held = torch.zeros_like(data, dtype=dtype)
+            held = flat(held, data)
+        new = flat(value.detach().float(), data)
+        store, _ = masters_kernel(data.device.type)
+        task = StepTask(flat(data, data), held, (), (), new, stream)
+        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, group["seed"], 0))
+        write_back(parameter, data)
 
     def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
         """The parameter's group, and its index over all groups."""
