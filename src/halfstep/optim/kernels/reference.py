@@ -68,14 +68,8 @@ def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
     )
 
     def bits(stream: int) -> Tensor:
-        return random_bits(
-            plan.seed,
-            plan.step,
-            len(weight),
-            stream=stream,
-            start=part.start,
-            device=weight.device,
-        )
+        begin, place, count = part.start, weight.device, len(weight)
+        return random_bits(plan.seed, plan.step, count, stream=stream, start=begin, device=place)
 
     noise = bits(2 * task.stream) if ROUNDING[plan.update].random else None
     store_(weight, remainder, plan.update, value, noise)
