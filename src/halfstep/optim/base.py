@@ -129,9 +129,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
-        # group, index in it and random stream by the id of a tensor, checked before use
-        self._places: dict[int, tuple[int, int, int]] = {}
-        self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
         super().__init__(params, {**options, "update": update, "moments": moments, "seed": seed})
@@ -141,7 +138,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group, type(self).__name__, self.has_masters)
+            self.check_group(group)
         except (PrecisionError, RuntimeError):
             self.param_groups.pop()
             raise
@@ -149,7 +146,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept, self._places, self._lengths = {}, {}, {}, []
+        self._kernels, self._kept = {}, {}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a group's invalid options and parameters."""
+        check_group(group, type(self).__name__, self.has_masters)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
@@ -298,7 +299,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return self._kernels[device, rule]
 
     def _calls(self, gradients: Gradients | None) -> _Kept:
-        """The kernel calls of a step with these gradients: the kept ones, unless anything changed."""
+        """The kernel calls of a step with these gradients: those kept, unless anything changed."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
@@ -415,7 +416,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def _widen(self, parameter: nn.Parameter, task: StepTask, plan: Plan) -> None:
         """Replace a parameter's 8-bit moments by bf16 ones, after its step."""
-        group, _ = self._find(parameter)
+        [(group, _)] = self._find(parameter)
         decided = 1.0 if plan.decision is None else plan.decision.multiplier
         values = wide_moments(task, plan.multiplier * decided, 1 - group["betas"][1] ** plan.step)
         stride, before = dense(parameter).stride(), self.state[parameter]
@@ -428,9 +429,9 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def _name(self, parameter: nn.Parameter) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
-        self._find(parameter)
-        number, at, stream = self._places[id(parameter)]
-        names = self.param_groups[number].get("param_names")
+        [(group, stream)] = self._find(parameter)
+        at = [*map(id, group["params"])].index(id(parameter))
+        names = group.get("param_names")
         return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
     def _state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -472,8 +473,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         """What :meth:`read_master` gives for each of the parameters; one launch on a GPU."""
         found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
         values = []
-        for parameter in parameters:
-            group, stream = self._find(parameter)
+        places = self._find(*parameters)
+        for parameter, (group, stream) in zip(parameters, places, strict=True):
             data, update = dense(parameter), update_of(group, parameter)
             values.append(torch.empty_like(data, dtype=torch.float32))
             held = self.state.get(parameter, {}).get(REMAINDER)
@@ -494,7 +495,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
         """
-        group, stream = self._find(parameter)
+        [(group, stream)] = self._find(parameter)
         data, update = dense(parameter), update_of(group, parameter)
         dtype, held = ROUNDING[update].remainder_dtype, None
         if dtype is not None:
@@ -506,25 +507,12 @@ class LowPrecisionOptimizer(OwnOptimizer):
         store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, group["seed"], 0))
         write_back(parameter, data)
 
-    def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
-        """The parameter's group, and its index over all groups."""
-        if not self.holds(parameter):
+    def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:
+        """The group of each of the parameters, and its index over all groups."""
+        places = {p: (group, stream) for stream, (_, group, p) in enumerate(self._members())}
+        if any(parameter not in places for parameter in parameters):
             raise PrecisionError("the parameter does not belong to this optimizer")
-        number, _, stream = self._places[id(parameter)]
-        return self.param_groups[number], stream
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a group holds this tensor; looked up once as long as the groups stay so."""
-        groups = self.param_groups
-        lengths = [len(group["params"]) for group in groups]
-        place = self._places.get(id(parameter)) if lengths == self._lengths else None
-        if place is None or groups[place[0]]["params"][place[1]] is not parameter:
-            self._lengths, self._places, stream = lengths, {}, 0
-            for number, group in enumerate(groups):
-                for at, held in enumerate(group["params"]):
-                    self._places[id(held)] = number, at, stream
-                    stream += 1
-        return id(parameter) in self._places
+        return [places[parameter] for parameter in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is stored, in plain dicts."""
@@ -587,7 +575,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a parameter's saved state, from any optimizer, to this optimizer's formats."""
-        group, stream = self._find(parameter)
+        [(group, stream)] = self._find(parameter)
         return convert(
             self.algorithm_of(group).moments,
             dense(parameter),
