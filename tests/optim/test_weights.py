@@ -21,7 +21,7 @@ N = 3000  # several chunks of the size that the tests set
 
 @pytest.fixture
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(reference, "_PART", 1024)
+    monkeypatch.setattr(reference, "_CHUNK", 1024)
 
 
 # --- what the user writes -----------------------------------------------------------------------

@@ -282,15 +282,17 @@ def changes_between_steps():
     steps = [float(s["step"]) for s in runs[0].optimizer.state_dict()["state"].values()]
     assert steps == [5, 5, 4, 5]
 
-    # 8-bit moments are compared with their gradients by the host, in step 8 of each tensor
-    for policy in ("bf16-split,moments=8bit",):
+    # 8-bit moments are compared with their gradients in step 8 of each tensor, once it is applied
+    for policy in (f"bf16-split,moments=8bit,{SCALED}",):
         told = []
         for host in (False, True):
             run = Run(policy, host=host)
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                for _ in range(10):
+                for number in range(11):
                     run.precision.backward((run.model.gain * torch.logspace(0, -12, 50)).sum())
+                    if number == 7:
+                        run.model.gain.grad[0] = math.inf
                     run.precision.step()
             assert any("spread over more than 8 bits" in str(w.message) for w in said)
             told.append((fallen_back(run.optimizer), run))

@@ -32,7 +32,7 @@ from halfstep.optim.options import (
     refused_gradient,
     update_of,
 )
-from halfstep.optim.rules import Algorithm
+from halfstep.optim.rules import SET, Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
     REMAINDER,
@@ -52,16 +52,12 @@ from halfstep.optim.state import (
     zero_moment,
 )
 from halfstep.precision.masters.rounding import ROUNDING, Update
-from halfstep.precision.masters.stepping import DeviceDecision, OwnOptimizer
+from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
 
 # Group options that loading a state does not change, since they configure this optimizer.
 _OWN = ("update", "moments", "seed")
-
-
 _NO_GRADIENT = torch.empty(0)
 _SETS = 8  # sets of parameters with gradients whose calls are kept, as of losses that take turns
-Member = tuple[int, int, nn.Parameter]
-"""A parameter, after the numbers of its random stream and of its group."""
 
 
 @dataclass(slots=True)
@@ -133,9 +129,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
-        # group, index in it and random stream by the id of a tensor, checked before use
-        self._places: dict[int, tuple[int, int, int]] = {}
-        self._lengths: list[int] = []  # of the groups, when that was looked up
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
         super().__init__(params, {**options, "update": update, "moments": moments, "seed": seed})
@@ -145,7 +138,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_group(group, type(self).__name__, self.has_masters)
+            self.check_group(group)
         except (PrecisionError, RuntimeError):
             self.param_groups.pop()
             raise
@@ -153,7 +146,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
         super().__setstate__(state)
-        self._kernels, self._kept, self._places, self._lengths = {}, {}, {}, []
+        self._kernels, self._kept = {}, {}
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a group's invalid options and parameters."""
+        check_group(group, type(self).__name__, self.has_masters)
 
     def algorithm_of(self, group: Mapping[str, Any]) -> Algorithm:
         """The update rule of a group's parameters."""
@@ -185,7 +182,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         for group in self.param_groups:
             group["update"], group["moments"] = update, moments
 
-    def check_step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def check_step(self, gradients: Gradients) -> None:
         """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
         silent = [
             parameter
@@ -196,8 +193,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         ]
         if silent:
             raise no_update(silent, type(self).__name__)
-        for _, _, parameter in self._standing(gradients):
-            gradient = gradients[parameter]
+        for _, _, parameter in self._members():
+            gradient = gradients.get(parameter, parameter)
             fits = gradient.shape == parameter.shape and gradient.dtype in GRADIENTS
             if gradient.is_sparse or not fits:
                 raise refused_gradient(parameter, gradient)
@@ -207,7 +204,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         self,
         closure: Callable[[], Any] | None = None,
         *,
-        gradients: Mapping[nn.Parameter, Tensor] | None = None,
+        gradients: Gradients | None = None,
         multiplier: float | DeviceDecision = 1.0,
     ) -> Any:
         """Take one step.
@@ -234,13 +231,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
         kept = self._calls(gradients)
         plans = [self._plan(call, factor, decision) for call in kept.calls]
         increment_version(kept.counters)  # what watches the counters sees that they moved
+        due = []
         for call, plan in zip(kept.calls, plans, strict=True):
             self._run(call, plan)
-        due = [
-            (call, plan)
-            for call, plan in zip(kept.calls, plans, strict=True)
-            if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step)
-        ]
+            if plan.moments == "8bit" and len(plan.algorithm.moments) > 1 and is_due(plan.step):
+                due.append((call, plan))
         if due:
             self._fall_back(due)
         for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
@@ -253,7 +248,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         self._kernel(call, plan).run(call.batch, plan)
 
     def _kernel(self, call: Call, plan: Plan) -> Kernel:
-        device = call.parameters[0].device.type if plan.decision is None else "cuda"
+        device = "cuda" if plan.decision else call.parameters[0].device.type
         return self._kernel_for(device, plan.algorithm.name)
 
     def can_decide(self) -> bool:
@@ -268,7 +263,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     @torch.no_grad()
     def decide(
-        self, loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], max_norm: float | None
+        self, loss: Tensor, gradients: Gradients, max_norm: float | None
     ) -> DeviceDecision | None:
         """Decide on a step on the device; give the result to :meth:`step` as its multiplier.
 
@@ -303,11 +298,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             self._kernels[device, rule] = kernel_for(device, rule)
         return self._kernels[device, rule]
 
-    def _calls(self, gradients: Mapping[nn.Parameter, Tensor] | None) -> _Kept:
-        """The kernel calls of a step with these gradients: the kept ones, unless anything changed.
-
-        Every step passes here, so whole lists are compared, and nothing is looked up twice.
-        """
+    def _calls(self, gradients: Gradients | None) -> _Kept:
+        """The kernel calls of a step with these gradients: those kept, unless anything changed."""
         if gradients is None:
             every = (p for group in self.param_groups for p in group["params"])
             gradients = {p: p.grad for p in every if p.grad is not None}
@@ -318,28 +310,26 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 self._kept.clear()  # and what it keeps alive
             kept = self._prepared(gradients)
             if not kept.copied:
-                kept.facts = self._facts(kept.parameters, [gradients[p] for p in kept.parameters])
+                kept.facts = self._facts(kept.parameters, gradients)
                 self._kept[key] = kept
         for parameter, task in zip(kept.parameters, kept.tasks, strict=True):
             gradient = gradients[parameter]
             task.gradient = flat(gradient.detach(), dense(parameter)) if kept.turned else gradient
         return kept
 
-    def _is_as_before(self, kept: _Kept, gradients: Mapping[nn.Parameter, Tensor]) -> bool:
+    def _is_as_before(self, kept: _Kept, gradients: Gradients) -> bool:
         with suppress(AttributeError, RuntimeError, TypeError):  # of a state without such tensors
-            facts = self._facts(kept.parameters, [gradients[p] for p in kept.parameters])
-            together = [len({*map(float, call.counts)}) == 1 for call in kept.calls]
-            return facts == kept.facts and all(together)
+            together = all([len({*map(float, call.counts)}) == 1 for call in kept.calls])
+            return together and kept.facts == self._facts(kept.parameters, gradients)
         return False
 
-    def _facts(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-    ) -> tuple[Any, ...]:
+    def _facts(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> tuple[Any, ...]:
         """All that a step's calls depend on, but for options, step numbers and gradients' places.
 
         The addresses are of memory that the kept tasks hold, so that nothing else can have them.
         """
-        tensors = [*parameters, *gradients]
+        # every step passes here: whole lists are made and compared
+        tensors = [*parameters, *(gradients[p] for p in parameters)]
         held = chain.from_iterable(self.state[p].values() for p in parameters)
         return (
             [(g["update"], g["moments"], [*map(id, g["params"])]) for g in self.param_groups],
@@ -348,13 +338,15 @@ class LowPrecisionOptimizer(OwnOptimizer):
             [(tensor.dtype, tensor.shape) for tensor in tensors],
         )
 
-    def _prepared(self, gradients: Mapping[nn.Parameter, Tensor]) -> _Kept:
+    def _prepared(self, gradients: Gradients) -> _Kept:
         """Tasks grouped by kernel call: those of one share group, step, dtypes and moments."""
         self.check_step(gradients)
         found: dict[tuple[Any, ...], list[tuple[nn.Parameter, StepTask, Tensor]]] = {}
         turned = copied = False
-        for stream, number, parameter in self._standing(gradients):
-            group, gradient = self.param_groups[number], gradients[parameter]
+        for stream, (number, group, parameter) in enumerate(self._members()):
+            gradient = gradients.get(parameter)
+            if gradient is None:
+                continue
             rule = self.algorithm_of(group)
             state = self._state(group, parameter)
             task = self._task(rule, parameter, state, stream)
@@ -362,15 +354,16 @@ class LowPrecisionOptimizer(OwnOptimizer):
             turned = turned or copied or gradient.stride() != parameter.stride()
             update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
             kinds = parameter.dtype, gradient.dtype, parameter.device
-            key = (number, update, moments, int(state["step"]), *kinds)
+            key = (number, update, moments, int(state["step"].numpy()), *kinds)
             found.setdefault(key, []).append((parameter, task, state["step"]))
         kept = _Kept([], [], [], [], copied, turned)
         for (number, update, moments, *_), members in found.items():
             batch, counters = Batch([task for _, task, _ in members]), [c for *_, c in members]
             counts = [counter.numpy() for counter in counters]
-            parameters = [parameter for parameter, _, _ in members]
-            kept.calls.append(Call(number, update, moments, parameters, batch, counts))
-            kept.parameters += parameters
+            kept.calls.append(
+                Call(number, update, moments, [p for p, *_ in members], batch, counts)
+            )
+            kept.parameters += kept.calls[-1].parameters
             kept.tasks += batch.tasks
             kept.counters += counters
         return kept
@@ -381,26 +374,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
         step = int(call.counts[0]) + 1
         for count in call.counts:
             count[...] = step
-        algorithm = self.algorithm_of(group)
+        rule, seed = self.algorithm_of(group), group["seed"]
         options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
-        return Plan(
-            algorithm,
-            algorithm.constants(options, step),
-            call.update,
-            call.moments,
-            multiplier,
-            group["seed"],
-            step,
-            decision,
-        )
-
-    def _standing(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Member]:
-        """Those of the parameters that are this optimizer's, in the order of the groups."""
-        return [
-            (stream, number, parameter)
-            for stream, (number, _, parameter) in enumerate(self._members())
-            if parameter in gradients
-        ]
+        constants, kinds = rule.constants(options, step), (call.update, call.moments)
+        return Plan(rule, constants, *kinds, multiplier, seed, step, decision)
 
     def _members(self) -> Iterator[tuple[int, dict[str, Any], nn.Parameter]]:
         """The group's index, the group and the parameter, in the order of the random streams."""
@@ -413,26 +390,22 @@ class LowPrecisionOptimizer(OwnOptimizer):
         members: list[tuple[nn.Parameter, StepTask, Plan]] = []
         found: list[Tensor] = []
         for call, plan in due:
-            members += [
-                (p, t, plan) for p, t in zip(call.parameters, call.batch.tasks, strict=True)
-            ]
+            pairs = zip(call.parameters, call.batch.tasks, strict=True)
+            members += [(parameter, task, plan) for parameter, task in pairs]
             below = self._kernel(call, plan).below(call.batch)
             if plan.decision is not None:  # a step that the device has skipped compares nothing
                 below.masked_fill_(plan.decision.found > 0, 0)
             found.append(below.to(found[0].device) if found else below)
         counts = torch.cat(found).tolist()  # the host waits once
-        falls = [
-            must_fall_back(n, t.weight.numel())
-            for n, (_, t, _) in zip(counts, members, strict=True)
-        ]
+        sizes = [task.weight.numel() for _, task, _ in members]
+        falls = [must_fall_back(*pair) for pair in zip(counts, sizes, strict=True)]
         if self.agree_on_fallback is not None:
             falls = self.agree_on_fallback(falls)
         fallen = []
-        for (parameter, task, plan), below, fall in zip(members, counts, falls, strict=True):
+        for member, count, size, fall in zip(members, counts, sizes, falls, strict=True):
             if fall:
-                self._widen(parameter, task, plan)
-                count = task.weight.numel()
-                fallen.append(f"{self._name(parameter)} ({below} of {count} elements)")
+                self._widen(*member)
+                fallen.append(f"{self._name(member[0])} ({count} of {size} elements)")
         if fallen:
             some = ", ".join(fallen[:3]) + (f" and {len(fallen) - 3} more" * (len(fallen) > 3))
             warnings.warn(
@@ -443,7 +416,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def _widen(self, parameter: nn.Parameter, task: StepTask, plan: Plan) -> None:
         """Replace a parameter's 8-bit moments by bf16 ones, after its step."""
-        group, _ = self._find(parameter)
+        [(group, _)] = self._find(parameter)
         decided = 1.0 if plan.decision is None else plan.decision.multiplier
         values = wide_moments(task, plan.multiplier * decided, 1 - group["betas"][1] ** plan.step)
         stride, before = dense(parameter).stride(), self.state[parameter]
@@ -456,9 +429,9 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def _name(self, parameter: nn.Parameter) -> str:
         """The parameter's name if the optimizer was made with names, else its number and shape."""
-        self._find(parameter)
-        number, at, stream = self._places[id(parameter)]
-        names = self.param_groups[number].get("param_names")
+        [(group, stream)] = self._find(parameter)
+        at = [*map(id, group["params"])].index(id(parameter))
+        names = group.get("param_names")
         return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
     def _state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -477,16 +450,11 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return named
 
     def _task(
-        self,
-        rule: Algorithm,
-        parameter: Tensor,
-        state: dict[str, Any],
-        stream: int,
+        self, rule: Algorithm, parameter: Tensor, state: dict[str, Any], stream: int
     ) -> StepTask:
         none = torch.empty(0, dtype=torch.uint8)
         stored = [stored_moment(state, name) for name in rule.moments]
-        remainder = state.get(REMAINDER)
-        data = dense(parameter)
+        remainder, data = state.get(REMAINDER), dense(parameter)
         return StepTask(
             weight=flat(data, data),
             remainder=None if remainder is None else flat(remainder, data),
@@ -503,13 +471,22 @@ class LowPrecisionOptimizer(OwnOptimizer):
     @torch.no_grad()
     def read_masters(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """What :meth:`read_master` gives for each of the parameters; one launch on a GPU."""
+        found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
         values = []
-        for parameter in parameters:
-            data = dense(parameter)
-            layout = data.shape, data.stride()
-            values.append(torch.empty_strided(*layout, dtype=torch.float32, device=data.device))
-        for kernel, update, _, batch, rows in self._stored(parameters, values):
-            kernel.read_masters(batch, rows, update)
+        places = self._find(*parameters)
+        for parameter, (group, stream) in zip(parameters, places, strict=True):
+            data, update = dense(parameter), update_of(group, parameter)
+            values.append(torch.empty_like(data, dtype=torch.float32))
+            held = self.state.get(parameter, {}).get(REMAINDER)
+            if held is None:  # nothing is kept beside the weight, or not yet
+                update = "nearest"
+            rest = None if held is None else flat(held, data)
+            task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
+            key = update, data.dtype, data.device
+            found.setdefault(key, []).append((task, flat(values[-1], data)))
+        for (update, _, device), members in found.items():
+            _, read = masters_kernel(device.type)
+            read(Batch([task for task, _ in members]), [value for _, value in members], update)
         return values
 
     @torch.no_grad()
@@ -518,52 +495,24 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
         """
-        group, _ = self._find(parameter)
-        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
+        [(group, stream)] = self._find(parameter)
+        data, update = dense(parameter), update_of(group, parameter)
+        dtype, held = ROUNDING[update].remainder_dtype, None
         if dtype is not None:
-            self.state[parameter][REMAINDER] = torch.zeros_like(dense(parameter), dtype=dtype)
-        values = [value.detach().float()]
-        for kernel, update, seed, batch, rows in self._stored([parameter], values):
-            kernel.write_masters_(batch, rows, update, seed)
-            write_back(parameter, batch.tasks[0].weight)
+            self.state[parameter][REMAINDER] = held = torch.zeros_like(data, dtype=dtype)
+            held = flat(held, data)
+        new = flat(value.detach().float(), data)
+        store, _ = masters_kernel(data.device.type)
+        task = StepTask(flat(data, data), held, (), (), new, stream)
+        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, group["seed"], 0))
+        write_back(parameter, data)
 
-    def _stored(
-        self, parameters: Sequence[nn.Parameter], values: Sequence[Tensor]
-    ) -> Iterator[tuple[Any, Update, int, Batch, list[Tensor]]]:
-        """By kernel call: weights, their remainders, and the values for them, in one order."""
-        found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
-        for parameter, value in zip(parameters, values, strict=True):
-            group, stream = self._find(parameter)
-            data, update = dense(parameter), update_of(group, parameter)
-            held = self.state.get(parameter, {}).get(REMAINDER)
-            if held is None and ROUNDING[update].remainder_dtype is not None:
-                update = "nearest"  # nothing is kept beside the weight yet
-            rest = None if held is None else flat(held, data)
-            task = StepTask(flat(data, data), rest, (), (), _NO_GRADIENT, stream)
-            key = masters_kernel(data.device.type), update, group["seed"], data.device, data.dtype
-            found.setdefault(key, []).append((task, flat(value, data)))
-        for (kernel, update, seed, *_), members in found.items():
-            yield kernel, update, seed, Batch([t for t, _ in members]), [v for _, v in members]
-
-    def _find(self, parameter: nn.Parameter) -> tuple[dict[str, Any], int]:
-        """The parameter's group, and its index over all groups."""
-        if not self.holds(parameter):
+    def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:
+        """The group of each of the parameters, and its index over all groups."""
+        places = {p: (group, stream) for stream, (_, group, p) in enumerate(self._members())}
+        if any(parameter not in places for parameter in parameters):
             raise PrecisionError("the parameter does not belong to this optimizer")
-        number, _, stream = self._places[id(parameter)]
-        return self.param_groups[number], stream
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether a group holds this tensor; looked up once as long as the groups stay so."""
-        groups = self.param_groups
-        lengths = [len(group["params"]) for group in groups]
-        place = self._places.get(id(parameter)) if lengths == self._lengths else None
-        if place is None or groups[place[0]]["params"][place[1]] is not parameter:
-            self._lengths, self._places, stream = lengths, {}, 0
-            for number, group in enumerate(groups):
-                for at, held in enumerate(group["params"]):
-                    self._places[id(held)] = number, at, stream
-                    stream += 1
-        return id(parameter) in self._places
+        return [places[parameter] for parameter in parameters]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as it is stored, in plain dicts."""
@@ -626,7 +575,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
     def convert(self, parameter: nn.Parameter, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a parameter's saved state, from any optimizer, to this optimizer's formats."""
-        group, stream = self._find(parameter)
+        [(group, stream)] = self._find(parameter)
         return convert(
             self.algorithm_of(group).moments,
             dense(parameter),

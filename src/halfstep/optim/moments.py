@@ -25,15 +25,17 @@ Quantization", ICLR 2022 (there with nearest rounding and a table); stochastic r
 from __future__ import annotations
 
 import math
-from typing import Literal, cast, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import PrecisionError
 from halfstep.precision.masters.rounding import round_stochastic
 
 Moments = Literal["fp32", "bf16", "8bit"]
+DTYPES: dict[Moments, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8
+}  # fmt: skip
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
 BROKEN = 255
@@ -43,15 +45,7 @@ _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not
 
 def moment_dtype(moments: Moments) -> torch.dtype:
     """The dtype that stores a moment."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}[moments]
-
-
-def moments_format(dtype: torch.dtype) -> Moments:
-    """The format of a moment that a dtype stores."""
-    for moments in get_args(Moments):
-        if moment_dtype(moments) == dtype:
-            return cast(Moments, moments)
-    raise PrecisionError(f"a moment is {dtype}; allowed: fp32, bf16 and, for 8 bits, uint8")
+    return DTYPES[moments]
 
 
 def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
@@ -112,11 +106,7 @@ def decode(codes: Tensor, tops: Tensor | None, *, signed: bool) -> Tensor:
     if codes.dtype != torch.uint8:
         return codes.float()
     assert tops is not None
-    return decode_elements(codes, _per_element(tops, codes.numel()), signed=signed)
-
-
-def decode_elements(codes: Tensor, tops: Tensor, *, signed: bool) -> Tensor:
-    """The fp32 values of 8-bit codes of any shape; ``tops`` has each element's block top."""
+    tops = _per_element(tops, codes.numel())
     base = (tops.to(torch.int32) + 1) * 8 - (127 if signed else 255)
     code = codes.to(torch.int32)
     magnitude = code & 0x7F if signed else code

@@ -116,15 +116,10 @@ class Muon(LowPrecisionOptimizer):
         }
         super().__init__(params, options, **storage)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim`` does, for Muon or, with ``use_muon=False``, for AdamW."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            _check_options(group)
-        except PrecisionError:
-            self.param_groups.pop()
-            raise
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse what any optimizer here does, and matrices that Muon cannot update."""
+        super().check_group(group)
+        _check_options(group)
 
     def algorithm_of(self, group: Any) -> Algorithm:
         """Muon, or AdamW in groups with ``use_muon=False``."""

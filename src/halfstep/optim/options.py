@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.moments import Moments, moments_format
+from halfstep.optim.moments import DTYPES, Moments
 from halfstep.optim.state import stored_moment
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
@@ -38,7 +38,12 @@ def kept_moments(
     """
     stored = (stored_moment(state, name)[0] for name in names)
     dtypes = [values.dtype for values in stored if values is not None]
-    return moments_format(dtypes[0]) if dtypes else moments_of(group)
+    if not dtypes:
+        return moments_of(group)
+    formats = {dtype: moments for moments, dtype in DTYPES.items()}
+    if dtypes[0] not in formats:
+        raise PrecisionError(f"a moment is {dtypes[0]}; allowed: fp32, bf16 and, for 8 bits, uint8")
+    return formats[dtypes[0]]
 
 
 def require_option(holds: bool, name: str, value: object, allowed: str) -> None:

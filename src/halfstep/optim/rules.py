@@ -97,6 +97,10 @@ def averaging(momentum: float, *, nesterov: bool) -> Constants:
     return momentum, 1 - momentum, 0.0, -1.0, direct, through
 
 
+def _set(w: Tensor, g: Tensor, m: Tensor, v: Tensor, c: Constants) -> Moved:
+    return g, m, v
+
+
 # Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019, algorithm 2;
 # Sutskever et al., "On the importance of initialization and momentum", ICML 2013, in the form of
 # torch.optim.SGD; Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2.
@@ -105,4 +109,6 @@ SGD = Algorithm("sgd", ("momentum_buffer",), _sgd_constants, _sgd)
 LION = Algorithm("lion", ("exp_avg",), _lion_constants, _lion)
 # The kernels' rule, and the optimizer that uses it, whose source stands beside its class.
 DIRECTED = Algorithm("directed", (), _directed_constants, _directed)
+# What stores masters, which are given in the gradient's place.
+SET = Algorithm("set", (), lambda group, step: (), _set)
 MUON = Algorithm("muon", ("momentum_buffer",), _directed_constants, _directed)

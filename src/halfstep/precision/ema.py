@@ -14,6 +14,8 @@ from halfstep.precision.border import as_number, require_model
 from halfstep.precision.casting.op_table import drop_casts
 from halfstep.precision.masters.local_part import local_part, reshard_
 
+_MOVED = 2**24  # elements that are moved at once: few launches on a GPU
+
 
 class EMA:
     """average <- decay * average + (1 - decay) * weight, in fp32, after every applied step.
@@ -62,12 +64,22 @@ class EMA:
                 frozen until now, starts one.
         """
         self.updates += 1
+        size, some = 0, dict[str, Tensor]()
         for name, weight in weights:
-            average = self.averages.get(name)
-            if average is None:
+            if name not in self.averages:
                 self.averages[name] = weight.detach().to(torch.float32, copy=True)
-            else:
-                average.lerp_(weight.detach().float(), 1 - self.decay)
+                continue
+            some[name] = weight.detach().float()
+            size += weight.numel()
+            if size > _MOVED:
+                self._move_(some)
+                size, some = 0, {}
+        self._move_(some)
+
+    def _move_(self, weights: Mapping[str, Tensor]) -> None:
+        averages = [self.averages[name] for name in weights]
+        if averages:
+            torch._foreach_lerp_(averages, [*weights.values()], 1 - self.decay)
 
     def require(self, names: Collection[str]) -> None:
         """Refuse a model that lacks averaged parameters: their averages would never change.

@@ -161,6 +161,7 @@ class Session:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
         precision = self.precision.state_dict()
+        # the masters are the weights; where a policy has none, what the model computes with is
         masters = precision.pop("masters") or dict(self.precision.masters.items())
         state: dict[str, Any] = {
             "step": self.step,
@@ -180,7 +181,7 @@ class Session:
             state["ema_updates"] = self.ema.updates
             optimizer |= {f"{n}/{AVERAGE}": t for n, t in self.ema.averages.items()}
         optimizer |= {f"{n}/{BUFFER}": t for n, t in self._buffers().items()}
-        weights = {n: w for n, w in masters.items() if self.shards[n].written}
+        weights = {name: w for name, w in masters.items() if self.shards[name].written}
         return Checkpoint(weights, optimizer, state, self.shards)
 
     def _buffers(self) -> dict[str, Tensor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import Tensor
 
 import halfstep.optim.kernels.cuda as cuda
-from halfstep.optim.kernels import reference
 from halfstep.optim.kernels.cpu import RULES, native_kernel
-from halfstep.optim.kernels.reference import Plan, run_torch
+from halfstep.optim.kernels.reference import Plan, read_masters, run_torch
 from halfstep.optim.state import Batch, elements_below
 from halfstep.precision.scaling.gradients import global_norm
+
+Run = Callable[[Batch, Plan], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Kernel:
     """The functions that do the arithmetic of a step; all kernels give the same bits."""
 
     name: str  # a description for people, with the reason if it is not a fast kernel
-    run: Callable[[Batch, Plan], None]  # takes a step on tensors that share a plan
+    run: Run  # takes a step on tensors that share a plan
     # the 2-norm of all gradients together: an fp32 scalar, NaN or inf if an element is. Gradients
     # are dense, fp32, bf16 or fp16, and on one device
     norm: Callable[[Sequence[Tensor]], Tensor]
@@ -54,7 +54,8 @@ def kernel_for(device_type: str, rule: str = "adamw") -> Kernel:
     return Kernel(f"torch operations ({reason})", run_torch, norm)
 
 
-def masters_kernel(device_type: str) -> ModuleType:
-    """The module with the fastest ``read_masters`` and ``write_masters_`` for a device type."""
-    known = device_type == "cuda" and not isinstance(cuda.triton_kernels(), str)
-    return cuda if known else reference
+def masters_kernel(device_type: str) -> tuple[Run, Callable[..., None]]:
+    """What stores masters, as a step whose rule is ``SET``, and what reads them."""
+    if device_type == "cuda" and not isinstance(cuda.triton_kernels(), str):
+        return cuda.run_cuda, cuda.read_masters
+    return run_torch, read_masters

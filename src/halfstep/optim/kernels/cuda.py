@@ -188,16 +188,8 @@ def elements_below(batch: Batch) -> Tensor:
 
 def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None:
     """Read as ``reference.read_masters`` does, in one launch."""
-    how = _stored(batch.tasks[0], update)
-    _launch_batch("masters_kernel", batch, values, 0, update=how, writes=False)
+    _launch_batch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
     increment_version(values)
-
-
-def write_masters_(batch: Batch, values: Sequence[Tensor], update: Update, seed: int) -> None:
-    """Write as ``reference.write_masters_`` does, in one launch."""
-    how = _stored(batch.tasks[0], update)
-    _launch_batch("masters_kernel", batch, values, _signed(seed), update=how, writes=True)
-    increment_version(batch.written)
 
 
 def decide(

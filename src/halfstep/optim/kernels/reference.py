@@ -68,14 +68,8 @@ def _chunk(task: StepTask, plan: Plan, part: slice) -> None:
     )
 
     def bits(stream: int) -> Tensor:
-        return random_bits(
-            plan.seed,
-            plan.step,
-            len(weight),
-            stream=stream,
-            start=part.start,
-            device=weight.device,
-        )
+        begin, place, count = part.start, weight.device, len(weight)
+        return random_bits(plan.seed, plan.step, count, stream=stream, start=begin, device=place)
 
     noise = bits(2 * task.stream) if ROUNDING[plan.update].random else None
     store_(weight, remainder, plan.update, value, noise)
@@ -116,24 +110,3 @@ def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None
         for part in parts_of(task.weight, _PART):
             held = None if task.remainder is None else task.remainder[part]
             value[part].copy_(master(task.weight[part], held, update))
-
-
-def write_masters_(batch: Batch, values: Sequence[Tensor], update: Update, seed: int) -> None:
-    """Like :func:`store_`, of an fp32 tensor of any size for each task.
-
-    Random bits, if the rounding mode needs them, are those of step 0 of this seed.
-    """
-    for task, value in zip(batch.tasks, values, strict=True):
-        for part in parts_of(task.weight, _PART):
-            weight, bits = task.weight[part], None
-            held = None if task.remainder is None else task.remainder[part]
-            if ROUNDING[update].random:
-                bits = random_bits(
-                    seed,
-                    0,
-                    len(weight),
-                    stream=2 * task.stream,
-                    start=part.start,
-                    device=weight.device,
-                )
-            store_(weight, held, update, value[part], bits)

@@ -251,6 +251,8 @@ def _moved(w, g, m, v, c0, c1, c2, c3, c4, c5, c6, c7, rule: tl.constexpr):  # n
         w = w - (g * c4 + m * c5) * c3
     elif rule == "directed":  # c: decay, size
         w = w * c0 - g * c1
+    elif rule == "set":
+        w = g
     else:  # lion; c: beta1, 1 - beta1, beta2, 1 - beta2, decay, lr
         u = m * c0 + g * c1
         w = w * c4 - ((u > 0).to(tl.float32) - (u < 0).to(tl.float32)) * c5
@@ -338,6 +340,7 @@ def _tile(  # noqa: ANN202
     at = tl.arange(0, rows)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     count = tl.minimum(count - start, rows * LANES).to(tl.int32)  # from ``start`` on
     element = at.to(tl.uint32) + start.to(tl.uint32)
+    has_moments: tl.constexpr = rule != "directed" and rule != "set"
     small: tl.constexpr = tl.uint16 if moments == "bf16" else tl.uint8
     moment_type: tl.constexpr = tl.float32 if moments == "fp32" else small
 
@@ -351,7 +354,7 @@ def _tile(  # noqa: ANN202
     v_at = pointer(row, SECOND, moment_type, aligned) + start
     m_tops = pointer(row, FIRST_TOPS, tl.uint8, False) + start // LANES
     v_tops = pointer(row, SECOND_TOPS, tl.uint8, False) + start // LANES
-    if rule != "directed":
+    if has_moments:
         m = _read_moment(m_at, m_tops, at, count, moments, True, masked, rows)
     if rule == "adamw":
         v = _read_moment(v_at, v_tops, at, count, moments, False, masked, rows)
@@ -359,7 +362,7 @@ def _tile(  # noqa: ANN202
     random = mix(element ^ _key(row, seed, step, 0))
     _write_weight(weight_at, remainder_at, at, count, w, random, update, masked)
     random = mix(element ^ _key(row, seed, step, 1))
-    if rule != "directed":
+    if has_moments:
         _write_moment(m_at, m_tops, at, count, m, random, moments, True, masked, rows)
     if rule == "adamw":
         _write_moment(v_at, v_tops, at, count, v, random, moments, False, masked, rows)
@@ -426,38 +429,25 @@ def below_kernel(  # noqa: ANN201
 
 
 @triton.jit
-def _master_tile(  # noqa: ANN202
-    row, value, start, count, seed,  # noqa: ANN001
-    update: tl.constexpr, writes: tl.constexpr, aligned: tl.constexpr, masked: tl.constexpr,
-    rows: tl.constexpr,
-):  # fmt: skip
-    at = tl.arange(0, rows * LANES)
-    count = tl.minimum(count - start, rows * LANES).to(tl.int32)
-    weight_at, remainder_at = _weights_at(row, start, update, aligned)
-    value_at = pointer(value, 0, tl.float32, aligned) + start
-    if writes:
-        random = mix((at.to(tl.uint32) + start.to(tl.uint32)) ^ _key(row, seed, seed * 0, 0))
-        w = load(value_at, at, count, masked)
-        _write_weight(weight_at, remainder_at, at, count, w, random, update, masked)
-    else:
-        w = _read_weight(weight_at, remainder_at, at, count, update, masked)
-        _store(value_at, at, count, w, masked)
-
-
-@triton.jit(do_not_specialize=["seed"])
 def masters_kernel(  # noqa: ANN201
-    owners, table, values, seed,  # noqa: ANN001
-    update: tl.constexpr, writes: tl.constexpr, aligned: tl.constexpr,
-    rows: tl.constexpr, tiles: tl.constexpr,
+    owners, table, values,  # noqa: ANN001
+    update: tl.constexpr, aligned: tl.constexpr, rows: tl.constexpr, tiles: tl.constexpr,
 ):  # fmt: skip
-    """Read the fp32 masters of weights into ``values``, or store them from there: in step 0."""
+    """Read the fp32 masters of weights into ``values``, a table of addresses."""
     tile: tl.constexpr = rows * LANES
     task, row, count, start, end = _task(owners, table, tile, tiles)
-    while start + tile <= end:
-        _master_tile(row, values + task, start, count, seed, update, writes, aligned, False, rows)
-        start += tile
-    if start < end:
-        _master_tile(row, values + task, start, count, seed, update, writes, aligned, True, rows)
+    weight_at, remainder_at = _weights_at(row, start, update, aligned)
+    value_at = pointer(values + task, 0, tl.float32, aligned) + start
+    at = tl.arange(0, tile)
+    for i in range(tiles):
+        if start + (i + 1) * tile <= end:
+            w = _read_weight(weight_at, remainder_at, at, count, update, False)
+            _store(value_at, at, count, w, False)
+        else:
+            left = (end - start).to(tl.int32)
+            w = _read_weight(weight_at, remainder_at, at, left, update, True)
+            _store(value_at, at, left, w, True)
+        at += tile
 
 
 # One pass over the gradients of a step: sums of squares, and which are not finite.

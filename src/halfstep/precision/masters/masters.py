@@ -54,6 +54,7 @@ from halfstep.precision.policy.rules import PlacedModel, place
 _CHUNK = 2**15
 _MANY = 2**24
 """Number of elements compared in one launch on a GPU, of tensors of a quarter of it at most."""
+_READ = 2**25  # elements of masters that are read at once: 128 MB, for few launches on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,18 +418,28 @@ class MasterWeights:
     # Exact values
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The name and the exact value of each weight, one after the other."""
-        for weight in self._current():
-            keeper = self._keeper(weight)
-            if keeper is None:
-                value = weight.target.detach()
-                # a weight that no optimizer holds has no master; it is saved in fp32 like masters
-                alone = value.dtype in LOW and self._policy.keeps_more_than_weights
-                yield weight.name, value.float() if alone else value
-            else:
-                with self.installed():
-                    value = keeper.read_master(weight.target)
-                yield weight.name, value
+        """The name and the exact value of each weight, of which some are read at a time."""
+        every, some, size = self._current(), list[Weight](), 0
+        for weight in every:
+            some.append(weight)
+            size += weight.target.numel()
+            if size >= _READ or weight is every[-1]:
+                yield from zip([w.name for w in some], self._read(some), strict=True)
+                some, size = [], 0
+
+    def _read(self, weights: Sequence[Weight]) -> list[Tensor]:
+        """The exact values of weights; in new memory if their optimizer keeps what they lack."""
+        held, kept = self._held().by_parameter, dict[Any, list[nn.Parameter]]()
+        for weight in weights:
+            kept.setdefault(weight.keeper and held.get(weight.parameter), []).append(weight.target)
+        values = {target: target.detach() for target in kept.pop(None, [])}
+        for keeper, targets in kept.items():
+            with self.installed():
+                values |= zip(targets, keeper.read_masters(targets), strict=True)
+        # a weight that no optimizer holds has no master; it is saved in fp32 like masters
+        wide = self._policy.keeps_more_than_weights
+        found = [values[weight.target] for weight in weights]
+        return [value.float() if wide and value.dtype in LOW else value for value in found]
 
     def _current(self) -> list[Weight]:
         """One weight per name: the newest, in case a module was replaced."""
@@ -444,9 +455,7 @@ class MasterWeights:
         weight = self.weights.get(parameter)
         keeper = None if weight is None else self._keeper(weight)
         if weight is not None and keeper is not None:
-            with self.installed():
-                exact: Tensor = keeper.read_master(weight.target)
-                return exact
+            return self._read([weight])[0]
         if weight is None or not weight.copied:
             return parameter.detach().to(torch.float32, copy=True)
         # the master itself is not changed: the write may be temporary
