@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, loca
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
 # How many backwards of some Precision each thread runs.
-_RUNNING: Counter[int] = Counter()
+_RUNNING: dict[int, int] = {}
 _OPEN: weakref.WeakSet[GradientAccumulation] = weakref.WeakSet()
 
 
@@ -119,19 +118,22 @@ class GradientAccumulation:
                 foreign = [leaf for leaf in graph_leaves(loss) if leaf not in self._watched]
                 wide += [_widened(leaf) for leaf in foreign if _is_widened_elsewhere(leaf)]
                 leaves += foreign
-        hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
-        hooks = _unscaling(hooked, 1.0 / scale, loss) if hooked else []
-        leaves = [leaf for leaf in leaves if leaf not in hooked]
-        _multiply_gradients_(leaves, scale)
+        hooks = list[RemovableHandle]()
+        if leaves:
+            hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
+            hooks = _unscaling(hooked, 1.0 / scale, loss)
+            leaves = [leaf for leaf in leaves if leaf not in hooked]
+            _multiply_gradients_(leaves, scale)
         thread = threading.get_ident()
-        _RUNNING[thread] += 1
+        outer = _RUNNING.get(thread, 0)
+        _RUNNING[thread] = outer + 1
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            _RUNNING[thread] -= 1
-            if not _RUNNING[thread]:
+            _RUNNING[thread] = outer
+            if not outer:
                 del _RUNNING[thread]
             for hook in hooks:
                 hook.remove()
@@ -140,7 +142,8 @@ class GradientAccumulation:
             for leaf in leaves:
                 if self._watched.get(leaf):
                     self._widen(leaf)
-            _multiply_gradients_(leaves, 1.0 / scale)
+            if leaves:
+                _multiply_gradients_(leaves, 1.0 / scale)
 
     def _prepare(self) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
@@ -215,8 +218,10 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
     return list(leaves)
 
 
-def _unscaling(leaves: Iterable[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
+def _unscaling(leaves: set[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
     """Unscale gradients of a backward of ``loss`` before the user's hooks see them."""
+    if not leaves:
+        return []
     task: list[int] = []
     # autograd calls a hook on the loss before all others
     handles = [loss.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))]  # type: ignore[no-untyped-call]
