@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, loca
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
 # How many backwards of some Precision each thread runs.
-_RUNNING: Counter[int] = Counter()
+_RUNNING: dict[int, int] = {}
 _OPEN: weakref.WeakSet[GradientAccumulation] = weakref.WeakSet()
 
 
@@ -90,29 +89,21 @@ class GradientAccumulation:
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
         self._depth = 0  # of the backwards that run now
-        self._watched: dict[Tensor, None] = {}
-        self._low: dict[Tensor, None] = {}  # 16-bit ones whose gradients are accumulated in fp32
-        self._received: list[nn.Parameter] = []  # 16-bit ones that get gradients from autograd
-        self._sharded: list[nn.Parameter] = []
+        self._watched: dict[
+            Tensor, bool
+        ] = {}  # parameters, each with whether FSDP2 sets its gradient
         # gradients as the last backward has left them: whose, which object, and its version
         self._left: list[tuple[nn.Parameter, int, int]] = []
         _OPEN.add(self)
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
-        sharded = self._by_fsdp and is_sharded(parameter)
-        self._watched[parameter] = None
-        if sharded:
-            self._sharded.append(parameter)
+        self._watched[parameter] = self._by_fsdp and is_sharded(parameter)
         if parameter.dtype in LOW:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = None  # lets ``grad`` have any dtype
-            if self._widens:
-                self._low[parameter] = None
-                gradient = None if gradient is None else gradient.float()
-            if not sharded:
-                self._received.append(parameter)
             parameter.grad = gradient
+            self._widen(parameter)
 
     @contextmanager
     def running(self, scale: float, loss: Tensor) -> Iterator[None]:
@@ -127,48 +118,56 @@ class GradientAccumulation:
                 foreign = [leaf for leaf in graph_leaves(loss) if leaf not in self._watched]
                 wide += [_widened(leaf) for leaf in foreign if _is_widened_elsewhere(leaf)]
                 leaves += foreign
-        hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
-        hooks = _unscaling(hooked, 1.0 / scale, loss) if hooked else []
-        leaves = [leaf for leaf in leaves if leaf not in hooked]
-        _multiply_gradients_(leaves, scale)
+        hooks = list[RemovableHandle]()
+        if leaves:
+            hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
+            hooks = _unscaling(hooked, 1.0 / scale, loss)
+            leaves = [leaf for leaf in leaves if leaf not in hooked]
+            _multiply_gradients_(leaves, scale)
         thread = threading.get_ident()
-        _RUNNING[thread] += 1
+        outer = _RUNNING.get(thread, 0)
+        _RUNNING[thread] = outer + 1
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            _RUNNING[thread] -= 1
-            if not _RUNNING[thread]:
+            _RUNNING[thread] = outer
+            if not outer:
                 del _RUNNING[thread]
             for hook in hooks:
                 hook.remove()
             for parameter in wide:
                 parameter.grad_dtype = None
-            for parameter in self._sharded if leaves and self._widens else ():
-                gradient = parameter.grad
-                if gradient is not None and gradient.dtype in LOW:
-                    parameter.grad = gradient.float()
-            _multiply_gradients_(leaves, 1.0 / scale)
+            for leaf in leaves:
+                if self._watched.get(leaf):
+                    self._widen(leaf)
+            if leaves:
+                _multiply_gradients_(leaves, 1.0 / scale)
 
     def _prepare(self) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
-        for parameter in self._low:
-            if parameter.grad is not None and parameter.grad.dtype in LOW:
-                parameter.grad = parameter.grad.float()
-        # torch requires that what a user's hook returns has the gradient's dtype
-        return [
-            _widened(parameter)
-            for parameter in self._received
-            if (self._widens and parameter.dtype == torch.float16) or parameter._backward_hooks
-        ]
+        wide = []
+        for parameter, by_fsdp in self._watched.items():
+            if parameter.dtype in LOW:
+                self._widen(parameter)
+                # torch requires that what a user's hook returns has the gradient's dtype
+                at_once = self._widens and parameter.dtype == torch.float16
+                if not by_fsdp and (at_once or parameter._backward_hooks):
+                    wide.append(_widened(parameter))
+        return wide
+
+    def _widen(self, parameter: Tensor) -> None:
+        """Convert a present 16-bit gradient to fp32, where gradients are accumulated in it."""
+        if self._widens and parameter.grad is not None and parameter.grad.dtype in LOW:
+            parameter.grad = parameter.grad.float()
 
     def _needs_hook(self, leaf: Tensor) -> bool:
         """Whether a leaf's gradient must be unscaled before the end of a backward.
 
         Hooks of the user's look at it, or what it is added to is fp16, which has no room for S.
         """
-        if self._by_fsdp and is_sharded(leaf):
+        if self._watched.get(leaf):
             return False
         looked_at: Any = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
         return bool(looked_at) or (leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32)
@@ -195,12 +194,11 @@ class GradientAccumulation:
 
     def close(self) -> None:
         """Make parameters receive gradients as usual in torch, in the dtype of the weight."""
-        for parameter in {*self._low, *self._received}:
+        for parameter in [p for p in self._watched if p.dtype in LOW]:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        self._low, self._watched = {}, {}
-        self._received, self._sharded, self._left = [], [], []
+        self._watched, self._left = {}, []
 
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
@@ -220,8 +218,10 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
     return list(leaves)
 
 
-def _unscaling(leaves: Iterable[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
+def _unscaling(leaves: set[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
     """Unscale gradients of a backward of ``loss`` before the user's hooks see them."""
+    if not leaves:
+        return []
     task: list[int] = []
     # autograd calls a hook on the loss before all others
     handles = [loss.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))]  # type: ignore[no-untyped-call]
@@ -235,7 +235,9 @@ def _unscaling(leaves: Iterable[Tensor], inverse: float, loss: Tensor) -> list[R
 
 def _is_widened_elsewhere(leaf: Tensor) -> bool:
     """Whether a leaf is a fp16 weight whose gradients another Precision accumulates in fp32."""
-    return leaf.dtype == torch.float16 and any(leaf in other._low for other in _OPEN)
+    return leaf.dtype == torch.float16 and any(
+        other._widens and leaf in other._watched for other in _OPEN
+    )
 
 
 def _widened(parameter: Tensor) -> Tensor:

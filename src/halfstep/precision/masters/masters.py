@@ -328,8 +328,12 @@ class MasterWeights:
         A weight that differs from its rounded master was written by the user. With a remainder no
         comparison is needed: see :func:`rounding.join`.
         """
-        copied = [w for w in self.weights.values() if w.copied] if self._copies else []
-        _follow_all_([(weight.target.detach(), weight.visible) for weight in copied])
+        pairs = []
+        for weight in self.weights.values() if self._copies else ():
+            if weight.copied:
+                pairs.append((weight.target.detach(), weight.visible))
+        if pairs:
+            _follow_all_(pairs)
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
