@@ -138,15 +138,10 @@ def _compute(
 
 
 def _results(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    target_N: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    *needed: bool,
+    x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the loss sum, which begins at 0, and for the gradients."""
+    """Memory for what :func:`_compute` returns; the loss sum begins at 0."""
+    _, _, dtype, *needed = rest
     how: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": x_ND.device}
     of_x, of_weight, of_bias = (
         0 if t is None or not need else t.shape
