@@ -204,23 +204,23 @@ def test_fp16_overflows_where_the_true_gradient_does_and_nowhere_else(log2_scale
 
 @pytest.mark.parametrize("log2_scale", [-12, 0, 16])
 def test_fp16_gradient_of_a_confident_model_keeps_its_digits(log2_scale):
-    # The targets have 0.9998, each other token 6e-6: E, unscaled, would be subnormal in fp16.
+    # Each token but the target has 1e-7, of which fp16 would hold two bits in an unscaled E.
     g = torch.Generator().manual_seed(10)
     w = torch.randn(40, 40, generator=g).half().float()
     w = torch.linalg.qr(w)[0].half()
     targets = torch.randint(0, 40, (96,), generator=g)
-    x = (w[targets].float() * 12).half()
+    x = (w[targets].float() * 16).half()
     x32, w32 = x.float().requires_grad_(), w.float().requires_grad_()  # fp32-stored, autocast fp16
     loss, dx, dw = oracle(x32, w32, targets)
     assert loss / 96 < 1e-3
     with torch.autocast("cpu", torch.float16):
         got = loss_sum(x32, w32, targets)
     (got * 2.0**log2_scale).backward()
-    # A logit of 12 is rounded by up to 12 * 2^-12 = 0.3 %, and so, relatively, are all small
+    # A logit of 16 is rounded by up to 16 * 2^-12 = 0.4 %, and so, relatively, are all small
     # probabilities; E, result and operands add 3 * 2^-11 = 0.15 %. Twice, for margin.
     for grad, true in ((x32.grad, dx), (w32.grad, dw)):
         true = true * 2.0**log2_scale
-        assert (grad.double() - true).norm() <= 0.009 * true.norm()
+        assert (grad.double() - true).norm() <= 0.011 * true.norm()
 
 
 def test_fp16_sum_of_many_like_tokens_does_not_overflow_before_its_scale():
@@ -234,23 +234,6 @@ def test_fp16_sum_of_many_like_tokens_does_not_overflow_before_its_scale():
     assert dw.abs().max() > 65504 * 8
     # 4 units of fp16: E, the result of each chunk's matmul, the mean, and the final cast.
     assert (w.grad.double() - dw / 4000).abs().max() <= 4 * 2.0**-11 * (dw / 4000).abs().max()
-
-
-def test_fp16_keeps_gradients_of_a_large_head():
-    # |W| = 1000: dX itself is near 1000, 256 times which would overflow.
-    x, w, targets = problem(64, 8, 40, torch.float16, seed=11, gain=1e-3)
-    with torch.no_grad():
-        w += 1000 * (torch.arange(8) % 2)
-        x -= x.float().mean(1, keepdim=True).half()
-        x[:, 1::2] = 0
-        w[::2] -= 2000 * (torch.arange(8) % 2)
-    _, dx, dw = oracle(x, w, targets)
-    got = loss_sum(x, w, targets)
-    got.backward()
-    assert dx.abs().max() > 500
-    # 8 units of fp16, as in the norm test.
-    assert (x.grad.double() - dx).norm() <= 8 * 2.0**-11 * dx.norm()
-    assert (w.grad.double() - dw).norm() <= 8 * 2.0**-11 * dw.norm()
 
 
 # --- autograd ----------------------------------------------------------------------------------
@@ -333,10 +316,10 @@ def test_no_more_than_a_chunk_of_logits_exists_and_the_host_never_waits(dtype):
 def test_awkward_rows_of_logits(dtype):
     huge, masked, sure, short, unlikely = logits = torch.randn(5, 5003).to(dtype)
     huge[:] *= 9000
-    masked[:4500], masked[17] = -math.inf, 2
+    masked[:4500] = -math.inf  # more than a block
     sure[41] = 30
     short[7], unlikely[8], unlikely[9] = -40, 45, 0
-    targets = torch.tensor([5002, 17, 41, 7, 9])
+    targets = torch.tensor([5002, 4600, 41, 7, 9])
     z = logits.double()
     losses = F.cross_entropy(z, targets, reduction="none")
     unit = loss_head.FP16_UNIT if dtype == torch.float16 else 1.0

@@ -108,23 +108,22 @@ def _compute(
     loss_sum, grad_x_ND, grad_weight_VD, grad_bias_V = results
     need_x, need_weight, need_bias = needed
     vocab, unit = len(weight_VD), FP16_UNIT if dtype == torch.float16 else 1.0
-    if x_ND.device.type == "cpu" and not torch._C._len_torch_dispatch_stack():
+    seen = torch._C._len_torch_dispatch_stack() > 0
+    if x_ND.device.type == "cpu" and not seen:
         _require_targets_in_range(target_N, vocab, ignore_index)
     ignored_N1 = (target_N == ignore_index).unsqueeze(1)
     # Once, not once per chunk. Ignored rows may hold anything, and 0 times NaN were no 0 below.
     xs_ND, weight = x_ND.to(dtype).masked_fill(ignored_N1, 0), weight_VD.to(dtype)
+    bias = None if bias_V is None else bias_V.to(dtype)
     on_gpu = _kernels(x_ND.device.type, dtype) is not None
     most = CHUNK_ON_GPU // vocab if on_gpu else min(CHUNK // vocab, MAX_ROWS)
     chunks = -(-len(x_ND) // max(most, 1)) or 1
     rows = -(-len(x_ND) // chunks)  # the same number in every chunk
-    memory = xs_ND.new_empty(rows, -(-vocab // 16) * 16 if on_gpu else vocab)
+    memory = xs_ND.new_empty(0 if seen else rows, -(-vocab // 16) * 16 if on_gpu else vocab)
     for start in range(0, len(xs_ND), rows or 1):
         here = slice(start, start + rows)
         x_RD, logits_RV = xs_ND[here], memory[: len(xs_ND) - start, :vocab]
-        if bias_V is None:
-            torch.mm(x_RD, weight.t(), out=logits_RV)
-        else:
-            torch.addmm(bias_V.to(dtype), x_RD, weight.t(), out=logits_RV)
+        logits_RV = _matmul(x_RD, weight.t(), logits_RV, bias)
         how = (ignore_index, unit, any(needed))
         losses_R, error_RV = _losses_and_errors(logits_RV, target_N[here], *how)
         loss_sum += losses_R.sum()
@@ -134,19 +133,15 @@ def _compute(
             _product_(grad_weight_VD, error_RV.t(), x_RD, min(start, 1), unit)
         if need_bias:
             grad_bias_V += error_RV.sum(0, dtype=grad_bias_V.dtype) / unit
+        del logits_RV, error_RV  # before the next ones are made
     return results
 
 
 def _results(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    target_N: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    *needed: bool,
+    x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for the loss sum, which begins at 0, and for the gradients."""
+    """Memory for what :func:`_compute` returns; the loss sum begins at 0."""
+    _, _, dtype, *needed = rest
     how: Any = {"dtype": torch.promote_types(dtype, torch.float32), "device": x_ND.device}
     of_x, of_weight, of_bias = (
         0 if t is None or not need else t.shape
@@ -190,6 +185,12 @@ def _losses_and_errors(
     return -log_pt_R1.masked_fill_(ignored_R1, 0), logits_RV
 
 
+def _matmul(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b + bias``, in ``out`` unless a mode looks on: simulated products know no ``out``."""
+    into = None if torch._C._len_torch_dispatch_stack() else out
+    return torch.mm(a, b, out=into) if bias is None else torch.addmm(bias, a, b, out=into)
+
+
 def _product_(sum_: Tensor, a: Tensor, b: Tensor, beta: int, unit: float) -> None:
     """Set ``sum_`` to ``beta * sum_ + a @ b / unit``, in its dtype; ``beta`` is 0 or 1."""
     if a.dtype == sum_.dtype:
@@ -208,7 +209,7 @@ def _product_(sum_: Tensor, a: Tensor, b: Tensor, beta: int, unit: float) -> Non
     memory = a.new_empty(min(len(sum_), VOCABULARY_BLOCK), b.shape[1])
     for low in range(0, len(sum_), VOCABULARY_BLOCK):
         part = sum_[low : low + VOCABULARY_BLOCK]
-        made = torch.mm(a[low : low + VOCABULARY_BLOCK], b, out=memory[: len(part)])
+        made = _matmul(a[low : low + VOCABULARY_BLOCK], b, memory[: len(part)])
         made = made if scale is None else made.float() / (scale * unit)
         part.add_(made) if beta else part.copy_(made)
 

@@ -129,8 +129,7 @@ class GPT(nn.Module):
         """Compute fp32 logits of hidden states ``(..., C)`` by the same matmul as the loss head."""
         weight_VC = self.wte.table()
         dtype = matmul_dtype(x_C, weight_VC)
-        with autocast_off(x_C.device.type):
-            logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
+        logits_V = F.linear(x_C.to(dtype), weight_VC.to(dtype))
         wide = torch.promote_types(dtype, torch.float32)  # fp64 stays fp64
         return logits_V.to(wide)
 
