@@ -254,11 +254,13 @@ def run_product(
             if product == "fprop":
                 return F.linear(left, right, bias_O)
             made: Tensor = (left if product == "dgrad" else left.t()) @ right
-            return made.to(dtype)
-        if scheme.name in layer.native:
+        elif scheme.name in layer.native:
             forms = [BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product]]
-            return scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
-        return _simulated(a, b, bias_O).to(dtype)
+            made = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
+        else:
+            made = _simulated(a, b, bias_O)
+    # compiled by torch 2.11, a forward whose result has a second name has no gradient
+    return made if made.dtype == dtype else made.to(dtype)
 
 
 def simulated(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:

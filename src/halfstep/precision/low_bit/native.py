@@ -90,7 +90,7 @@ def scaled_matmul(
     wide: Tensor = block_scaled_mm(a.numbers, b.numbers, a.scales, b.scales, names[0], names[1])
     for outer in (a.outer, b.outer):
         wide = wide if outer is None else wide * outer
-    return (wide if bias is None else wide + bias).to(dtype)
+    return wide if bias is None else wide + bias
 
 
 @torch.library.custom_op("halfstep::block_scaled_mm", mutates_args=())
