@@ -229,7 +229,7 @@ def test_a_product_below_16_bits_is_its_simulation(scheme, monkeypatch):
         torch.manual_seed(0)
         layer = torch.nn.Linear(512, 384, device=CUDA)
         sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-        precision = Precision(f"bf16-mixed,recipe={scheme}", layer, sgd)
+        precision = Precision(f"bf16-mixed,rules=*:{scheme}", layer, sgd)
         x = torch.randn(200, 512, device=CUDA).requires_grad_()
         with precision.autocast():
             y = layer(x)
@@ -243,7 +243,7 @@ def test_a_product_below_16_bits_is_its_simulation(scheme, monkeypatch):
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "nvfp4"])
 def test_a_recipe_learns_as_bf16_does(scheme):
     why = native.why_not_native(scheme, CUDA)
-    policy = f"{scheme}" + (",simulate=yes" if why else "")
+    policy = f"bf16-mixed,rules=*:{scheme}" + (",simulate=yes" if why else "")
     ours, results = losses(policy, CUDA)
     reference, _ = losses("bf16-mixed", CUDA)
     assert all(result.applied for result in results)

@@ -1,6 +1,7 @@
 """Every door and every companion of a training loop, with layers below 16 bits."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from every import every
-from halfstep.formats import BLOCK_FORMATS
-from halfstep.precision.low_bit.linear import simulated
+from halfstep.precision.low_bit.linear import USES, compiled, operands
 from halfstep.precision.policy.devices import cpu_has_bf16
+from halfstep.precision.policy.recipe import Recipe
 from reference import blocks
 
 POLICY = "nvfp4,simulate=yes"
@@ -49,7 +50,13 @@ def gradients(run, policy=POLICY):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "policy", [POLICY, "mxfp8,simulate=yes", "bf16-split,recipe=fp8,simulate=yes"]
+    "policy",
+    [
+        POLICY,
+        "mxfp8,simulate=yes",
+        "bf16-split,recipe=fp8,simulate=yes",
+        "bf16-mixed,recipe=fp8/bf16/mxfp8,simulate=yes",
+    ],
 )
 def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(policy):
     whole = policy != POLICY and cpu_has_bf16()  # random bits and simulated matmuls break it
@@ -77,20 +84,23 @@ def test_a_forward_in_other_clothes_has_the_same_gradients_bit_by_bit(policy):
 @pytest.mark.slow
 @pytest.mark.skipif(not cpu_has_bf16(), reason="no compiled recipe is reached here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's imports
-def test_an_operand_compiled_for_the_cpu_has_the_bits_of_the_definition():
-    compiled = torch.compile(simulated, fullgraph=True, dynamic=False)
-    for name in ("fp8", "fp8-block", "fp8-block-2d", "mxfp8", "nvfp4", "nvfp4-2d"):
+def test_operands_compiled_have_the_bits_of_the_definition():
+    """Of fp32 tensors, whose rounding to bf16 compiled code would leave out; with an infinity."""
+    for scheme, what in itertools.product(("fp8", "fp8-block", "mxfp8", "nvfp4-nearest"), USES):
+        compiled.cache_clear()
         torch._dynamo.reset()
-        x = torch.from_numpy(blocks.piece("blocks apart", 256)).bfloat16()
-        x[130, 40] = float("inf")
-        for dim in (0, 1):
-            for found, expected in zip(
-                compiled(BLOCK_FORMATS[name], x, dim), simulated(BLOCK_FORMATS[name], x, dim),
-                strict=True,
-            ):  # fmt: skip
-                assert (found is None) == (expected is None), name
-                if found is not None:
-                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        x = torch.from_numpy(blocks.piece("blocks apart", 256))
+        x[130, 40] = float("inf") if what == "inputs" else 1.0
+        # a CPU's compiler knows no e8m0
+        for native in (frozenset[str](), frozenset([scheme])) if scheme[:3] == "fp8" else ((),):
+            given = what, x, Recipe(*[scheme] * 3), native, (True, True), (None, None)
+            for found, expected in zip(compiled(what)(*given), operands(*given), strict=True):
+                for a, b in zip(found, expected, strict=True):
+                    assert (a is None) == (b is None)
+                    if a is not None:
+                        a, b = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (a, b))
+                        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+                        assert a.stride() == b.stride()
 
 
 STORED = "bf16-split,recipe=mxfp8,simulate=yes"

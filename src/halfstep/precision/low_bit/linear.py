@@ -127,7 +127,7 @@ class LowBitLinear(Region):
             bits = [self._drawn(product, x) if yes else None
                     for (product, _), yes in zip(USES[what], wanted, strict=True)]  # fmt: skip
         alone = x.device.type == "cuda" and not torch.compiler.is_compiling() and _COMPILES
-        make = _compiled(what) if alone else operands
+        make = compiled(what) if alone else operands
         with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made
             return make(what, x, self.recipe, self.native, wanted, bits)
 
@@ -219,12 +219,19 @@ def operands(
 
 
 def in_bf16(x: Tensor) -> Tensor:
-    """The tensor rounded to bf16, in compiled code too, which leaves out a cast there and back."""
-    return x.to(_LOW).view(torch.int16).view(_LOW)
+    """The tensor rounded to bf16; compiled code would leave out a cast that is followed by another.
+
+    So the rounding is done there on the bits of fp32: to nearest, ties to even.
+    """
+    if x.dtype == _LOW or not torch.compiler.is_compiling():
+        return x.to(_LOW)
+    bits = x.float().view(torch.int32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000
+    return torch.where(x.isnan(), x, rounded.view(torch.float32)).to(_LOW)
 
 
 @cache
-def _compiled(what: str) -> Callable[..., list[Operand]]:
+def compiled(what: str) -> Callable[..., list[Operand]]:
     """:func:`operands`, compiled for the shapes that come; each kind of tensor has eight."""
     # torch counts what it compiles by the code object, and takes the plain one beyond eight
     own = FunctionType(operands.__code__.replace(), operands.__globals__)
@@ -247,11 +254,13 @@ def run_product(
             if product == "fprop":
                 return F.linear(left, right, bias_O)
             made: Tensor = (left if product == "dgrad" else left.t()) @ right
-            return made.to(dtype)
-        if scheme.name in layer.native:
+        elif scheme.name in layer.native:
             forms = [BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product]]
-            return scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
-        return _simulated(a, b, bias_O).to(dtype)
+            made = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
+        else:
+            made = _simulated(a, b, bias_O)
+    # compiled by torch 2.11, a forward whose result has a second name has no gradient
+    return made if made.dtype == dtype else made.to(dtype)
 
 
 def simulated(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:

@@ -90,20 +90,31 @@ def scaled_matmul(
     wide: Tensor = block_scaled_mm(a.numbers, b.numbers, a.scales, b.scales, names[0], names[1])
     for outer in (a.outer, b.outer):
         wide = wide if outer is None else wide * outer
-    return (wide if bias is None else wide + bias).to(dtype)
+    return wide if bias is None else wide + bias
 
 
 @torch.library.custom_op("halfstep::block_scaled_mm", mutates_args=())
 def block_scaled_mm(
     a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, a_name: str, b_name: str
 ) -> Tensor:
-    """The fp32 product (M, N) of codes with scales of blocks; an operator, so that it is traced."""
-    kinds: Any = F.ScalingType
-    swizzle: Any = None if a_scales.dtype == torch.float32 else F.SwizzleType.SWIZZLE_32_4_4
-    return F.scaled_mm(
-        a, b.t(), a_scales, getattr(kinds, a_name), b_scales, getattr(kinds, b_name),
+    """The fp32 product (M, N) of codes with scales of blocks.
+
+    It is an operator of its own, since torch.compile cannot trace F.scaled_mm in torch 2.11, and
+    compiled code knows neither packed e2m1 nor e8m0: they come as uint8.
+    """
+    a_kind, b_kind = (getattr(F.ScalingType, name) for name in (a_name, b_name))
+    swizzle = None
+    if a_scales.dtype == torch.uint8:
+        form = torch.float8_e4m3fn if a_name == _NAMES[1, 16] else torch.float8_e8m0fnu
+        a_scales, b_scales = a_scales.view(form), b_scales.view(form)
+        swizzle = F.SwizzleType.SWIZZLE_32_4_4
+    if a.dtype == torch.uint8:
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    product: Tensor = F.scaled_mm(
+        a, b.t(), a_scales, a_kind, b_scales, b_kind,
         swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=torch.float32,
     )  # fmt: skip
+    return product
 
 
 @block_scaled_mm.register_fake
@@ -112,7 +123,10 @@ def _(a: Tensor, b: Tensor, *_: Any) -> Tensor:
 
 
 def laid(q: Quantized) -> tuple[Tensor, Tensor]:
-    """Codes (rows, K) with blocks along K and their scales, as cuBLAS reads them."""
+    """Codes (rows, K) with blocks along K and their scales, as cuBLAS reads them.
+
+    Codes of e2m1, and scales of 8 bits, are uint8.
+    """
     codes, scales, block = q.codes.contiguous(), q.scales, q.format.block
     if block is None:
         return codes, scales
@@ -120,7 +134,7 @@ def laid(q: Quantized) -> tuple[Tensor, Tensor]:
         return codes, _by_columns(scales, block[0])
     if block[0] > 1:
         scales = scales.repeat_interleave(block[0], 0)
-    wide = swizzled(scales.view(torch.uint8)).view(scales.dtype)
+    wide = swizzled(scales.view(torch.uint8))
     return (packed_e2m1(codes) if q.format.element is E2M1 else codes), wide
 
 
@@ -152,4 +166,4 @@ def swizzled(scales: Tensor) -> Tensor:
 def packed_e2m1(codes: Tensor) -> Tensor:
     """Codes of 4 bits, (rows, K), two in a byte along K, the first in the lower half."""
     pairs = codes.reshape(codes.shape[0], -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).view(torch.float4_e2m1fn_x2)
+    return pairs[..., 0] | pairs[..., 1] << 4
