@@ -20,6 +20,7 @@ from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD
 from halfstep.report import N_, gettext
 from halfstep.report.record import BROKEN, RunRecord, number
+from halfstep.shown import typed_trainer
 
 Level = Literal["fault", "warning", "note"]
 ORDER: Sequence[Level] = ("fault", "warning", "note")
@@ -208,12 +209,6 @@ def _not_finite(run: RunRecord, step: int) -> RunFinding:
         searched,
         {"step": step},
     )
-
-
-def typed_trainer(resume: bool, changes: Mapping[str, object]) -> str:
-    """Write the call of :class:`halfstep.Trainer` that goes on, or trains anew, with changes."""
-    words = [f"{k}={v if k == 'learning_rate' else repr(v)}, " for k, v in changes.items()]
-    return f"Trainer({''.join(words)}...).train({'resume=True' * resume})"
 
 
 def _typed(run: RunRecord, resume: bool, **changes: object) -> str:

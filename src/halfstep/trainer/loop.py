@@ -28,7 +28,7 @@ from halfstep.diagnostics.metrics import (
 from halfstep.errors import HalfstepError, NonFiniteError, SpikeError
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import Judged
-from halfstep.report.findings import typed_trainer
+from halfstep.shown import typed_trainer
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     CHECKPOINTS,
@@ -114,12 +114,13 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             saves = last or due or _due(session.step, settings.save_every)
             if session.late and not (saves or losses.fresh):
                 session.ahead.prepare(session.step)
-                yield from books.told()
-                books.held = taken
+                yield from books.ticks
+                books.ticks, books.held = [], taken
                 continue
             with books.last_words(causes):
                 session.precision.settle()
-            yield from books.told()
+            yield from books.ticks
+            books.ticks = []
             evaluation, better = None, False
             if due and session.task.evaluates:
                 evaluation = session.evaluate()
@@ -206,19 +207,15 @@ class _Books:
         """What layer health has to say, for the next tick."""
         self.held: _Taken | None = None
         """A step whose outcome the device has not told."""
-        self._ticks: list[Tick] = []
+        self.ticks: list[Tick] = []
+        """Those of held steps that have been told since."""
         self._compiled = False
 
     def tell(self, causes: CauseSearch) -> None:
         """Write down the held step, which is known now."""
         if self.held is not None:
-            self._ticks.append(self.tick(self.held, causes))
+            self.ticks.append(self.tick(self.held, causes))
             self.held = None
-
-    def told(self) -> Iterator[Tick]:
-        """Yield the ticks of held steps that have been written down since the last call."""
-        ticks, self._ticks = self._ticks, []
-        yield from ticks
 
     def tick(
         self,

@@ -58,9 +58,7 @@ class LabelledConfig:
     dev_fraction: Part = option(
         0.1, "Share of the training examples held out, in (0, 1); unused with dev."
     )
-    text_column: str = option(
-        "", "Name of the text's column, or A+B to join two; empty means: look for a usual name."
-    )
+    text_column: str = option("", "Name of the text's column; empty means: look for a usual name.")
     label_column: str = option("", "Name of the label's column; empty means the same.")
     drop_empty: bool = option(False, "Whether rows without a text or a label are left out.")
     labels: tuple[str, ...] = option(

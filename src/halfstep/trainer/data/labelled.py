@@ -155,7 +155,7 @@ def _values(
     rows: Rows, columns: dict[str, str], notes: list[str]
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yields (place, values of the wanted columns); a JSON list is a text and its label."""
-    keys: list[list[str]] = []
+    keys: list[str] = []
     for place, record in rows:
         if isinstance(record, list) and 1 <= len(record) <= 2:
             record = dict(zip(("text", "label"), record, strict=False))
@@ -164,28 +164,20 @@ def _values(
                 f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
             )
         keys = keys or [_key(place, record, *column, notes) for column in columns.items()]
-        if lost := [key for names in keys for key in names if key not in record]:
+        if lost := [key for key in keys if key not in record]:
             raise DataError(
                 f"{place}: no field {lost[0]!r}, which the first record has (fields here: "
                 f"{_shown(list(record))}); add it"
             )
-        yield place, [_joined([record[key] for key in names]) for names in keys]
+        yield place, [record[key] for key in keys]
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Joins the texts of several columns by a blank; empty ones are left out."""
-    if len(parts) > 1 and all(part is None or isinstance(part, str) for part in parts):
-        return " ".join(part for part in parts if part and part.strip())
-    return parts[0]
-
-
-def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[str]) -> list[str]:
-    """Finds the column that was named, or all of "A+B", else the one with a usual name."""
+def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[str]) -> str:
+    """Finds the column that was named, else the one with a usual name."""
     option, listed = f"--{what}-column", f"columns here: {_shown(list(record))}"
+    if given and given in record:  # not the nameless column that pandas writes
+        return given
     if given:
-        asked = [given] if given in record else given.split("+")
-        if all(name in record for name in asked):
-            return asked
         raise DataError(f"{place}: no column {given!r} ({listed}); correct {option}")
     plain = {name: re.sub(r"[\s_-]", "", name).casefold() for name in record}
     usual = [name for name in record if plain[name] in USUAL[what]]
@@ -195,15 +187,14 @@ def _key(place: str, record: dict[str, Any], what: str, given: str, notes: list[
             f"{place}: no column could hold the {what} ({listed}); give its name by {option} (the "
             f"first line of a table must name the columns)"
         )
-    both = f"{option} {shlex.quote('+'.join(usual))} joins them" if what == "text" else ""
     if len(usual) > 1 and len(sure) != 1:
         raise DataError(
             f"{place}: several columns could hold the {what} ({_shown(usual)}); write {option} "
-            f"{shlex.quote(usual[0])} or another; {both}".rstrip("; ")
+            f"{shlex.quote(usual[0])} or another"
         )
-    if len(usual) > 1 and both:
-        notes.append(f"of {_shown(usual)} only {sure[0]!r} is read; {both}")
-    return sure or usual
+    if len(usual) > 1 and what == "text":
+        notes.append(f"of {_shown(usual)} only {sure[0]!r} is read; {option} names another")
+    return (sure or usual)[0]
 
 
 def _shown(names: Sequence[str]) -> str:

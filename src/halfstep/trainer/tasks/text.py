@@ -31,6 +31,7 @@ from halfstep.trainer.data.corpus import (
     token_file,
 )
 from halfstep.trainer.data.records import find_sources
+from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
@@ -57,6 +58,12 @@ class TextTask(Task):
         }
         world.require_same(self.identity)
         shape = _with_vocabulary(config, data.tokenizer)
+        require_host_room(
+            shape.parameters,
+            run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
+            "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
+            "--grad-accum",
+        )
         self.model = GPT(shape, seed=run.seed)
         warmup = min(config.schedule.warmup_steps, run.max_steps)
         self.notes = shortened(config.schedule.warmup_steps, warmup)
