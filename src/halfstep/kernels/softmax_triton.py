@@ -16,9 +16,9 @@ def softmax_errors_kernel(
     targets: tl.tensor,
     losses: tl.tensor,
     stride: tl.tensor,
-    columns: tl.tensor,
     ignored: tl.tensor,
     unit: tl.tensor,
+    columns: tl.constexpr,
     write: tl.constexpr,
     block: tl.constexpr,
 ) -> None:

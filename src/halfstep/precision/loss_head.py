@@ -166,7 +166,7 @@ def _losses_and_errors(
         if not is_fake(logits_RV):  # an estimate of memory knows shapes alone
             with torch.cuda.device_of(logits_RV):  # type: ignore[no-untyped-call]
                 kernels.softmax_errors_kernel[(len(losses_R),)](
-                    logits_RV, target_R, losses_R, logits_RV.stride(0), vocab, ignore_index, unit,
+                    logits_RV, target_R, losses_R, logits_RV.stride(0), ignore_index, unit, vocab,
                     write, block, **kernels.LAUNCH,
                 )  # fmt: skip
         return losses_R, logits_RV
