@@ -50,6 +50,7 @@ def figures(size: str, rows: list[str]) -> Figures:
         command = ["g++", "-std=c++20", "-shared", "-fPIC", *paths, str(HERE / "fake_cuda.cpp")]
         subprocess.run([*command, *links], check=True, timeout=120)
         environment = os.environ | {"LD_PRELOAD": library, "HALFSTEP_KERNEL": ""}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # no real one comes in between
         program = [sys.executable, "-W", "ignore", __file__, "--count", size, *rows]
         done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, timeout=600)
     done.check_returncode()
