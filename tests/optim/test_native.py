@@ -329,18 +329,6 @@ def test_a_task_that_is_not_what_the_plan_says_is_refused(kernel, part, wrong):
     assert torch.equal(good.weight, before)
 
 
-@pytest.mark.parametrize("label", MOMENTS)
-@pytest.mark.parametrize("stored", MOMENTS)
-def test_a_label_that_the_moments_do_not_bear_out_is_refused(kernel, label, stored):
-    tasks = tasks_for(ADAMW, torch.bfloat16, "split", stored, torch.float32, [4096], 1)
-    fill_gradients(tasks, 1)
-    batch = Batch(tasks)
-    kernel.run(batch, plan_for("adamw", "split", stored, 1))  # the addresses are kept from here
-    if label != stored:
-        with pytest.raises(PrecisionError, match="the kernel takes"):
-            kernel.run(batch, plan_for("adamw", "split", label, 2))
-
-
 def test_the_norm_of_gradients_of_another_dtype_or_device_is_refused(kernel):
     given_back = torch.ones(3)
     given_back.untyped_storage().resize_(0)

@@ -279,7 +279,7 @@ class StepTask:
 
 @dataclass(slots=True)
 class Batch:
-    """The tasks of one kernel call, which share their dtypes and their plan."""
+    """The tasks of one kernel call, which share their dtypes and every plan that they get."""
 
     tasks: list[StepTask]
     native: Any = None  # the addresses of all but the gradients, in the form that a kernel keeps

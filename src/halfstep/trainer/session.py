@@ -161,8 +161,7 @@ class Session:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
         precision = self.precision.state_dict()
-        # the masters are the weights; where a policy has none, what the model computes with is
-        masters = precision.pop("masters") or dict(self.precision.masters.items())
+        masters = precision.pop("masters") or dict(self.precision.masters.items())  # the weights
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,

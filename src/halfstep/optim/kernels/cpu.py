@@ -77,12 +77,11 @@ class NativeKernel:
     def run(self, batch: Batch, plan: Plan) -> None:
         """Take a step on tasks that are on the CPU and share their dtypes."""
         weight, gradient = batch.tasks[0].weight.dtype, batch.tasks[0].gradient.dtype
-        checked = (weight, plan.update, plan.moments, plan.algorithm)
-        if type(batch.native) is not tuple or batch.native[0] != checked:
-            entries = [_addresses(task, weight, plan) for task in batch.tasks]
-            table = (_Task * len(entries))(*entries)
-            batch.native = checked, table, [*table]
-        _, table, entries = batch.native
+        if type(batch.native) is not tuple:
+            every = [_addresses(task, weight, plan) for task in batch.tasks]
+            table = (_Task * len(every))(*every)
+            batch.native = table, [*table]
+        table, entries = batch.native
         for task, entry in zip(batch.tasks, entries, strict=True):
             row = task.gradient
             # a gradient is new in every step: the usual one is checked here, without a call
