@@ -112,28 +112,18 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
             due = _due(session.step, settings.eval_every)
             due |= finished or stopped_by == "stop"
             saves = last or due or _due(session.step, settings.save_every)
-            if session.late and not (saves or losses.fresh):
-                session.ahead.prepare(session.step)
-                yield from books.ticks
-                books.ticks, books.held = [], taken
-                continue
-            with books.last_words(causes):
-                session.precision.settle()
+            at_once = session.precision.path is None or session.followed
+            late = not (at_once or saves or losses.fresh)
+            if not late:
+                with books.last_words(causes):
+                    session.precision.settle()
             yield from books.ticks
             books.ticks = []
-            evaluation, better = None, False
-            if due and session.task.evaluates:
-                evaluation = session.evaluate()
-                better = session.note(evaluation)
-            lost = losses.measured() if taken.result.applied else ()
-            tick = books.tick(taken, causes, evaluation, lost)
-            checkpoint = books.save_where_due(last=last, evaluated=evaluation is not None)
-            if better and session.task.keeps_best:
-                session.world.main_only(lambda: session.report_best(path))
-            warned = (*tick.verdicts, *losses.verdicts(lost, taken))
-            if not last:
-                session.ahead.prepare(session.step)
-            yield replace(tick, checkpoint=checkpoint, stopped_by=stopped_by, verdicts=warned)
+            if late:
+                books.held = taken
+                continue
+            tick = books.close_step(taken, causes, losses, due=due, last=last)
+            yield replace(tick, stopped_by=stopped_by)
             if last:
                 return
 
@@ -183,6 +173,8 @@ def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
     tokens = task.tokens(session.step)
     session.step += 1
     session.tokens += tokens
+    if session.step < session.config.run.max_steps:
+        session.ahead.prepare(session.step)  # while the device works on this one
     return _Taken(
         session.step,
         result,
@@ -209,7 +201,6 @@ class _Books:
         """A step whose outcome the device has not told."""
         self.ticks: list[Tick] = []
         """Those of held steps that have been told since."""
-        self._compiled = False
 
     def tell(self, causes: CauseSearch) -> None:
         """Write down the held step, which is known now."""
@@ -230,10 +221,24 @@ class _Books:
         verdicts = (*causes.verdicts, *self.news)
         self.news.clear()
         if taken.compiling:
-            again = "again, for other shapes, " if self._compiled else ""
-            self._compiled = True
-            verdicts = (f"compiled {again}in {taken.compiling:.1f} s", *verdicts)
+            verdicts = (f"compiled in {taken.compiling:.1f} s", *verdicts)
         return Tick(record, evaluation, None, "", verdicts)
+
+    def close_step(
+        self, taken: _Taken, causes: CauseSearch, losses: _Losses, *, due: bool, last: bool
+    ) -> Tick:
+        """Evaluate if that is due, write the step down, and save; its outcome is known."""
+        session, evaluation, better = self._session, None, False
+        if due and session.task.evaluates:
+            evaluation = session.evaluate()
+            better = session.note(evaluation)
+        lost = losses.measured() if taken.result.applied else ()
+        tick = self.tick(taken, causes, evaluation, lost)
+        checkpoint = self.save_where_due(last=last, evaluated=evaluation is not None)
+        if better and session.task.keeps_best:
+            session.world.main_only(lambda: session.report_best(self._folder.parent))
+        warned = (*tick.verdicts, *losses.verdicts(lost, taken))
+        return replace(tick, checkpoint=checkpoint, verdicts=warned)
 
     def write(self, record: Record) -> None:
         """Append a step to the metrics file, which rank 0 writes."""
@@ -289,8 +294,6 @@ class _Books:
 
     def _typed(self, cause: Cause | None, rate: float, *, resume: bool) -> str:
         """What to type after a run that has stopped at what is not finite."""
-        key: str
-        value: object
         if cause.diverged if cause else self._session.precision.outcome.progress.slower():
             key, value, resume = "learning_rate", f"{rate / 10:.1g}", False
         elif cause and cause.fits_fp32:

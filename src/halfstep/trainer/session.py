@@ -111,11 +111,6 @@ class Session:
         """Whether the model runs through ``torch.compile``."""
         return self.config.run.compile == "yes"
 
-    @property
-    def late(self) -> bool:
-        """Whether the outcome of a step is read while the device works on the next one."""
-        return self.precision.path is not None and not self.followed
-
     def micro_batches(self, step: int) -> MicroBatches:
         """Return this rank's micro-batches of a step, on the host.
 
