@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat
+from halfstep.formats import BLOCK_FORMATS, FP32
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.cast import Clock, Region
 from halfstep.precision.low_bit.native import laid, scaled_matmul, why_not_native
@@ -208,12 +208,14 @@ def operands(
             missing = -x.shape[0] % scheme.block
             y = F.pad(y, (0, 0, 0, missing)) if missing else y
             y = mixed(y) if scheme.hadamard else y
+        drawn = drawn if dim or drawn is None else drawn.t()
+        q = form.quantize(y if dim else y.t(), 1, bits=drawn)
         if on_cores:
-            drawn = drawn if dim or drawn is None else drawn.t()
-            q = form.quantize(y if dim else y.t(), 1, bits=drawn)
             made.append(Operand(*laid(q), q.outer))
         else:
-            made.append(simulated(form, y, dim, drawn))
+            values, outer = q.operand()
+            exact = form.scale is not FP32 or form.block is None
+            made.append(Operand(values.to(_LOW) if exact else values, None, outer))
         before = form, on_cores
     return made
 
@@ -261,16 +263,6 @@ def run_product(
             made = _simulated(a, b, bias_O)
     # compiled by torch 2.11, a forward whose result has a second name has no gradient
     return made if made.dtype == dtype else made.to(dtype)
-
-
-def simulated(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:
-    """A matrix in a block format along a dim, in numbers that a wider matmul takes."""
-    values, left = form.operand(x, dim, bits=bits)
-    if form.scale is FP32 and left is not None and left.ndim:
-        values, left = form.times(values, left, dim), None
-    else:
-        values = values.to(_LOW)
-    return Operand(values if dim else values.t(), None, left)
 
 
 def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
