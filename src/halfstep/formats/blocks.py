@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ _SCALES: dict[str, FloatFormat | ExponentFormat] = {
 
 
 class _Scales(NamedTuple):
-    stored: Tensor  # as they are kept, one for each block
+    stored: Tensor  # as they are kept, one for each block: fp32, or uint8 codes
     encode: Tensor  # fp32: a number times it is on the grid of the element format
     outer: Tensor | None  # fp32, of the whole tensor
 
@@ -96,17 +96,25 @@ class Quantized:
     Attributes:
         format: The block format.
         codes: In the tensor's shape: float8, or for e2m1 uint8 with one code of 4 bits each.
-        scales: One for each block; the tensor's shape divided by the block's, 0-dim for a scale of
-            the whole tensor. float8_e8m0fnu, float8_e4m3fn or fp32.
+        stored: The scales as fp32, or codes in uint8: compiled code on a CPU knows no e8m0.
         outer: fp32, 0-dim: the scale of the whole tensor beside those of the blocks, or None.
         dim: The dim along which the blocks lie, which a product contracts.
     """
 
     format: BlockFormat
     codes: Tensor
-    scales: Tensor
+    stored: Tensor
     outer: Tensor | None
     dim: int
+
+    @property
+    def scales(self) -> Tensor:
+        """One for each block; the tensor's shape divided by the block's, 0-dim for one in all.
+
+        float8_e8m0fnu, float8_e4m3fn or fp32.
+        """
+        dtype: Any = self.format.scale.dtype
+        return self.stored.view(dtype)
 
     def operand(self) -> tuple[Tensor, Tensor | None]:
         """As an operand of a product in a wider format.
@@ -117,13 +125,13 @@ class Quantized:
             e5m2, some need more bits than bf16 has there); and the scale of the whole tensor that
             is left to multiply by, or None.
         """
-        form, scales = self.format, self.scales
+        form, scales = self.format, self.stored
         values = _numbers(form.element, self.codes)
         if form.block is None:
             return values, scales
-        if form.scale is E8M0:
-            scales = E8M0.decode(scales.view(torch.uint8))
-        return form.times(values, scales.float(), self.dim), self.outer
+        if form.scale is not FP32:
+            scales = E8M0.decode(scales) if form.scale is E8M0 else _numbers(E4M3FN, scales)
+        return form.times(values, scales, self.dim), self.outer
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers: code times scale, which is exact but for the range, times outer scale."""
@@ -312,7 +320,7 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     if form.rule == "rceil":
         codes = E8M0.encode(largest * (1.0 / top))
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
-        return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), None)
+        return _Scales(codes, E8M0.decode(inverse), None)
     lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
     if form.rule == "amax":
         encode = _over(top, largest.double().clamp(min=LEAST_AMAX))
@@ -325,7 +333,7 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     wanted = (largest * (outer * (1.0 / top))).clamp(max=E4M3FN.max)
     codes = _codes(E4M3FN, wanted + lost, None)
     encode = _over(1.0, _numbers(E4M3FN, codes) * rest).clamp(max=_LARGEST_FP32)
-    return _Scales(codes.view(torch.float8_e4m3fn), encode, rest)
+    return _Scales(codes, encode, rest)
 
 
 def _over(number: float, x: Tensor) -> Tensor:
