@@ -138,19 +138,6 @@ def test_every_nvfp4_code_times_every_block_scale_is_a_bf16_number():
     assert torch.equal(numbers.bfloat16().double(), numbers)
 
 
-def test_operands_are_bf16_numbers_unless_scales_of_blocks_are_fp32():
-    def check(form, name, dtype):
-        x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
-        x = torch.from_numpy(x).to(dtype)
-        values, _ = form.quantize(x).operand()
-        if dtype == torch.bfloat16 or name != "smallest":
-            assert equal(values.bfloat16().float(), values)
-
-    narrow = [form for form in ALL if form.block is None or form.rule != "amax"]
-    names = [*blocks.PIECES, "patterns"]
-    every(itertools.product(narrow, names, (torch.float32, torch.bfloat16)), check)
-
-
 # Layouts and arguments
 
 

@@ -47,7 +47,7 @@ _COMPILES = importlib.util.find_spec("triton") is not None
 
 
 class Operand(NamedTuple):
-    """A matrix as a matmul takes it, the dim that is summed over last; kept in bf16, as it is."""
+    """A matrix as a matmul takes it, the dim that is summed over last."""
 
     numbers: Tensor  # bf16, or fp32 where blocks have fp32 scales; codes for tensor cores
     scales: Tensor | None  # of codes, as tensor cores read them; None: there are no codes
@@ -195,7 +195,7 @@ def operands(
     for (product, dim), yes, drawn in zip(USES[what], wanted, bits, strict=True):
         scheme = SCHEMES.get(getattr(recipe, product)) if yes else None
         if scheme is None:
-            made.append(Operand(x, None, None) if yes else _NOTHING)
+            made.append(Operand(x if dim else x.t(), None, None) if yes else _NOTHING)
             continue
         form, on_cores = BLOCK_FORMATS[getattr(scheme, what)], scheme.name in native
         if form.block is None and before == (form, on_cores):
@@ -251,25 +251,20 @@ def run_product(
     """One matmul of a layer, in bf16 unless tensor cores write ``dtype``; trace() knows it."""
     scheme = SCHEMES.get(getattr(layer.recipe, product))
     with torch._C.DisableTorchFunction():  # its operands have the dtype that they are to have
-        if scheme is None:
-            left, right = a.numbers, b.numbers
-            if product == "fprop":
-                return F.linear(left, right, bias_O)
-            made: Tensor = (left if product == "dgrad" else left.t()) @ right
-        elif scheme.name in layer.native:
+        if scheme is not None and scheme.name in layer.native:
             forms = [BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product]]
-            made = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
+            made: Tensor = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
         else:
-            made = _simulated(a, b, bias_O)
+            made = bf16_matmul(a, b, bias_O)
     # compiled by torch 2.11, a forward whose result has a second name has no gradient
     return made if made.dtype == dtype else made.to(dtype)
 
 
-def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-    """``a @ b.t()`` in bf16, by a product that accumulates in fp32."""
+def bf16_matmul(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
+    """``a @ b.t()`` in bf16, of operands that are not codes."""
     (left, _, left_scale), (right, _, right_scale) = a, b
     if left.dtype == right.dtype == _LOW:
-        if not left.shape[1] or (left_scale is None and right_scale is None):
+        if left_scale is None and right_scale is None:
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         wide = (left @ right.t()).float()
     else:
