@@ -184,8 +184,9 @@ class GradientAccumulation:
         wide: list[Tensor] = []
         for parameter in self._received:
             # torch requires that what a user's hook returns has the gradient's dtype
-            hooked = len(parameter._backward_hooks or ()) > len(_hooks_of(parameter))
-            if (self._widens and parameter.dtype == torch.float16) or hooked:
+            hooks = parameter._backward_hooks
+            hooked = hooks and len(hooks) > len(_hooks_of(parameter))
+            if hooked or (self._widens and parameter.dtype == torch.float16):
                 wide.append(_widened(parameter))
         if scale != 1.0:
             _multiply_gradients_(self._sharded, scale)
