@@ -9,8 +9,8 @@ kernels, which step aside while any dispatch mode is on, are the operations that
 
 from __future__ import annotations
 
-import inspect
 import difflib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
