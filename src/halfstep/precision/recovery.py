@@ -123,7 +123,7 @@ class Outcome:
                     f"loss {judged.loss:.4g} and gradient norm {judged.norm:.4g} spike as a step "
                     "that was left out did: what repeats is data, and is applied. If the data has "
                     "not changed, the weights have: go back to a checkpoint. Said once",
-                    stacklevel=5,
+                    stacklevel=7,
                 )
             self.spikes.remember(judged.loss, judged.norm)
 
@@ -216,7 +216,7 @@ class Outcome:
         if option not in self._said:
             self._said.add(option)
             text = f"the step is left out, as {option}={choice} allows: {what}"
-            warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=5)
+            warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=7)
 
     def state(self) -> dict[str, Any]:
         """The policy, counts and the loss scale, the masters, and the spike detector's window."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.casting.autocast import Autocast
+from halfstep.precision.casting.autocast import Autocast, outside_graphs
 from halfstep.precision.casting.op_casts import inside_casts
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
@@ -125,7 +125,9 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
                 type(module).forward is not nn.Module.forward
                 and next(module.parameters(), None) is not None
             ):
-                module.forward = OutsideCall(module, around)
+                recurs = any(isinstance(part, nn.RNNBase) for part in module.modules())
+                kind = RecurrentCall if recurs else OutsideCall
+                module.forward = kind(module, around)
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
 
@@ -240,6 +242,13 @@ class OutsideCall(Region):
         if torch._C._current_graph_task_id() >= 0:
             return output  # checkpointing recomputes a part of what was called
         return cast_floating(output, torch.float32)
+
+
+class RecurrentCall(OutsideCall):
+    """The same of what has a recurrent layer, which torch.compile cannot trace: it is not asked."""
+
+    __call__ = outside_graphs(OutsideCall.__call__, recursive=False)
+    inside = outside_graphs(OutsideCall.inside, recursive=False)
 
 
 def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as _dynamo
 from torch.overrides import TorchFunctionMode
 
 from halfstep.kernels import attention, library, rows
@@ -64,19 +65,21 @@ class OpCasts(TorchFunctionMode):
         self._running: list[Function] = []
 
     def __enter__(self) -> OpCasts:
-        modes = _modes()
-        if modes:
-            modes[-1].covered = True
-        modes.append(self)
+        if not torch.compiler.is_dynamo_compiling():
+            modes = _modes()
+            if modes:
+                modes[-1].covered = True
+            modes.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        modes = _modes()
-        modes.remove(self)
-        if modes:
-            modes[-1].covered = False
+        if not torch.compiler.is_dynamo_compiling():
+            modes = _modes()
+            modes.remove(self)
+            if modes:
+                modes[-1].covered = False
 
     def __torch_function__(
         self,
@@ -225,6 +228,14 @@ class OpCasts(TorchFunctionMode):
             self._running.pop()
 
 
+# A graph has what the mode makes of a call; the mode itself, around code that runs uncompiled under
+# torch.compile, is no frame to compile.
+_dynamo.set_code_exec_strategy(
+    OpCasts.__torch_function__.__code__,
+    _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP),
+)
+
+
 class AutocastCasts(OpCasts):
     """Applies CUDA's autocast lists on a CPU while ``torch.autocast("cpu")`` is on."""
 
@@ -233,7 +244,7 @@ class AutocastCasts(OpCasts):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if not inside_casts():
+        if not torch.compiler.is_dynamo_compiling() and not inside_casts():
             drop_casts()  # also where somebody else's torch.autocast is around it
 
     def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation
