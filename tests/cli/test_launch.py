@@ -1,23 +1,18 @@
-"""``halfstep train --nproc``: its grammar, its exit codes, its lines, and what happens to ranks.
+"""``halfstep train --nproc``: its grammar and its exit codes.
 
-The ranks are tests/distributed/worker_script.py, which uses World as the trainer does; signals and
-kills of real runs: test_train_ranks.py and test_faults.py.
+Ranks that really run, signals and kills: test_train_ranks.py and test_faults.py.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.cli.ranks import Run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from halfstep.cli import launch, main as program
 from halfstep.cli.commands import read_words
 from halfstep.cli.main import main
-
-SCRIPT = Path(__file__).parents[1] / "distributed" / "worker_script.py"
-COMMAND = [sys.executable, str(SCRIPT), "train"]
 
 
 def test_options_of_torchrun_stand_behind_two_dashes():
@@ -75,32 +70,15 @@ def test_a_lost_rank_is_no_error_of_this_one(text, monkeypatch):
     assert program.describe(RuntimeError(text))[0].startswith("unexpected RuntimeError")
 
 
-# What follows starts launchers.
+@pytest.mark.parametrize(
+    ("codes", "code"), [((1, 3), 3), ((-15, 1), 1), ((4, 2), 2), ((-9, 4), 4), ((-9, 7), 1)]
+)
+def test_a_rank_that_fails_decides_the_exit_code(codes, code, monkeypatch):
+    def fail(chosen):
+        failures = {n: SimpleNamespace(exitcode=one, timestamp=n) for n, one in enumerate(codes)}
+        raise ChildFailedError("halfstep", failures)
 
-
-class Launched(Run):
-    """A launcher of worker scripts, and their folder."""
-
-    def __init__(self, folder, words, *, job="", steps=15, command=COMMAND):
-        self.folder = folder
-        super().__init__(
-            words, command=command, HALFSTEP_TEST_FOLDER=str(folder), HALFSTEP_TEST_JOB=job,
-            HALFSTEP_TEST_STEPS=str(steps), TMPDIR=str(folder),
-        )  # fmt: skip
-
-
-# Job -> exit code, a line that says why.
-FAILURES = {
-    "guard": (3, "step 3: the loss is NaN"),
-    "crash rank 1": (1, "rank 1: unexpected ValueError: this one; HALFSTEP_DEBUG=1 shows where"),
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("job", FAILURES)
-def test_a_rank_that_fails_decides_the_exit_code(tmp_path, job):
-    code, line = FAILURES[job]
-    ended, out, err = Launched(tmp_path, ["--nproc", "2"], job=job).end()
-    assert (ended, out) == (code, "")
-    assert line in err
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
+    monkeypatch.setattr(launch.torchrun, "run", fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main(["train", "--data", "a", "--nproc", "2"]) == code
