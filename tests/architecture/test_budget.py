@@ -47,9 +47,6 @@ def static_figures() -> Figures:
         "statements": dict(statements),
         "source": {
             "files": len(paths),
-            "toml_lines": count_lines(
-                path for path in SOURCE.rglob("*.toml") if path.parent != SOURCE / "configs"
-            ),
             "cpp_lines": count_lines([*SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.h")]),
             "one_importer": len(with_one_importer(trees)),
             "functions_over_50_lines": len(long_functions(trees)),

@@ -85,59 +85,6 @@ def cell_by_hand(m, x, y):
     return F.mse_loss(h, y)
 
 
-@report("pytorch/pytorch#144040: learned sparse edges", e=linear(ROWS))
-def sparse_edges(m, x, y):
-    ring = torch.eye(ROWS).roll(1, 0).to_sparse().indices()
-    graph = torch.sparse_coo_tensor(ring, m.e(x).diagonal().float(), (ROWS, ROWS))
-    fixed = torch.eye(ROWS).to_sparse_csr()
-    return F.mse_loss(torch.sparse.mm(graph, m.a(x)) + fixed @ m.b(x), y)
-
-
-@report("meta-pytorch/torchrec#1758", bag=lambda: nn.EmbeddingBag(5, D, mode="sum"), w=linear(4))
-def bag_with_learned_weights(m, x, y):
-    given = torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(1))
-    out = m.bag(TOKENS, per_sample_weights=m.w(x).sigmoid())
-    return F.mse_loss(out + m.bag(TOKENS, per_sample_weights=given), y)
-
-
-@report("lucidrains/reformer-pytorch#148: einsum, bmm, baddbmm of two formats")
-def products_of_two_formats(m, x, y):
-    h, wide = m.a(x), torch.ones(ROWS, D, D) / D
-    out = torch.einsum("bd,bde->be", h, wide) + torch.bmm(h[:, None], wide)[:, 0]
-    out = out + torch.baddbmm(m.b(x)[:, None], h[:, None], wide)[:, 0]
-    near = torch.cdist(h, y).mean() + torch.inner(h, y).square().mean() / 8
-    return F.mse_loss(out, y) + near
-
-
-@report("huggingface/transformers#7371", pair=lambda: nn.Bilinear(D, D, D), act=nn.PReLU)
-def parts_from_outside(m, x, y):
-    h = m.act(m.a(x))
-    alike = F.cosine_similarity(h, x).mean()
-    return F.cross_entropy(h @ y.t(), torch.arange(ROWS)) + m.pair(h, x).square().mean() - alike
-
-
-# --- indices --------------------------------------------------------------------------------------
-
-
-@report("huggingface/transformers#47689, pytorch/pytorch#98814, hiyouga/LlamaFactory#5943")
-def written_by_index(m, x, y):
-    h, rows = m.a(x), torch.arange(ROWS)
-    memory = torch.zeros(ROWS, D).index_put((rows,), h) + torch.zeros(ROWS, D).index_add(0, rows, h)
-    table, mask = h.clone(), x[:, :1] > 0
-    table[rows[:2]] = torch.ones(2, D)
-    table[mask[:, 0]] = m.b(x)[mask[:, 0]].float()
-    table.index_copy_(0, rows[2:3], torch.zeros(1, D))
-    memory = memory + y.masked_scatter(mask.expand(-1, D), h) + torch.where(mask, h, y)
-    return F.mse_loss(memory + torch.lerp(table, torch.zeros_like(x), 0.1), y)
-
-
-@report("pytorch/pytorch#51730, flairNLP/flair#3651")
-def scattered(m, x, y):
-    h, index = m.a(x), torch.arange(ROWS)[:, None].expand(-1, D) % 2
-    out = torch.zeros_like(x).scatter_add(0, index, h) + m.b(x).scatter(0, index[:1], y[:1])
-    return F.mse_loss(out + torch.zeros(ROWS, D).scatter_reduce(0, index, h, "mean"), y)
-
-
 @report("shawntan/scattermoe#17, pytorch/torchtitan#2225", gate=linear(3))
 def experts(m, x, y):
     weights, chosen = m.gate(x).softmax(-1).topk(2, -1)
@@ -150,45 +97,6 @@ def experts(m, x, y):
 
 
 # --- losses and functions -------------------------------------------------------------------------
-
-
-@report("NVIDIA/apex#93, huggingface/transformers#17306, #35332: constants beyond the format")
-def mask_constants(m, x, y):
-    scores, mask = m.a(x) @ m.b(x).t(), torch.eye(ROWS).bool()
-    lowest = torch.finfo(torch.float32).min
-    far = scores.masked_fill(mask, -1e9).softmax(-1) + scores.masked_fill(mask, lowest).softmax(-1)
-    other = torch.where(mask, torch.full_like(scores, lowest), scores).softmax(-1)
-    added = (scores + (1.0 - (~mask).float()) * -1e4).softmax(-1)
-    return F.mse_loss((far + other + added).to(y.dtype) @ y, x)
-
-
-@report("pytorch/pytorch#110848, #82282: rotations by the matrix exponential", r=linear(3))
-def rotations(m, x, y):
-    p, q, r = m.r(x).unbind(-1)
-    zero = torch.zeros_like(p)
-    skew = torch.stack((zero, -r, q, r, zero, -p, -q, p, zero), -1).view(ROWS, 3, 3)
-    turned = torch.linalg.matrix_exp(skew) @ y[:, :3, None].to(skew.dtype)
-    return F.mse_loss(turned[..., 0].float(), x[:, :3])
-
-
-@report("ldeecke/gmm-torch#27, neuraloperator/neuraloperator#562, NVIDIA/apex#373", f=linear(32))
-def linear_algebra_and_spectra(m, x, y):
-    h = m.a(x)
-    spread = h.t() @ h / ROWS + torch.eye(D)
-    factor = torch.linalg.cholesky(spread)
-    solved = torch.linalg.solve(spread, y.t().to(spread.dtype)).float()
-    wave = torch.stft(m.f(x), 16, window=torch.hann_window(16), return_complex=True).abs()
-    norm = torch.linalg.norm(h, ord="nuc") + torch.logdet(factor @ factor.t())
-    spectrum = torch.fft.rfft(m.b(x)).abs().mean()
-    return solved.square().mean() + wave.square().mean() + 0.01 * norm + spectrum
-
-
-@report("Lightning-AI/pytorch-lightning#13871, YOLOX#336: what autocast calls unsafe", c=linear(1))
-def binary_cross_entropy_of_a_sigmoid(m, x, y):
-    target = (y[:, :1] > 0).float()
-    with torch.autocast("cpu", enabled=False):
-        apart = F.binary_cross_entropy(m.c(x.to(m.c.weight.dtype)).float().sigmoid(), target)
-    return apart + F.binary_cross_entropy_with_logits(m.c(x), target)
 
 
 @report("pytorch/pytorch#133085, huggingface/transformers#5651: squares beyond fp16", g=linear())
@@ -209,14 +117,6 @@ def heads_of_distributions(m, x, y):
     near = of.kl_divergence(normal, of.Normal(torch.zeros(D), torch.ones(D))).mean()
     certain = squashed.log_prob(torch.tanh(0.1 * y)).mean()
     return actions.log_prob(torch.arange(ROWS) % 3).mean() + near - 0.1 * certain
-
-
-@report("openai/CLIP#46, #57", scale=lambda: nn.ParameterList([torch.tensor(2.0)]))
-def logit_scale(m, x, y):
-    one, other = F.normalize(m.a(x), dim=-1), F.normalize(m.b(y), dim=-1)
-    logits = m.scale[0].exp() * one @ other.t()
-    target = torch.arange(ROWS)
-    return F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)
 
 
 @report("jingyaogong/minimind#812, huggingface/trl#454: the ratio of the first update is 1")
@@ -282,26 +182,6 @@ def encoder_in_eval(m, x, y):
 )
 def parametrized_weights(m, x, y):
     return F.mse_loss(m.s(x) + m.w(x) + m.o(x), y)
-
-
-@report(
-    "pytorch/pytorch#61924: norms without weights",
-    i=lambda: nn.InstanceNorm1d(D), l=lambda: nn.LocalResponseNorm(2), c=lambda: nn.Conv1d(1, D, 3),
-)  # fmt: skip
-def norms_without_weights(m, x, y):
-    return F.mse_loss(m.l(m.i(m.c(x[:, None]))).mean(-1), y)
-
-
-@report("pytorch/pytorch#42218, #94733", c=lambda: nn.Conv2d(1, 2, 3, padding=1))
-def warped_images(m, x, y):
-    image = m.c(x.view(1, 1, ROWS, D))
-    grid = F.affine_grid(torch.eye(2, 3)[None] * 0.9, [1, 2, 4, 4], align_corners=False)
-    parts = (
-        F.grid_sample(image, grid, align_corners=False),
-        F.interpolate(image, (4, 4), mode="bicubic"),
-    )
-    unfolded = F.fold(F.unfold(image, 2, stride=2), (ROWS, D), 2, stride=2)
-    return sum(p.square().mean() for p in parts) + F.mse_loss(unfolded[0, 0], y)
 
 
 # --- derivatives and recomputation ----------------------------------------------------------------

@@ -1,12 +1,11 @@
 """What a user changes in each script to train it under halfstep, as pairs of old and new text.
 
 Every old text stands exactly once in its script. ``policy`` in a new text is what a user would
-write there as a string.
+write there as a string. ``tests/golden/programs.py`` trains what comes out.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,11 @@ class Script:
         edits: For any policy.
         own: For policies that need one of halfstep's optimizers, after ``edits``; empty where
             halfstep has none of that kind.
-        watch: Not counted: they hand what is trained to ``prepare``, for control runs.
     """
 
     module: str
     edits: tuple[Edit, ...]
     own: tuple[Edit, ...]
-    watch: tuple[Edit, ...]
 
     @property
     def source(self) -> str:
@@ -37,12 +34,6 @@ class Script:
 
     def edited(self, own: bool = False) -> str:
         return apply(self.source, (*self.edits, *(self.own if own else ())))
-
-    def lines_changed(self, own: bool = False) -> tuple[int, int]:
-        """Lines that were added and taken out, as ``diff`` counts them."""
-        lines = difflib.unified_diff(self.source.splitlines(), self.edited(own).splitlines(), n=0)
-        signs = [line[0] for line in lines if not line.startswith(("---", "+++", "@@"))]
-        return signs.count("+"), signs.count("-")
 
 
 def apply(text: str, edits: Sequence[Edit]) -> str:
@@ -101,17 +92,6 @@ NANOGPT = Script(
         ),
     ),
     (("return torch.optim.AdamW(", "return halfstep.optim.AdamW("),),
-    (
-        (
-            '    if init_from == "scratch":\n        model = GPT(GPTConfig(**model_args))\n',
-            '    if init_from == "scratch":\n        model = GPT(GPTConfig(**model_args))\n'
-            "        prepare(model)\n",
-        ),
-        (
-            '        model.load_state_dict(checkpoint["model"])\n',
-            '        prepare(model)\n        model.load_state_dict(checkpoint["model"])\n',
-        ),
-    ),
 )
 
 SCRIPTS = {
