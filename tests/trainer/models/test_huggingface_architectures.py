@@ -17,7 +17,6 @@ import torch
 import transformers
 
 import halfstep
-from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
 
 # transformers says so of GPT-2's own configuration
@@ -140,15 +139,3 @@ def test_a_pair_trains_keeps_its_formats_and_resumes(name, policy):
     weights = dict(fresh[0].named_parameters(remove_duplicate=False))
     for one, other in TIED.get(name, []):
         assert weights[one] is weights[other]
-
-
-def test_running_statistics_under_16_bit_weights_are_refused_with_the_rule_that_helps():
-    model = transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(**KINDS["resnet"][1])
-    )
-    found = (
-        r"resnet.embedder.embedder.normalization is a BatchNorm2d with running statistics in fp32, "
-        r"whose kernels take no bf16 weights; .*keep_fp32=type:BatchNorm2d$"
-    )
-    with pytest.raises(PrecisionError, match=found):
-        halfstep.Precision("bf16-master", model, torch.optim.AdamW(model.parameters()))
