@@ -18,7 +18,7 @@ import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast, outside_graphs
-from halfstep.precision.casting.op_casts import inside_casts
+from halfstep.precision.casting.op_casts import inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
@@ -94,11 +94,13 @@ class CastInputs:
         self.policy = policy
         self.dtype = dtype
 
+    @no_frame
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cast arguments, with which torch calls the module."""
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
+@no_frame  # a compiled model calls its hooks around its graph
 def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook that casts floating outputs to fp32, so that the loss is computed in fp32."""
     return cast_floating(output, torch.float32)
