@@ -271,6 +271,13 @@ def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autoc
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
     """
+    return _made[_make(policy, device)].here()
+
+
+_made: dict[str, Autocast] = {}  # which is the same context however often it is asked for
+
+
+def _make(policy: str | PrecisionPolicy, device: str | torch.device) -> str:
     where = as_device(device)
     value = parse_policy(policy, where)
     casts_alone = value.param_dtype == torch.float32 and value.casts == "op"
@@ -279,7 +286,13 @@ def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autoc
             f"policy {value} says more of a model than how operations are cast, which "
             "halfstep.autocast does alone; use halfstep.Precision and its autocast()"
         )
-    return Autocast(value, None, where)
+    name = f"{value} on {where}"
+    _made.setdefault(name, Autocast(value, None, where))
+    return name
+
+
+# torch.compile runs it where it traces a call, and keeps the name alone
+_make._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
