@@ -47,6 +47,13 @@ _WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _entered = threading.local()
 
 
+def no_frame(function: Any) -> Any:
+    """Keep torch.compile from making a graph of a function that it does not meet inside of one."""
+    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+    _dynamo.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 class OpCasts(TorchFunctionMode):
     """A mode that casts nothing: inside another policy's mode it keeps that one's casts out.
 
@@ -228,12 +235,7 @@ class OpCasts(TorchFunctionMode):
             self._running.pop()
 
 
-# A graph has what the mode makes of a call; the mode itself, around code that runs uncompiled under
-# torch.compile, is no frame to compile.
-_dynamo.set_code_exec_strategy(
-    OpCasts.__torch_function__.__code__,
-    _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP),
-)
+no_frame(OpCasts.__torch_function__)  # where it is around code that runs uncompiled
 
 
 class AutocastCasts(OpCasts):
