@@ -27,7 +27,6 @@ from halfstep.formats import (
     E2M1,
     E8M0,
     FP8_BLOCK,
-    MXFP4,
     MXFP8,
     NVFP4,
     BlockFormat,
@@ -280,15 +279,7 @@ def test_e8m0_holds_every_power_of_two_that_torch_stores():
     assert E8M0.encode(special).tolist() == [255, 255, 0, 0, 1]
 
 
-def test_explain_is_a_table_of_what_becomes_of_each():
-    text = MXFP4.explain([0.1, -3.0, 0.0])
-    lines = text.splitlines()
-    assert lines[0] == "mxfp4: e2m1 numbers, blocks of 1x32, scales e8m0 (rceil)"
-    assert lines[1] == "scale of the block 0.5 = 2^-1 (0x7e)"
-    rows = [line.split() for line in lines[4:]]
-    assert rows[0] == ["0.1", "0x00", "0", "0", "0.1", "1"]
-    assert rows[1] == ["-3", "0x0f", "-6", "-3", "0", "0"]
-    assert rows[2] == ["0", "0x00", "0", "0", "0", "0"]
+def test_explain_fits_a_terminal():
     for form in ALL:
         assert form.name in form.explain([0.1])
         assert len(max(form.explain([-1.2345678e-30]).splitlines(), key=len)) <= 100
