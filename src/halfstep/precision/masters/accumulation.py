@@ -1,11 +1,12 @@
 """How gradients accumulate in ``p.grad``: unscaled, and added up in the policy's format.
 
-A backward of ``loss * S`` gives every gradient times S. When it ends, ``p.grad`` of all leaves that
-it may have reached is divided by S again, so that the training loop always sees the true gradient
-there: clipping, masks, noise and norms need not know the scale. Nor need hooks on parameters: the
-gradients of these are divided as they become ready, by a hook that runs before the user's. What
-earlier backwards have left there is multiplied by S first. S is a power of two and p.grad fp32, so
-all of this is exact.
+A backward of ``loss * S`` gives every gradient times S. It is divided by S again, so that the
+training loop always sees the true gradient in ``p.grad``: clipping, masks, noise, norms and hooks
+on parameters need not know the scale. S is a power of two and p.grad fp32, so this is exact.
+
+Where anybody could look before a backward ends, a hook divides each gradient before it reaches
+``p.grad``. Else one multi-tensor pass divides all of them at the end, which costs the host far
+less; what earlier backwards have left in ``p.grad`` is multiplied by S first.
 
 Gradients of 16-bit weights stay 16-bit after one backward, as autograd made them, and become fp32
 when a second one is about to be added. Under fp16 they are fp32 from the start, because fp16 could
@@ -18,22 +19,29 @@ another optimizer trains. Their gradients are unscaled too.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
-# How many backwards of some Precision each thread runs.
-_RUNNING: dict[int, int] = {}
-_OPEN: weakref.WeakSet[GradientAccumulation] = weakref.WeakSet()
+# The threads that run a backward of some Precision, one entry for each backward.
+_RUNNING: list[int] = []
+# Leaves whose gradients a backward that runs unscales; one inside it, or beside it, does not again.
+_REACHED: set[Tensor] = set()
+# Whose autograd functions do not look at gradients: code that torch generates, and halfstep.
+_BLIND = "torch._functorch.", "torch._library.", "halfstep."
 
 
 def is_running(device: torch.device) -> bool:
@@ -41,7 +49,7 @@ def is_running(device: torch.device) -> bool:
 
     On a CPU a backward runs in the thread that called it; on CUDA autograd uses its own thread.
     """
-    return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(_RUNNING) == 1)
+    return threading.get_ident() in _RUNNING or (device.type != "cpu" and len(set(_RUNNING)) == 1)
 
 
 class _Unscale:
@@ -71,7 +79,7 @@ class _Unscale:
         if tensor is None:
             return False
         try:
-            torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node)
+            torch._C._will_engine_execute_node(get_gradient_edge(tensor).node)
         except RuntimeError as error:
             return "autograd.grad()" in str(error)
         return False
@@ -88,13 +96,15 @@ class GradientAccumulation:
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
+        self._module_hooks: list[Any] = [
+            torch_module._global_backward_hooks,
+            *(module._backward_hooks for module in model.modules()),
+        ]  # what the graph of a loss may not show: those of ``register_backward_hook``
         self._depth = 0  # of the backwards that run now
-        self._watched: dict[
-            Tensor, bool
-        ] = {}  # parameters, each with whether FSDP2 sets its gradient
+        self._ends: list[Callable[[], None]] = []  # what follows the last of them
+        self._watched: dict[Tensor, bool] = {}  # with whether FSDP2 sets its gradient
         # gradients as the last backward has left them: whose, which object, and its version
         self._left: list[tuple[nn.Parameter, int, int]] = []
-        _OPEN.add(self)
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Make a trainable parameter, in its final dtype, receive gradients as the policy says."""
@@ -111,39 +121,46 @@ class GradientAccumulation:
 
         The graph of the loss is searched for leaves that are not the model's.
         """
-        wide, leaves = self._prepare(), list[Tensor]()
-        if scale != 1.0 and not self._depth:  # an outer backward unscales what an inner one adds
-            leaves = [*self._watched]
-            if not self._by_fsdp:
-                foreign = [leaf for leaf in graph_leaves(loss) if leaf not in self._watched]
-                wide += [_widened(leaf) for leaf in foreign if _is_widened_elsewhere(leaf)]
-                leaves += foreign
-        hooks = list[RemovableHandle]()
-        if leaves:
-            hooked = {leaf for leaf in leaves if self._needs_hook(leaf)}
-            hooks = _unscaling(hooked, 1.0 / scale, loss)
-            leaves = [leaf for leaf in leaves if leaf not in hooked]
-            _multiply_gradients_(leaves, scale)
+        self._begin(scale, loss)
         thread = threading.get_ident()
-        outer = _RUNNING.get(thread, 0)
-        _RUNNING[thread] = outer + 1
+        _RUNNING.append(thread)
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            _RUNNING[thread] = outer
-            if not outer:
-                del _RUNNING[thread]
+            _RUNNING.remove(thread)
+            while self._ends and not self._depth:
+                self._ends.pop()()
+
+    def _begin(self, scale: float, loss: Tensor) -> None:
+        wide, late, leaves = self._prepare(), set[Tensor](), set[Tensor]()
+        if scale != 1.0:
+            nodes, looks = _accumulators(loss)
+            if not self._by_fsdp:
+                leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
+                # fp16 weights whose gradients another Precision accumulates in fp32
+                theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
+                wide += map(_widened, theirs)
+            leaves |= self._watched.keys() - _REACHED
+            looks = looks or _are_held(nodes) or self._may_look(leaves)
+            late = {leaf for leaf in leaves if not looks or self._watched.get(leaf)}
+        hooks = _unscaling(leaves - late, 1.0 / scale, loss)
+        _multiply_gradients_(late, scale)
+        _REACHED.update(leaves)
+
+        def end() -> None:
+            _REACHED.difference_update(leaves)
             for hook in hooks:
                 hook.remove()
             for parameter in wide:
                 parameter.grad_dtype = None
-            for leaf in leaves:
+            for leaf in late:
                 if self._watched.get(leaf):
                     self._widen(leaf)
-            if leaves:
-                _multiply_gradients_(leaves, 1.0 / scale)
+            _multiply_gradients_(late, 1.0 / scale)
+
+        self._ends.append(end)
 
     def _prepare(self) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
@@ -162,15 +179,30 @@ class GradientAccumulation:
         if self._widens and parameter.grad is not None and parameter.grad.dtype in LOW:
             parameter.grad = parameter.grad.float()
 
-    def _needs_hook(self, leaf: Tensor) -> bool:
-        """Whether a leaf's gradient must be unscaled before the end of a backward.
+    def _may_look(self, leaves: set[Tensor]) -> bool:
+        """Whether gradients of these must be unscaled before the end of a backward.
 
-        Hooks of the user's look at it, or what it is added to is fp16, which has no room for S.
+        A hook or a process group may look at them, or they are added to what cannot be multiplied
+        by S in between: fp16 numbers, a user's numbers of any size, and memory of a user's.
         """
-        if self._watched.get(leaf):
-            return False
-        looked_at: Any = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-        return bool(looked_at) or (leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32)
+        if _RUNNING or any(self._module_hooks):
+            return True
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return True
+        left = {parameter: state for parameter, *state in self._left}
+        present = set[int]()
+        for leaf in leaves:
+            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return True
+            if leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32:
+                return True
+            gradient = leaf.grad
+            if gradient is not None:
+                as_left = left.get(leaf) == [id(gradient), gradient._version]  # type: ignore[call-overload]
+                if not as_left or id(gradient) in present or not _is_own(gradient):
+                    return True
+                present.add(id(gradient))
+        return False
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
@@ -203,19 +235,33 @@ class GradientAccumulation:
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
     """The leaf tensors that would get a gradient from a backward of ``loss``, each once."""
-    if loss.grad_fn is None:
-        return [loss] if loss.requires_grad else []
-    leaves: dict[Tensor, None] = {}
-    seen, todo = {loss.grad_fn}, [loss.grad_fn]
+    return [node.variable for node in _accumulators(loss)[0]]
+
+
+def _accumulators(loss: Tensor) -> tuple[list[Any], bool]:
+    """The nodes of a graph that add to ``.grad``, and whether Python of others runs in others."""
+    if not loss.requires_grad:
+        return [], False
+    found, looks = list[Any](), False
+    todo: list[Any] = [get_gradient_edge(loss).node]
+    seen = {*todo}
     while todo:
         node = todo.pop()
         if type(node).__name__ == "AccumulateGrad":
-            leaves[node.variable] = None  # type: ignore[attr-defined]
+            found.append(node)
+        elif isinstance(node, BackwardCFunction):  # also of modules' hooks and of checkpoints
+            looks = looks or not node._forward_cls.__module__.startswith(_BLIND)  # type: ignore[attr-defined]
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-    return list(leaves)
+    return found, looks
+
+
+def _are_held(nodes: list[Any]) -> bool:
+    """Whether somebody holds one of these nodes, as one does who has hooks on it."""
+    *counts, alone = [sys.getrefcount(node) for node in [*nodes, object()]]
+    return any(count > alone + 1 for count in counts)  # ``nodes`` holds them too
 
 
 def _unscaling(leaves: set[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
@@ -225,19 +271,12 @@ def _unscaling(leaves: set[Tensor], inverse: float, loss: Tensor) -> list[Remova
     task: list[int] = []
     # autograd calls a hook on the loss before all others
     handles = [loss.register_hook(lambda _: task.append(torch._C._current_graph_task_id()))]  # type: ignore[no-untyped-call]
-    for leaf in leaves:
+    for leaf in [leaf for leaf in leaves if leaf.requires_grad]:
         handles.append(leaf.register_hook(_Unscale(inverse, leaf, task)))  # type: ignore[no-untyped-call]
         hooks: Any = leaf._backward_hooks
         for number in [*hooks][:-1]:  # torch's C++ goes by insertion, which move_to_end leaves
             hooks[number] = hooks.pop(number)
     return handles
-
-
-def _is_widened_elsewhere(leaf: Tensor) -> bool:
-    """Whether a leaf is a fp16 weight whose gradients another Precision accumulates in fp32."""
-    return leaf.dtype == torch.float16 and any(
-        other._widens and leaf in other._watched for other in _OPEN
-    )
 
 
 def _widened(parameter: Tensor) -> Tensor:
@@ -248,31 +287,30 @@ def _widened(parameter: Tensor) -> Tensor:
     return parameter
 
 
+def _is_own(gradient: Tensor) -> bool:
+    """Whether nobody else holds the memory of a gradient, as one of its views would."""
+    if gradient.layout is not torch.strided or gradient.requires_grad:
+        return False
+    uses: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return uses == 2  # the gradient, and the object that was asked
+
+
 @torch.no_grad()
 def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
-    """Multiply ``.grad`` of these in one multi-tensor pass, each of its elements once.
+    """Multiply ``.grad`` of these in one multi-tensor pass; what others may hold is replaced.
 
     Gradients may share memory, as those of ``a`` and ``b`` do in ``a.view(-1) + b.view(-1)``.
     """
-    found = list[tuple[int, int, int, Tensor, Tensor, Tensor]]()
-    parts, last, end = list[Tensor](), 0, 0
+    parts = list[Tensor]()
     for tensor in tensors:
         gradient = tensor.grad
         if gradient is None:
             continue
         part = local_part(gradient)
-        if gradient.requires_grad or part.layout is not torch.strided:
+        if part is not gradient or _is_own(gradient):  # FSDP2's are parts of a buffer of its own
+            parts.append(part)
+        else:
             with torch.enable_grad():  # of a backward with create_graph
                 tensor.grad = gradient * factor
-        else:
-            start = int(part.storage_offset()) * part.element_size()
-            place = part.untyped_storage()._cdata, start, len(found)
-            found.append((*place, tensor, gradient, part))
-    for storage, start, _, tensor, gradient, part in sorted(found):
-        if storage == last and start < end:
-            tensor.grad = gradient * factor
-        else:
-            parts.append(part)
-            last, end = storage, start + part.nbytes
     if parts:
         torch._foreach_mul_(parts, factor)

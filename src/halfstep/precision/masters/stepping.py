@@ -213,11 +213,16 @@ class DevicePath:
     ) -> DeviceDecision | None:
         """Decide on a step on the device; None where the host must.
 
-        A user's hooks on an optimizer must not run on a skipped step, so the host decides then.
+        A user's hooks on an optimizer, or a wrapper of its ``step``, must not run on a skipped
+        step, so the host decides then.
         """
         hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for optimizer in self._optimizers:
             hooks += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+            own = type(optimizer).step  # which a scheduler of the learning rate wraps to count
+            step = vars(optimizer).get("step", own)
+            if step is not own and getattr(step, "__wrapped__", None) is not own:
+                return None
         if any(map(has_users, hooks)):
             return None
         with self._installed():
