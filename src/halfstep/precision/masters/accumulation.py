@@ -260,8 +260,11 @@ def _accumulators(loss: Tensor) -> tuple[list[Any], bool]:
 
 def _are_held(nodes: list[Any]) -> bool:
     """Whether somebody holds one of these nodes, as one does who has hooks on it."""
-    *counts, alone = [sys.getrefcount(node) for node in [*nodes, object()]]
-    return any(count > alone + 1 for count in counts)  # ``nodes`` holds them too
+    with torch.enable_grad():
+        graph: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    nodes.append(graph.next_functions[0][0])  # which nobody holds
+    *counts, alone = [sys.getrefcount(node) for node in nodes]
+    return any(count > alone for count in counts)
 
 
 def _unscaling(leaves: set[Tensor], inverse: float, loss: Tensor) -> list[RemovableHandle]:
