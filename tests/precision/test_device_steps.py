@@ -1,5 +1,6 @@
 """Steps of stock optimizers that the device decides about, on a CPU that is asked as a GPU is."""
 
+import functools
 import math
 
 import pytest
@@ -141,14 +142,27 @@ def test_who_is_left_to_the_host(decided):
         optimizer.register_step_pre_hook(lambda *_: None)
         return optimizer
 
+    def wrapped(p):
+        optimizer = torch.optim.SGD(p, lr=0.1, fused=True)
+        optimizer.step = functools.wraps(optimizer.step)(lambda step=optimizer.step: step())
+        return optimizer
+
+    def scheduled(p):
+        optimizer = torch.optim.SGD(p, lr=0.1, fused=True)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step, too
+        return optimizer
+
     for make, there in (
         (lambda p: torch.optim.AdamW(p, foreach=True), False),
         (lambda p: torch.optim.RMSprop(p), False),
         (lambda p: [torch.optim.SGD(p[:1], fused=True), torch.optim.SGD(p[1:])], False),
         (lambda p: Own(p, fused=True), False),
         (hooked, False),
+        (wrapped, False),
         (lambda p: Plain(p, fused=True), True),
+        (scheduled, True),
     ):
+        decided.clear()
         run = Run("fp32", make)
         assert run.step(0).applied is run.step(1).applied is True
         assert bool(decided) is there, make

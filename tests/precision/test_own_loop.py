@@ -319,16 +319,13 @@ class Inner(torch.autograd.Function):
         return (None, None, x.grad, *[None] * len(parameters))
 
 
-@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("nested", ["grad", "backward"])
 @pytest.mark.parametrize("policy", SCALED)
-def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested, hooked):
+def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested):
     def gradients(policy):
         model = net()
         _, precision = under(policy, model)
         part = model[0]
-        for p in part.parameters() if hooked else ():
-            p.register_hook(lambda gradient: None)
         with precision.autocast():
             y = Inner.apply(part, nested, X.clone().requires_grad_(), *part.parameters())
             loss = model[1](y).square().mean()
@@ -339,6 +336,106 @@ def test_gradients_of_a_nested_backward_are_unscaled_once(policy, nested, hooked
     scaled = f"{policy},init_scale=256"  # so that fp16 holds each gradient
     for got, expected in zip(gradients(scaled), gradients("fp32"), strict=True):
         torch.testing.assert_close(got, expected, **NEAR)
+
+
+class Calls(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.function()
+        return gradient, None
+
+
+def called(model, function):
+    model[0].register_forward_hook(lambda *io: Calls.apply(io[-1], function))
+
+
+def node(model, precision, look):
+    held = model[0].weight.expand(4, 4).grad_fn.next_functions[0][0]
+    held.register_hook(lambda *_: look())
+    return held
+
+
+def same(model, precision, look):
+    model[0].weight.grad = model[1].weight.grad = torch.zeros(4, 4)
+
+
+def huge(model, precision, look):
+    model[0].weight.grad = torch.full((4, 4), 1e35)
+
+
+def foreign(model, precision, look):
+    leaf = torch.ones(3, requires_grad=True)
+    called(model, lambda: precision.backward(leaf.sum()))
+    return leaf.register_hook(look) and leaf
+
+
+def at_the_end(model, precision, look):
+    later = torch.autograd.Variable._execution_engine.queue_callback
+    model[0].weight.register_hook(lambda _: later(look))
+
+
+# Who looks at p.grad before a backward ends, or keeps its memory.
+LOOKS = {
+    "tensor": lambda m, _, look: m[0].weight.register_hook(look),
+    "parameter": lambda m, _, look: m[0].weight.register_post_accumulate_grad_hook(look),
+    "module": lambda m, _, look: m[1].register_full_backward_hook(look),
+    "old module": lambda m, _, look: m[1].register_backward_hook(look),
+    "function": lambda m, _, look: called(m, look),
+    **{made.__name__: made for made in (node, same, huge, foreign, at_the_end)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("kind", LOOKS)
+def test_nobody_finds_a_scaled_gradient(kind):
+    def found(policy):
+        model, seen = nn.Sequential(*net(4), nn.Linear(4, 1)), []
+        _, precision = under(policy, model)
+
+        def look(*_):
+            seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+        held = LOOKS[kind](model, precision, look)
+        for _ in range(2):
+            precision.backward(loss_of(model, precision))
+        ends = [*model.parameters(), *([held] if isinstance(held, torch.Tensor) else [])]
+        return seen + [p.detach() if p.grad is None else p.grad for p in ends]
+
+    scaled, plain = found("fp32,scale=dynamic,init_scale=65536"), found("fp32")
+    assert len(plain) > 7 or kind in ("same", "huge")
+    assert len(scaled) == len(plain)
+    assert all(map(torch.equal, scaled, plain))
+
+
+def test_where_nobody_looks_parameters_have_no_hooks():
+    model, hooks = net(), []
+    _, precision = under("fp16-mixed", model)
+    for _ in range(2):
+        with precision.autocast():
+            y = model[0](X)
+            # a hook on an activation, which does not look at gradients of parameters
+            y.register_hook(lambda _: hooks.extend(p._backward_hooks for p in model.parameters()))
+            loss = model[1](y).square().mean()
+        precision.backward(loss)
+    assert hooks == [None] * 8
+
+
+def test_a_gradient_that_others_keep_is_not_unscaled_in_place():
+    model, kept = nn.Linear(2, 2), []
+    _, precision = under("fp16-mixed,init_scale=256", model)
+    # what a hook keeps is the gradient as autograd made it, scaled; the parameter's is another
+    y = model.weight.view(4)
+    y.register_hook(kept.append)
+    precision.backward(y.square().sum())
+    assert torch.equal(kept[0].view(2, 2), 256 * model.weight.grad)
 
 
 GRADIENTS = {

@@ -100,6 +100,7 @@ class GradientAccumulation:
             torch_module._global_backward_hooks,
             *(module._backward_hooks for module in model.modules()),
         ]  # what the graph of a loss may not show: those of ``register_backward_hook``
+        self._at_once = False  # whether the last backward's gradients were unscaled in one pass
         self._depth = 0  # of the backwards that run now
         self._ends: list[Callable[[], None]] = []  # what follows the last of them
         self._watched: dict[Tensor, bool] = {}  # with whether FSDP2 sets its gradient
@@ -143,8 +144,8 @@ class GradientAccumulation:
                 theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
                 wide += map(_widened, theirs)
             leaves |= self._watched.keys() - _REACHED
-            looks = looks or _are_held(nodes) or self._may_look(leaves)
-            late = {leaf for leaf in leaves if not looks or self._watched.get(leaf)}
+            self._at_once = not (looks or _are_held(nodes) or self._may_look(leaves))
+            late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
         hooks = _unscaling(leaves - late, 1.0 / scale, loss)
         _multiply_gradients_(late, scale)
         _REACHED.update(leaves)
@@ -189,7 +190,7 @@ class GradientAccumulation:
             return True
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return True
-        left = {parameter: state for parameter, *state in self._left}
+        left = {parameter: state for parameter, *state in self._left if self._at_once}
         present = set[int]()
         for leaf in leaves:
             if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
