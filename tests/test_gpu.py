@@ -1,6 +1,7 @@
 """What only a GPU can show; skipped, loudly, without one."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
 from halfstep.trainer.step import make_optimizer, run_micro_batch
+from precision.test_device_steps import KINDS, SCALED, Run, alike
 from reference import blocks
 
 pytestmark = [
@@ -99,7 +101,7 @@ def test_compile_gives_the_same_training(policy):
     assert compiled == pytest.approx(eager, rel=1e-2)
 
 
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}])
 def test_an_injected_overflow_is_skipped_and_told(options):
     model = torch.nn.Linear(8, 8, device=CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -118,46 +120,32 @@ def test_an_injected_overflow_is_skipped_and_told(options):
         assert all(same) is poison
 
 
-KINDS = {
-    "ours": lambda p: halfstep.optim.AdamW(p, lr=1e-3),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
-    "two": lambda p: [KINDS["adamw"](p[:2]), KINDS["momentum"](p[2:])],
-    "mixed": lambda p: [KINDS["adamw"](p[:2]), KINDS["ours"](p[2:])],
+OURS = {
+    "ours": halfstep.optim.AdamW,
+    "ours beside": lambda p: [torch.optim.AdamW(p[:1], fused=True), halfstep.optim.AdamW(p[1:])],
 }
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", ["bf16-mixed", f"fp16-mixed,{SCALED}", f"bf16-master,{SCALED}"])
+@pytest.mark.parametrize("kind", [*KINDS, *OURS])
 def test_a_step_never_waits_for_the_device_and_is_the_host_s(kind, policy):
-    runs = []
-    for host in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(CUDA)
-        precision = Precision(policy, model, KINDS[kind]([*model.parameters()]))
-        x, results = torch.randn(16, 64, device=CUDA), []
-        if host:
-            precision._steps._path = None
-        for number in range(8):
-            if number == 2 and not host:
+    make = {**KINDS, **OURS}[kind]
+    ours, theirs = (Run(policy, make, host=host, device=CUDA) for host in (False, True))
+    for run in (ours, theirs):
+        results = [run.step(number, max_norm=1e6) for number in range(2)]
+        try:
+            if run is ours:
                 torch.cuda.set_sync_debug_mode("error")
-            try:
-                with precision.autocast():
-                    loss = model(x).float().square().mean()
-                precision.backward(loss)
-                if number == 5 and policy == "fp16-mixed":
-                    model[0].weight.grad[0].fill_(float("inf"))
-                if number == 6 and policy == "bf16-master":
-                    model[1].bias.data.zero_()  # of which no version tells
-                results.append(precision.step(max_norm=1e6))
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        assert [r.applied for r in results] == [n != 5 or policy != "fp16-mixed" for n in range(8)]
-        masters = precision.state_dict()["masters"].values()
-        runs.append([t.detach().clone() for t in [*model.parameters(), *masters]])
-        assert policy != "bf16-master" or model[1].bias.abs().max() < 0.01  # two steps from 0
-    assert all(map(torch.equal, *runs))
+            for number in range(2, 8):
+                if "master" in policy and number == 5:
+                    run.model[2].bias.data.zero_()  # of which no version tells
+                fault = math.inf if SCALED in policy and number == 3 else None
+                results.append(run.step(number, fault, max_norm=1e6))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [r.applied for r in results] == [n != 3 or SCALED not in policy for n in range(8)]
+    assert alike(ours.everything(), theirs.everything())
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch):

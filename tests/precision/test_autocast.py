@@ -217,32 +217,6 @@ def test_threads_that_want_the_same_value_share_it_and_others_are_refused():
     assert settings(["conv"]) == ["bf16"]
 
 
-@pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if not (p.tf32 or p.recipes())])
-@pytest.mark.usefixtures("torch_alone")  # a compiled model runs by no kernel of ours
-def test_a_model_is_one_graph_where_a_switch_must_be_held(name, monkeypatch):
-    # CUDA's default: convolutions round by tf32 until somebody says otherwise
-    torch.backends.mkldnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr("halfstep.precision.casting.autocast._is_simulated", lambda *_: False)
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
-    if POLICIES[name].param_dtype != torch.float32:
-        model.to(POLICIES[name].param_dtype)
-    x = torch.randn(4, 8, dtype=POLICIES[name].param_dtype)
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    for _ in range(3):
-        with context_of(name):
-            found = compiled(x)
-    with context_of(name):
-        assert torch.equal(found, model(x))
-    assert len(graphs) == 1
-
-
 def test_overlapping_threads_and_a_suspended_generator_put_every_switch_back():
     torch.set_float32_matmul_precision("medium")
     before = switches()

@@ -149,8 +149,9 @@ def test_without_a_mode_a_call_of_the_model_looks_at_its_weights():
         "all data",
         "fused",
     }:
-        model = net()
-        model.register_forward_pre_hook(lambda m, _: before_forward(m.parameters()))
+        model, seen = net(), []
+        look = lambda m, _, seen=seen: before_forward(m.parameters(), seen)  # noqa: E731
+        model.register_forward_pre_hook(look)
         with torch.autocast("cpu", torch.bfloat16):
             model(X)
             WRITES[write](model, None)

@@ -10,6 +10,7 @@ kernels, which step aside while any dispatch mode is on, are the operations that
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ _LOW = ("bf16", "fp16")
 _Key = tuple[str, str, str, str, tuple[str, ...], tuple[str, ...]]
 _SIMULATED, _IN_FP32 = SimulatedProducts.run.__code__, SimulatedProducts.in_fp32.__code__
 _BELOW_16 = (linear.run_product.__code__, linear.LowBitLinear.rounded.__code__)
-_STEP, _BACKWARD = Precision.step.__code__, Precision.backward.__code__
+_STEP, _BACKWARD = (inspect.unwrap(f).__code__ for f in (Precision.step, Precision.backward))
 _FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PRODUCTS = {*OPS["matmul"].names.split(), "attention", *PRODUCTS}
 _PRODUCTS |= {"grouped_mm_fallback"}  # of transformers

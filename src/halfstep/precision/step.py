@@ -32,7 +32,12 @@ import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
 from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
-from halfstep.precision.casting.autocast import Autocast, ForwardWatch, require_support
+from halfstep.precision.casting.autocast import (
+    Autocast,
+    ForwardWatch,
+    outside_graphs,
+    require_support,
+)
 from halfstep.precision.casting.cast import Clock, cast_at_border, give_back_
 from halfstep.precision.casting.op_table import before_forward, drop_casts
 from halfstep.precision.masters.local_part import is_sharded, reshard_
@@ -119,9 +124,14 @@ class Precision:
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
         placed = place(self.policy, model)
-        if kept := [p.name for p in placed.low if low_bit.stays_bf16(p)]:
-            text = f"{len(kept)} of {len(placed.low)} layers are too narrow and stay in bf16"
-            self.support = replace(self.support, reason=f"{self.support.reason}; {text}: {kept[0]}")
+        narrow = [p.name for p in placed.low if low_bit.stays_bf16(p)]
+        reason = self.support.reason
+        if narrow:
+            reason += f"; {len(narrow)} of {len(placed.low)} layers are too narrow and stay in bf16"
+            reason += f": {narrow[0]}"
+        if placed.unreached:
+            reason += f"; {placed.left_out}"
+        self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
         door = _StepDoor(self.optimizers)
@@ -148,7 +158,7 @@ class Precision:
             *self.masters.handles,
         ]
         if self._context.casts_per_op and self.device.type != "cpu":  # where no mode sees writes
-            look = Hook(partial(before_forward, self.masters.weights))
+            look = Hook(partial(before_forward, self.masters.weights, []))
             hooks.append(model.register_forward_pre_hook(look))
         if self.path is not None:
             hooks += self.path.attach(weakref.WeakMethod(self.settle))
@@ -163,8 +173,9 @@ class Precision:
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
-        return self._context
+        return self._context.here()
 
+    @outside_graphs
     def backward(
         self,
         loss: Tensor,
@@ -210,6 +221,7 @@ class Precision:
         """Whether anything back-propagated waits for a step, and was not cleared."""
         return self._loss is not None and not self.masters.accumulation.cleared()
 
+    @outside_graphs
     def discard(self) -> None:
         """Drop everything back-propagated since the last step, as a ``zero_grad()`` of all does."""
         self.masters.clear()
@@ -217,6 +229,7 @@ class Precision:
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
             drop_casts()
 
+    @outside_graphs
     def close(self) -> None:
         """Release model and optimizers, whose hooks go; so does the end of a ``with`` block.
 
@@ -227,10 +240,12 @@ class Precision:
         finally:
             self.discard()
             self._steps.door.close()
+            self._context.release()
             self._released()
             _give_back_(self.model)
             self.masters.close()
 
+    @outside_graphs
     def __enter__(self) -> Self:
         self._require_open()
         return self
@@ -238,6 +253,7 @@ class Precision:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @outside_graphs
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
         """Check, clip and apply the gradients, or skip the step; then clear them all.
 
@@ -268,6 +284,7 @@ class Precision:
         finally:
             self.discard()
 
+    @outside_graphs
     def settle(self) -> None:
         """Wait for the last step on the device, and raise the NonFiniteError that it ended with."""
         if self.path is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._functorch import config as functorch_config
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +38,8 @@ from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_na
 from halfstep.precision.policy.rules import root_is_fp32
 from halfstep.precision.policy.spelling import parse_policy
 
+outside_graphs = _disable_dynamo
+"""``torch.compiler.disable``, which imports the compiler at the first call, not with halfstep."""
 Status = Literal["native", "simulated", "refused"]
 _Context = contextlib.AbstractContextManager[object]
 
@@ -158,29 +162,36 @@ class Autocast(contextlib.ContextDecorator):
         self.on_enter = on_enter
         self._simulated = _is_simulated(policy, device)
         self._rounding: Literal["ieee", "tf32"] = "tf32" if policy.tf32 else "ieee"
+        self._held: weakref.finalize[..., Autocast] | None = None
         self.casts_per_op = policy.casts_per_op
         self._root_per_op = self.casts_per_op and not (
             model is not None and root_is_fp32(policy, model)
         )
 
+    @outside_graphs
     def __enter__(self) -> None:
         if self.on_enter is not None:
             self.on_enter()
-        contexts = self._contexts()
-        if self.policy.rules and self.casts_per_op:
-            # Otherwise torch.compile traces the backward under the autocast around the whole
-            # graph and so rounds in fp32 modules' backward. The patch is local to this thread.
-            contexts.insert(0, functorch_config.patch(backward_pass_autocast="off"))
-        if self._root_per_op:
-            contexts.append(torch.autocast(self.device.type, dtype=self.policy.compute_dtype))
-        _active().append((self, _entered_all(contexts)))
+        context = self._forward()
+        context.__enter__()
+        _active().append((self, context))
 
+    @outside_graphs
     def __exit__(self, *error: Any) -> None:
         entries = _active()
         # not always the last entry: a generator may leave its context after newer ones opened
         last = max(i for i, (context, _) in enumerate(entries) if context is self)
-        _, stack = entries.pop(last)
-        stack.__exit__(*error)
+        _, context = entries.pop(last)
+        context.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        # With rules, torch.compile would trace the backward under the autocast around the whole
+        # graph and so round in fp32 modules' backward. The patch is local to this thread.
+        by_rules = self.policy.rules and self.casts_per_op
+        patch = functorch_config.patch(backward_pass_autocast="off") if by_rules else _NOTHING
+        with patch, self._pins(), self._casts(self._root_per_op):
+            yield
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -190,48 +201,77 @@ class Autocast(contextlib.ContextDecorator):
         outer ``torch.autocast``, which would change the requested precision, and gives what
         activation checkpointing recomputes the same casts as in the forward.
         """
-        contexts = self._contexts()
-        if self.device.type == "cuda" and self.policy.param_dtype != torch.float32:
-            # autograd would otherwise use its own thread, in which no mode is entered
-            contexts.append(torch.autograd.set_multithreading_enabled(False))
-        with _entered_all(contexts):
+        # autograd would otherwise use its own thread, in which no mode is entered
+        alone = self.device.type == "cuda" and self.policy.param_dtype != torch.float32
+        threads = torch.autograd.set_multithreading_enabled(False) if alone else _NOTHING
+        with threads, self._pins(), self._casts(False):
             yield
 
-    def _contexts(self) -> list[_Context]:
-        """The contexts of the policy's switches and casts, the outermost first."""
-        policy, device = self.policy, self.device
+    def here(self) -> Autocast:
+        """What to enter: this context, or, where torch.compile traces the entry, its equivalent."""
+        traced = torch.compiler.is_dynamo_compiling() and not self._simulated
+        return self._in_graph() if traced else self  # type: ignore[return-value]
+
+    _recreate_cm = here  # of a decorated function
+
+    @contextlib.contextmanager
+    def _in_graph(self) -> Iterator[None]:
+        """The context of a part of a graph; the switches stay held, as no graph can set them."""
+        self._hold_switches()
+        _traced.append(self)
+        with self._casts(self._root_per_op):
+            yield
+        _traced.pop()
+
+    @contextlib.contextmanager
+    def _casts(self, per_op: bool) -> Iterator[None]:
+        """The context of the policy's casts alone, with those of ``torch.autocast`` or without."""
+        device, compute = self.device.type, self.policy.compute_dtype
+        off = on = simulated = mode = _NOTHING
+        if torch.is_autocast_enabled(device):
+            off = torch.autocast(device, enabled=False)
+        if self._simulated:
+            simulated = SimulatedProducts(compute)
+        if self.policy.param_dtype != torch.float32:
+            mode = StoredCasts(compute)
+        elif device == "cpu" and self.casts_per_op:
+            mode = AutocastCasts()
+        elif inside_casts():  # shadows outer casts, which are another policy's
+            mode = OpCasts()
+        if per_op:
+            on = torch.autocast(device, dtype=compute)
+        with off, simulated, mode, on:
+            yield
+
+    def _pins(self) -> Pins:
+        """What holds the switches that contradict the policy."""
         wrong = tuple(
             switch
-            for switch in SWITCHES.get(device.type, ())
+            for switch in SWITCHES.get(self.device.type, ())
             # one that is held for somebody else is right only until he lets go of it
             if switch in held_switches or setting_of(*switch) not in MEANS[self._rounding]
         )
-        found: list[_Context] = [Pins(wrong, self._rounding)] if wrong else []
-        if torch.is_autocast_enabled(device.type):
-            found.append(torch.autocast(device.type, enabled=False))
-        if self._simulated:
-            found.append(SimulatedProducts(policy.compute_dtype))
-        if policy.param_dtype != torch.float32:
-            found.append(StoredCasts(policy.compute_dtype))
-        elif device.type == "cpu" and self.casts_per_op:
-            found.append(AutocastCasts())
-        elif inside_casts():  # shadows outer casts, which are another policy's
-            found.append(OpCasts())
-        return found
+        return Pins(wrong, self._rounding)
+
+    def _hold_switches(self) -> bool:
+        """Hold the switches from now on, until :meth:`release` or the end of this object."""
+        if self._held is None:
+            self._held = weakref.finalize(self, self._pins().__enter__().__exit__)
+        return True
+
+    # torch.compile runs it where it traces a call, and leaves nothing of it in the graph
+    _hold_switches._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Let go of the switches that are held for compiled functions."""
+        if self._held is not None:
+            self._held()
+            self._held = None
 
 
-def _entered_all(contexts: Sequence[_Context]) -> _Context:
-    """Enter these contexts; the result's exit leaves them."""
-    if not contexts:
-        return _NOTHING
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        return stack.pop_all()
-
-
-_NOTHING = contextlib.nullcontext()
+_NOTHING: _Context = contextlib.nullcontext()
 _entered = threading.local()
+_traced: list[Autocast] = []  # of the graph that torch.compile traces, which it does one by one
 
 
 def _active() -> list[tuple[Autocast, _Context]]:
@@ -243,6 +283,8 @@ def _active() -> list[tuple[Autocast, _Context]]:
 
 def active_autocast() -> Autocast | None:
     """The innermost :class:`Autocast` that this thread has entered, or None."""
+    if _traced:
+        return _traced[-1]
     entries = _active()
     return entries[-1][0] if entries else None
 
@@ -288,6 +330,8 @@ class ForwardWatch:
         ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
         of the casts, and fail when it runs.
         """
+        if torch.compiler.is_dynamo_compiling():  # for torch.compile of torch 2.11 it is an export
+            return
         if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
                 f"torch.export records no autocast, which policy {self._policy} computes in. Call "

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
-from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.casting.op_casts import inside_casts
+from halfstep.precision.casting.autocast import Autocast, outside_graphs
+from halfstep.precision.casting.op_casts import inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
@@ -94,11 +94,13 @@ class CastInputs:
         self.policy = policy
         self.dtype = dtype
 
+    @no_frame
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cast arguments, with which torch calls the module."""
         return cast_floating(args, self.dtype), cast_floating(kwargs, self.dtype)
 
 
+@no_frame  # a compiled model calls its hooks around its graph
 def cast_outputs(_: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook that casts floating outputs to fp32, so that the loss is computed in fp32."""
     return cast_floating(output, torch.float32)
@@ -125,7 +127,9 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
                 type(module).forward is not nn.Module.forward
                 and next(module.parameters(), None) is not None
             ):
-                module.forward = OutsideCall(module, around)
+                recurs = any(isinstance(part, nn.RNNBase) for part in module.modules())
+                kind = RecurrentCall if recurs else OutsideCall
+                module.forward = kind(module, around)
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
 
@@ -242,6 +246,13 @@ class OutsideCall(Region):
         return cast_floating(output, torch.float32)
 
 
+class RecurrentCall(OutsideCall):
+    """The same of what has a recurrent layer, which torch.compile cannot trace: it is not asked."""
+
+    __call__ = outside_graphs(OutsideCall.__call__, recursive=False)
+    inside = outside_graphs(OutsideCall.inside, recursive=False)
+
+
 def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:
     """The context for a forward under a policy, without an optimizer.
 
@@ -260,6 +271,13 @@ def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autoc
         ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
         torch.bfloat16
     """
+    return _made[_make(policy, device)].here()
+
+
+_made: dict[str, Autocast] = {}  # which is the same context however often it is asked for
+
+
+def _make(policy: str | PrecisionPolicy, device: str | torch.device) -> str:
     where = as_device(device)
     value = parse_policy(policy, where)
     casts_alone = value.param_dtype == torch.float32 and value.casts == "op"
@@ -268,7 +286,13 @@ def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autoc
             f"policy {value} says more of a model than how operations are cast, which "
             "halfstep.autocast does alone; use halfstep.Precision and its autocast()"
         )
-    return Autocast(value, None, where)
+    name = f"{value} on {where}"
+    _made.setdefault(name, Autocast(value, None, where))
+    return name
+
+
+# torch.compile runs it where it traces a call, and keeps the name alone
+_make._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _device_type(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

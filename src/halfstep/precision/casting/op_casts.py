@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame as _dynamo
 from torch.overrides import TorchFunctionMode
 
 from halfstep.kernels import attention, library, rows
@@ -46,6 +47,13 @@ _WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _entered = threading.local()
 
 
+def no_frame(function: Any) -> Any:
+    """Keep torch.compile from making a graph of a function that it does not meet inside of one."""
+    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
+    _dynamo.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 class OpCasts(TorchFunctionMode):
     """A mode that casts nothing: inside another policy's mode it keeps that one's casts out.
 
@@ -64,19 +72,21 @@ class OpCasts(TorchFunctionMode):
         self._running: list[Function] = []
 
     def __enter__(self) -> OpCasts:
-        modes = _modes()
-        if modes:
-            modes[-1].covered = True
-        modes.append(self)
+        if not torch.compiler.is_dynamo_compiling():
+            modes = _modes()
+            if modes:
+                modes[-1].covered = True
+            modes.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        modes = _modes()
-        modes.remove(self)
-        if modes:
-            modes[-1].covered = False
+        if not torch.compiler.is_dynamo_compiling():
+            modes = _modes()
+            modes.remove(self)
+            if modes:
+                modes[-1].covered = False
 
     def __torch_function__(
         self,
@@ -225,6 +235,9 @@ class OpCasts(TorchFunctionMode):
             self._running.pop()
 
 
+no_frame(OpCasts.__torch_function__)  # where it is around code that runs uncompiled
+
+
 class AutocastCasts(OpCasts):
     """Applies CUDA's autocast lists on a CPU while ``torch.autocast("cpu")`` is on."""
 
@@ -233,7 +246,7 @@ class AutocastCasts(OpCasts):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if not inside_casts():
+        if not torch.compiler.is_dynamo_compiling() and not inside_casts():
             drop_casts()  # also where somebody else's torch.autocast is around it
 
     def _is_on(self) -> bool:  # not in fp32 regions; in a backward only for recomputation

@@ -230,7 +230,6 @@ STORED: dict[Function, Cast] = {
 _SEEN: dict[int, tuple[Tensor | weakref.ref[Tensor], tuple[int, int]]] = {}
 _PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
 _MEMORY: set[int] = set()  # where the memory of the parameters among these begins
-_with_gradients = [True]  # in the last call of a model
 
 
 _here = threading.local()  # casting: this thread runs an operation whose casts are kept; late
@@ -300,10 +299,10 @@ def before_write(values: Iterable[Any]) -> None:
                     drop_casts()
 
 
-def before_forward(weights: Iterable[Tensor], *_: object) -> None:
-    """Drop the casts if these were written, or gradients turned on or off, as to evaluate."""
+def before_forward(weights: Iterable[Tensor], seen: list[Any], *_: object) -> None:
+    """Drop the casts if weights are not as ``seen``, or gradients were turned on or off since."""
     if not torch.compiler.is_compiling():
-        if _with_gradients[0] != torch.is_grad_enabled():
-            _with_gradients[0] = torch.is_grad_enabled()
+        now = [(id(w), w._version, w.data_ptr()) for w in weights if type(w) in _PLAIN]
+        if seen != [torch.is_grad_enabled(), now]:
+            seen[:] = torch.is_grad_enabled(), now
             drop_casts()
-        before_use(weights)

@@ -390,7 +390,9 @@ class MasterWeights:
                         continue
                     if takes_any:
                         target.grad_dtype = None
-                    elif gradient.dtype is not target.dtype and gradient.is_sparse:
+                    elif gradient.dtype is not target.dtype and (
+                        gradient.is_sparse or gradient.is_cpu
+                    ):
                         gradient = gradient.to(target.dtype)
                     elif gradient.dtype is not target.dtype:
                         low.append(gradient)

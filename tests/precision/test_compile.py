@@ -1,0 +1,227 @@
+"""torch.compile is the default user: no break, no recompilation, and the bits of uncompiled code.
+
+On CUDA's default switches, which are set on the CPU's, and on 16-bit instructions that are faked.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import halfstep
+from halfstep.precision.casting import autocast as module
+from halfstep.precision.policy.policy import POLICIES
+from halfstep.trainer.models import GPTConfig
+from halfstep.trainer.models.gpt import GPT
+
+WAYS = ("model", "block", "loss", "inside", "decorated", "step")
+NAMES = [name for name in POLICIES if name not in ("bf16-module", "tf32")]
+RULES = "bf16-mixed,keep_fp32=norm"
+SIMULATED = [f"{name},simulate=yes" for name in ("fp8", "mxfp8", "bf16-split,recipe=fp8")]
+TOKENS = torch.arange(64).reshape(2, 32) % 60
+
+pytestmark = [
+    pytest.mark.usefixtures("torch_alone"),  # a compiled model runs by no kernel of ours
+    # torch's own, as Dynamo looks at tensors and traces autograd functions
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch):
+    monkeypatch.setattr(module, "_is_simulated", lambda *_: False)
+    before = torch.backends.mkldnn.conv.fp32_precision, torch.backends.mkldnn.rnn.fp32_precision
+    torch.backends.mkldnn.conv.fp32_precision = torch.backends.mkldnn.rnn.fp32_precision = "tf32"
+    yield
+    torch.backends.mkldnn.conv.fp32_precision, torch.backends.mkldnn.rnn.fp32_precision = before
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(60, 32), nn.LayerNorm(32)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.GELU())])
+        self.mix = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, tokens):
+        h = self.norm(self.embedding(tokens))
+        for block in self.blocks:
+            h = h + block(h)
+        return self.mix(h.mT).square()
+
+
+def mean(output):
+    loss = getattr(output, "loss", output)
+    return loss.float().mean()
+
+
+class Plain:
+    """The same loop under torch.autocast, without halfstep."""
+
+    def __init__(self, model):
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def autocast(self):
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def step(self, loss):
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    close = contextlib.nullcontext
+
+
+def run(policy, way, make=Net, batch=None, backend="aot_eager"):
+    """Five steps, the learning rate changed: losses; breaks, recompilations; nodes per graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, batch, nodes = make(), batch or {"tokens": TOKENS}, []
+    if policy == "plain":
+        own = Plain(model)
+    else:
+        kind = None if policy in ("bf16-mixed", "fp16-pure") else halfstep.optim.AdamW
+        optimizer = (kind or torch.optim.AdamW)(model.parameters(), lr=0.1, eps=0.01)
+        own = halfstep.Precision(policy, model, optimizer)
+
+    def compiled(function):
+        def count(graph, inputs):
+            nodes.append(sum(n.op.startswith("call") for n in graph.graph.nodes))
+            return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+        return torch.compile(function, backend=count)
+
+    def loss_of():
+        return mean(call(**batch))
+
+    def inside():
+        with own.autocast():
+            return loss_of()
+
+    def step():
+        loss = inside()
+        own.step(loss)
+        return loss
+
+    call, loss = model, inside
+    if way == "model":
+        call = compiled(model)
+    elif way == "block":
+        for part in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+            for name, block in part.named_children():
+                part[int(name)] = compiled(block)
+    elif way == "loss":
+        loss = own.autocast()(compiled(loss_of))
+    elif way == "inside":
+        loss = compiled(inside)
+    elif way == "decorated":
+        loss = compiled(own.autocast()(loss_of))
+    elif way == "step":
+        step = compiled(step)
+    found = []
+    for number in range(5):
+        if number == 3 and policy != "plain":
+            optimizer.param_groups[0]["lr"] = 0.05
+        if way == "step":
+            found.append(step().item())
+        else:
+            value = loss()
+            found.append(value.item())
+            own.step(value)
+    own.close()
+    return found, sum(counters["graph_break"].values()), sum(counters["recompiles"].values()), nodes
+
+
+def require_one_graph(policy, way, **more):
+    losses, breaks, again, nodes = run(policy, way, **more)
+    _, plain_breaks, plain_again, _ = run("plain", way, **more)
+    assert nodes, (policy, way)
+    assert breaks <= plain_breaks, (policy, way)
+    assert again <= plain_again, (policy, way)
+    if "fp16" not in policy:  # whose matmuls on a CPU sum in an order by layout
+        assert losses == run(policy, "not compiled", **more)[0], (policy, way)
+
+
+@pytest.mark.covering(ends=True)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", [*NAMES, RULES])
+def test_a_policy_adds_no_break_no_recompilation_and_changes_no_bit(policy, way):
+    require_one_graph(policy, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SIMULATED)
+def test_a_recipe_does_not_either(policy):
+    for way in ("model", "inside", "step"):
+        require_one_graph(policy, way)
+
+
+@pytest.mark.parametrize("way", ["inside"])
+def test_on_cuda_a_graph_has_the_nodes_of_torch_s_autocast_and_the_cast_of_the_output(
+    way, monkeypatch
+):
+    monkeypatch.setattr(module, "AutocastCasts", contextlib.nullcontext)  # of a CPU alone
+    (plain,), (nodes,) = run("plain", way)[3], run("bf16-mixed", way)[3]
+    assert nodes == plain + 1
+
+
+def test_switches_that_a_compiled_function_needs_are_held_until_its_precision_is_closed():
+    for policy, value in (("fp32", "ieee"), ("bf16-mixed", "ieee")):
+        model = Net()
+        own = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def loss(own=own, model=model):
+            with own.autocast():
+                return mean(model(TOKENS))
+
+        own.step(loss())
+        assert torch.backends.mkldnn.conv.fp32_precision == value
+        own.close()
+        assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "lstm", "transformer", "gpt"])
+def test_models_that_people_train(name):
+    for policy in ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split"):
+        for way in WAYS:
+            make, batch = family(name)
+            require_one_graph(policy, way, make=make, batch=batch, backend="eager")
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(60, 32), nn.LSTM(32, 32, 2, batch_first=True)
+
+    def forward(self, tokens):
+        return self.layer(self.embedding(tokens))[0].square()
+
+
+def family(name):
+    if name == "lstm":
+        return Recurrent, {"tokens": TOKENS}
+    if name == "transformer":
+        x = torch.linspace(-1, 1, 320).reshape(2, 5, 32)
+        return lambda: nn.Transformer(32, 2, 1, 1, 32, 0.0, batch_first=True), {"src": x, "tgt": x}
+    if name == "gpt":
+        shape = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=64)
+        return lambda: GPT(shape), {"tokens_BT": TOKENS}
+    hf = pytest.importorskip("transformers")
+    width = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kind, config = {
+        "llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(intermediate_size=32, **width)),
+        "bert": (hf.BertForMaskedLM, lambda: hf.BertConfig(intermediate_size=32, **width)),
+        "gpt2": (hf.GPT2LMHeadModel, lambda: hf.GPT2Config(**width)),
+        "t5": (
+            hf.T5ForConditionalGeneration,
+            lambda: hf.T5Config(64, 32, 16, 32, 2, num_heads=2, decoder_start_token_id=0),
+        ),
+    }[name]
+    return lambda: kind(config()).eval(), {"input_ids": TOKENS, "labels": TOKENS}
