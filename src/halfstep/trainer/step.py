@@ -20,16 +20,10 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.models import IGNORE_INDEX
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""
 LossSum = Callable[[Any], tuple[Tensor, Tensor]]
-
-
-def count_targets(batch: Batch) -> int:
-    """Count the target tokens of (tokens, targets, ...) that enter the loss; on the host."""
-    return int((batch[1] != IGNORE_INDEX).sum())
 
 
 def run_micro_batch(

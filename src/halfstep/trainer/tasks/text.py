@@ -78,7 +78,7 @@ class TextTask(Task):
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
-        count = self.model.num_parameters()
+        count = self.model.config.parameters
         return f"{count:,} parameters, {self.data.train.count:,} training tokens"
 
     def batch_size(self, step: int) -> int:
@@ -191,7 +191,7 @@ class TrainedText(Trained):
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
-        count, dtype = self.model.num_parameters(), use.dtype or "fp32"
+        count, dtype = self.model.config.parameters, use.dtype or "fp32"
         export = part("trainer.models.causal_lm:export_gpt2")
         near = export(self.model, Path(use.output), DTYPES[dtype], self.tokenizer.save)
         return f"{use.output}: {count:,} parameters in {dtype}\n{near}"
