@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,29 +20,9 @@ def benchmarks():
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import classify_methods
         import classify_rows
-        import classify_ways
-        import docstring_data
-        import english_encoder
-    yield {m.__name__: m for m in (classify_methods, classify_rows, classify_ways,
-                                   docstring_data, english_encoder)}  # fmt: skip
+    yield {m.__name__: m for m in (classify_methods, classify_rows)}
     for name in MODULES:
         sys.modules.pop(name, None)
-
-
-def test_no_file_is_on_both_sides(benchmarks):
-    data = benchmarks["docstring_data"]
-    examples = [
-        data.Labelled(f"text {label} {file} {n}", label, f"{label}/{file}.py")
-        for label in ("a", "b")
-        for file in range(20)
-        for n in range(1 + file % 5)
-    ]
-    train, dev = data.split(examples)
-    assert not {x.file for x in train} & {x.file for x in dev}
-    assert Counter(train) + Counter(dev) == Counter(examples)
-    for label in ("a", "b"):
-        share = sum(x.label == label for x in dev) / sum(x.label == label for x in examples)
-        assert 0.1 < share <= 0.2
 
 
 @pytest.fixture(scope="module")
@@ -130,27 +109,3 @@ def test_verdict_says_who_is_fastest_at_equal_accuracy(benchmarks, ours, right, 
     lines = methods.table(rows, threads=2)
     assert any("ValueError: broken" in line for line in lines)
     assert any("| ~1.0 |" in line and "| - |" in line for line in lines)
-
-
-def test_the_nine_ways_are_rows_and_the_others_say_why(benchmarks):
-    methods, ways = benchmarks["classify_methods"], benchmarks["classify_ways"]
-    names = {*benchmarks["classify_rows"].ROWS}
-    assert {*ways.NINE} <= names
-    assert {*ways.NOTES} <= {*ways.NINE}
-    found = methods.parse(["--nine", "--max-steps", "7"])
-    assert found.rows == [name for name in ways.NINE if name not in ways.absent("cpu")]
-    assert (found.max_steps, found.rounds, found.layers) == (7, 1, ways.DEFAULTS["layers"])
-    assert methods.parse([]).max_steps == 120
-    rows = {name: {"failed": f"not run: {why}"} for name, why in ways.absent("cpu").items()}
-    rows["2 x ddp fp16"] = methods.condense([made(1.0, None, extrapolated=True)])
-    told = methods.table(rows, threads=2)
-    assert any("horovod" in line and "not run: Horovod" in line for line in told)
-    assert any("GradScaler; torch's fp16 products are slow" in line for line in told)
-    assert {line.count("|") for line in told} == {10}
-
-
-@pytest.mark.slow
-def test_ranks_that_are_spawned_count_every_example_once(benchmarks, job, tmp_path):
-    methods = benchmarks["classify_methods"]
-    found = methods.run_row("2 x ddp spawn fp32", job, threads=2, folder=tmp_path / "row")
-    assert (found["accuracy"], found["processes"], found["steps"]) == (36 / 37, 2, 3)

@@ -1,7 +1,6 @@
 """The study of recipes: differences are judged rightly, and a killed run goes on bit by bit."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,37 +34,6 @@ def test_judge_is_a_regression_on_recipes_and_seeds(benchmarks):
         alone = stats.ttest_rel(table[number - 4], table[0]).pvalue
         assert judged[name]["p"] == pytest.approx(alone, rel=1e-9)
     assert judged["a"]["sd"] == pytest.approx(np.std(table[1], ddof=1))
-
-
-@pytest.mark.slow
-def test_a_study_that_was_killed_goes_on(benchmarks, monkeypatch, tmp_path):
-    import recipes
-
-    data = tmp_path / "text.txt"
-    data.write_bytes((BENCHMARKS / "recipes.py").read_bytes())
-    path = tmp_path / "recipes-text.json"
-    monkeypatch.setattr(recipes, "RESULTS", tmp_path)
-    monkeypatch.setattr(recipes, "sensitivity", lambda text: {"most_sensitive": 2})
-    monkeypatch.setattr(recipes, "keep_freed_memory", lambda: None)
-    command = ["recipes.py", "--data", str(data), "--steps", "30", "--seeds", "1"]
-    command += ["--policies", "nvfp4", recipes.KEPT]
-    monkeypatch.setattr(sys, "argv", command)
-    recipes.main()
-    whole = json.loads(path.read_text())
-    first, second = whole["runs"]
-    assert whole["runs"][second]["policy"].endswith("keep_bf16=layers.2*")
-    (step, loss), (_, other) = (whole["runs"][key]["validation"][-1] for key in (first, second))
-    assert step == 25
-    assert 2 < loss < 5 < np.log(256)  # it has learned something
-    assert loss != other
-    path.write_text(json.dumps(whole | {"runs": {first: whole["runs"][first] | {"mark": 1}}}))
-    recipes.main()
-    again = json.loads(path.read_text())
-    assert again["runs"][first]["mark"] == 1  # it was not run again
-    assert again["runs"][second]["validation"] == whole["runs"][second]["validation"]
-    monkeypatch.setattr(sys, "argv", [*command[:3], "--steps", "31"])
-    with pytest.raises(SystemExit, match="another setting"):
-        recipes.main()
 
 
 @pytest.mark.parametrize("end", ["", ".zh"])

@@ -27,7 +27,6 @@ from halfstep.formats import (
     E2M1,
     E8M0,
     FP8_BLOCK,
-    MXFP4,
     MXFP8,
     NVFP4,
     BlockFormat,
@@ -48,12 +47,6 @@ def digest(t: Tensor) -> str:
 def codes_and_scales(form: BlockFormat, x: np.ndarray) -> list[str]:
     found = form.quantize(torch.from_numpy(x))
     return [digest(found.codes), digest(found.scales)]
-
-
-def simulated(form: BlockFormat, x: Tensor, dim: int = -1, *, bits: Tensor | None = None) -> Tensor:
-    """What a layer computes with: the operand times the scales that are left."""
-    values, left = form.operand(x, dim, bits=bits)
-    return (values if left is None else form.times(values, left, dim)).to(x.dtype)
 
 
 def finite_patterns() -> np.ndarray:
@@ -144,26 +137,6 @@ def test_every_nvfp4_code_times_every_block_scale_is_a_bf16_number():
     assert torch.equal(numbers.bfloat16().double(), numbers)
 
 
-def test_operands_are_bf16_numbers_and_with_their_scales_the_dequantised():
-    def check(form, name, dtype):
-        x = finite_patterns() if name == "patterns" else blocks.piece(name, 256)
-        x = torch.from_numpy(x).to(dtype)
-        values, left = form.operand(x)
-        if dtype == torch.bfloat16 or name != "smallest":
-            assert equal(values.bfloat16().float(), values)
-        back = (
-            values
-            if left is None
-            else form.join(form.split(values, -1) * form.spread(left, -1), -1)
-        )
-        assert equal(back, form.quantize(x).dequantize())
-        assert equal(simulated(form, x), form.quantize(x).dequantize(dtype))
-
-    every(
-        itertools.product(ALL, [*blocks.PIECES, "patterns"], (torch.float32, torch.bfloat16)), check
-    )
-
-
 # Layouts and arguments
 
 
@@ -182,7 +155,6 @@ def test_a_dim_is_quantised_as_if_it_were_the_last():
             assert torch.equal(undo(got.codes.view(torch.uint8)), want.codes.view(torch.uint8))
             assert torch.equal(undo(got.scales.float()), want.scales.float())
             assert torch.equal(undo(got.dequantize()), want.dequantize())
-            assert torch.equal(undo(simulated(form, x, dim, bits=bits)), want.dequantize())
 
     every(itertools.product(ALL, (-1, -2, 0, 1)), check)
 
@@ -197,7 +169,6 @@ def test_strides_batches_and_dtypes_make_no_difference():
             got = form.quantize(view)
             assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
             assert torch.equal(got.scales, want.scales)
-            assert torch.equal(simulated(form, view), want.dequantize(dtype))
         if form.block is not None and form.rule != "two-level":  # no scale over the whole tensor
             batch = form.quantize(x.view(4, 128, 512))
             assert torch.equal(
@@ -244,7 +215,6 @@ def test_a_block_with_a_number_that_is_not_finite_becomes_nan_and_no_other():
         want[block] = math.nan
         found = form.quantize(x)
         assert equal(found.dequantize(), want)
-        assert equal(simulated(form, x), want.to(dtype))
         if form.element is not E2M1:
             assert found.codes[block].float().isnan().all()
 
@@ -275,7 +245,6 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(form):
         got = blocks.element_numbers(codes, form.element.name)
         assert ((got == low) | (got == high)).all()
         total += got
-        assert torch.equal(simulated(form, x, bits=random_bits(draw, 7, x.shape)), q.dequantize())
     gap = high - low
     share = np.where(gap > 0, (inside - low) / np.where(gap > 0, gap, 1), 0)
     # The mean error in standard deviations of the sum of independent draws: 5 of them.
@@ -292,7 +261,7 @@ def test_stochastic_bits_decide_by_their_upper_24():
     form = replace(NVFP4, rule="rceil")
     for bits, result in ((0, 3.0), ((1 << 30) - 256, 3.0), (1 << 30, 2.0), (-1, 2.0)):
         draw = torch.full(x.shape, bits, dtype=torch.int32)
-        assert simulated(form, x, bits=draw)[0, 1] == result
+        assert form.quantize(x, bits=draw).dequantize()[0, 1] == result
 
 
 # Scales as a format, and what people read
@@ -310,15 +279,7 @@ def test_e8m0_holds_every_power_of_two_that_torch_stores():
     assert E8M0.encode(special).tolist() == [255, 255, 0, 0, 1]
 
 
-def test_explain_is_a_table_of_what_becomes_of_each():
-    text = MXFP4.explain([0.1, -3.0, 0.0])
-    lines = text.splitlines()
-    assert lines[0] == "mxfp4: e2m1 numbers, blocks of 1x32, scales e8m0 (rceil)"
-    assert lines[1] == "scale of the block 0.5 = 2^-1 (0x7e)"
-    rows = [line.split() for line in lines[4:]]
-    assert rows[0] == ["0.1", "0x00", "0", "0", "0.1", "1"]
-    assert rows[1] == ["-3", "0x0f", "-6", "-3", "0", "0"]
-    assert rows[2] == ["0", "0x00", "0", "0", "0", "0"]
+def test_explain_fits_a_terminal():
     for form in ALL:
         assert form.name in form.explain([0.1])
         assert len(max(form.explain([-1.2345678e-30]).splitlines(), key=len)) <= 100

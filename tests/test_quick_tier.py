@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import product
 
-from xdist.scheduler import LoadScopeScheduling
-
-from conftest import RANKS, Rooms, covering
+from conftest import covering
 
 
 def product_of(**parameters):
@@ -25,33 +22,3 @@ def test_each_value_is_kept_in_few_cases():
         assert len(kept) <= most
         for name, values in parameters.items():
             assert {case[name] for case in kept} == set(values)
-
-
-def test_of_two_parameters_with_the_same_values_no_case_has_one_value_twice():
-    for count in (2, 3, 12):
-        policies = [f"policy {number}" for number in range(count)]
-        cases = product_of(before=policies, after=policies)
-        kept = [cases[number] for number in covering(cases)]
-        assert all(case["before"] != case["after"] for case in kept)
-        assert len(kept) <= count + 1
-
-
-def test_what_takes_longest_begins_first(monkeypatch):
-    order = []
-    monkeypatch.setattr(
-        LoadScopeScheduling,
-        "_assign_work_unit",
-        lambda self, node: order.append(self.workqueue.popitem(last=False)[0]),
-    )
-    rooms = Rooms.__new__(Rooms)
-    many, other, command = (
-        "tests/test_formats.py",
-        "tests/optim/test_sgd.py",
-        "tests/cli/test_cli.py",
-    )
-    rooms.workqueue = OrderedDict.fromkeys([many, other, command, RANKS], {})
-    for _ in range(4):
-        rooms._assign_work_unit(None)
-    assert order == [RANKS, command, many, other]
-    assert rooms._split_scope("tests/distributed/test_world.py::test_a[b]") == RANKS
-    assert rooms._split_scope("tests/cli/test_cli.py::test_a[b::c]") == command

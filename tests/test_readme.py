@@ -193,12 +193,6 @@ def test_versions_are_those_of_the_package(name):
     assert f"torch {least}" in READMES[name]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/limits.md", "docs/policies.md"])
-def test_the_pages_claim_no_run_on_a_mac(name):
-    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
-    assert "was never run on a Mac" in text
-
-
 def test_the_aliases_are_those_of_the_page():
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     for alias, name in ALIASES.items():

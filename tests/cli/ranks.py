@@ -20,8 +20,6 @@ from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 LAUNCH = [sys.executable, "-m", "halfstep", "train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
-            "127.0.0.1", "--nproc-per-node", "2", "-m", "halfstep", "train"]  # fmt: skip
 PF_EXITING = 0x4  # Source: linux/sched.h
 SECONDS = 240  # a run that takes longer hangs
 TIMES = {"tokens_per_second", "peak_memory_bytes", "grad_norm"}

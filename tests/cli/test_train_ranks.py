@@ -10,7 +10,6 @@ import signal
 
 import pytest
 from tests.cli.ranks import (
-    TORCHRUN,
     Run,
     alone,
     assert_same_state,
@@ -68,16 +67,6 @@ def test_two_ranks_of_which_one_is_killed_in_the_last_save_are_two_micro_batches
     # one rank of each attempt has printed the others
     assert err.count("2 ranks as data=2") == err.count("parameters, ") == 2
     assert err.count("step 4: validation loss") == 1
-
-
-@pytest.mark.slow
-def test_torchrun_is_the_same(one, corpus, tmp_path):
-    code, out, err = ranks([*tiny(corpus, tmp_path / "r"), "--quiet"], command=TORCHRUN)
-    assert code == 0, err
-    assert len(out.splitlines()) == 2  # the summary and the verdict
-    assert "halfstep" not in err
-    assert numbers(tmp_path / "r") == numbers(one)
-    assert_same_state(tmp_path / "r", one)
 
 
 def test_sigterm_to_all_processes_saves(corpus, tmp_path):

@@ -21,7 +21,7 @@ from halfstep.precision.agreement import (
     check_replicas,
 )
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.scaling.gradients import NonFinite, OneRank, exact_global_norm, global_norm
+from halfstep.precision.scaling.gradients import OneRank, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
@@ -85,25 +85,6 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
             assert math.isfinite(norm) == (where == "loss")
 
     every(itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf)), check)
-
-
-def found_by(rank, marks, names):
-    return ManyRanks(CPU).union(NonFinite(*marks[rank]), names)
-
-
-@pytest.mark.parametrize(
-    ("marks", "nan", "inf"),
-    [
-        ([((), ()), ((), ())], (), ()),
-        ([((), ()), ((), ("b",))], (), ("b",)),
-        ([(("a",), ()), ((), ("b",))], ("a",), ("b",)),
-        ([((), ("a",)), (("a",), ())], ("a",), ("a",)),  # NaN in one part, inf in another
-        ([((), ("c", "a")), ((), ("b",))], (), ("a", "b", "c")),  # in the order of the names
-    ],
-)
-def test_a_find_of_any_rank_is_everybodys(pool2, marks, nan, inf):
-    for found in pool2.run(found_by, marks=marks, names=["a", "b", "c"]):
-        assert (found.nan, found.inf) == (nan, inf)
 
 
 # Layers split by hand: Megatron's column- and row-parallel pair over two ranks

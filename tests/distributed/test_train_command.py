@@ -55,8 +55,6 @@ UNCLIPPED = ("--optimizer.max_norm", "0")  # shards add its norm in another orde
     [
         ("fp32", "data=2", ()),
         ("bf16-mixed", "shard=2", UNCLIPPED),
-        pytest.param("bf16-mixed", "data=2", (), marks=pytest.mark.slow),
-        pytest.param("fp32", "shard=2", UNCLIPPED, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_are_two_micro_batches_bit_for_bit_and_rank_0_prints(
@@ -106,18 +104,11 @@ def test_a_run_goes_through_all_layouts(pool2, corpus, tmp_path, reference, monk
         assert_near(path, reference(steps=16))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "precision"),
-    [
-        ("tensor=2", "fp32"),
-        pytest.param("data=2", "bf16-mixed", marks=pytest.mark.slow),  # as one process's resume
-        pytest.param("shard=2", "fp32", marks=pytest.mark.slow),  # test_trainer_ranks.py
-    ],
-)
-def test_the_same_layout_goes_on_bit_for_bit(pool2, corpus, tmp_path, parallel, precision):
+def test_the_same_layout_goes_on_bit_for_bit(pool2, corpus, tmp_path):
+    """Of tensor parallel ranks; of sharded ones: test_trainer_ranks.py."""
     whole, again = tmp_path / "whole", tmp_path / "cut"
-    words = tiny(corpus, whole, precision=precision, steps=8)
-    more = ["--parallel", parallel, "--model.dropout", "0.1", "--quiet"]
+    words = tiny(corpus, whole, steps=8)
+    more = ["--parallel", "tensor=2", "--model.dropout", "0.1", "--quiet"]
     assert run(pool2, *words, *more)[0][0] == 0
     cut_to(whole, again, 4)
     (code, _, err), _ = run(pool2, "--resume", "--output-dir", again, "--quiet")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
@@ -123,10 +122,3 @@ def test_formats_of_a_wrapper_must_be_the_policys(pool2):
         assert all(word in text for word in words), text
 
     every(zip(CASES, first, strict=True), check)
-
-
-def test_casts_by_module_are_refused_on_one_device():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PrecisionError, match=r"is not sharded.*bf16-mixed"):
-        Precision("bf16-module", model, optimizer)

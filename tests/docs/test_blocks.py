@@ -295,19 +295,3 @@ def test_a_command_runs_when_made_short(block, words, room, monkeypatch, capsys)
         plain[plain.index("gpt-small-cpu")] = "gpt-tiny"
     capsys.readouterr()
     assert main([*plain, *short]) == 0, capsys.readouterr().err
-
-
-# ---- the harness itself ---------------------------------------------------------------------
-
-
-def test_the_comments_of_a_page_are_read(tmp_path):
-    path = tmp_path / "page.md"
-    path.write_text(
-        "<!-- setup\nx = 1\n-->\n\n<!-- continues -->\n```python\ny = x\n```\n\n"
-        "- in a list\n\n  <!-- not run: needs a GPU -->\n  ```python\n  if y:\n      z = 1\n  ```\n"
-        "<!-- setup\nlost = 1\n-->\nprose\n"
-    )
-    first, second = blocks_of(path)
-    assert (first.setup, first.continues, first.code) == ("x = 1\n", True, "y = x")
-    assert (second.not_run, second.code) == ("needs a GPU", "if y:\n    z = 1")
-    assert unread_comments(path.read_text()) == ["<!-- setup\nlost = 1\n-->"]

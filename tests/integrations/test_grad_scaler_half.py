@@ -8,37 +8,6 @@ from halfstep import GradScaler, PrecisionError
 from halfstep.optim import AdamW
 
 
-def half(names=None, named=False, **options):
-    model = nn.Linear(4, 2).half()
-    optimizer = torch.optim.SGD(model.named_parameters() if named else model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, names=names and dict(model.named_parameters()))
-    scaler.scale(model(torch.ones(1, 4).half()).float().sum()).backward()
-    return model, optimizer, scaler
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"names": True}, "fp16: weight, bias."),
-        ({"named": True}, "fp16: weight, bias."),
-        ({}, r"fp16: group 0, tensor 0 of shape \(2, 4\), group 0, tensor 1 of shape \(2,\)."),
-    ],
-)
-@pytest.mark.parametrize("call", ["step", "unscale_"])
-@pytest.mark.covering
-def test_fp16_gradients_are_refused_by_name_before_anything_changes(options, text, call):
-    model, optimizer, scaler = half(**options)
-    before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
-    # 10 numbers, 2 bytes more each
-    with pytest.raises(PrecisionError, match=f"{text}.* costs 20 bytes more.*fp16-master"):
-        getattr(scaler, call)(optimizer)
-    for p, (weight, gradient) in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p, weight)
-        assert torch.equal(p.grad, gradient)
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        getattr(scaler, call)(optimizer)
-
-
 def bf16(optim, **options):
     """``optim`` is told as what it adds to torch's AdamW, or as halfstep's."""
     model = nn.Linear(4, 2).bfloat16()

@@ -172,19 +172,6 @@ def test_a_policy_in_the_trainer_is_halfsteps_own_loop_bit_for_bit(policy, throu
     assert set(model.outputs) == {torch.float32}
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("policy", ["fp32", STATIC])
-@pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW])
-def test_fp32_is_lightnings_own_bit_for_bit_with_a_scale_and_without(policy, make):
-    # A power of two times fp32 gradients that stay in range is exact.
-    plain, _ = fit(None, Regression(schedule=True, make=make), accumulate_grad_batches=3)
-    ours, _ = fit(
-        HalfstepPrecision(policy), Regression(schedule=True, make=make), accumulate_grad_batches=3
-    )
-    assert same(weights(ours), weights(plain))
-    assert ours.rates == plain.rates
-
-
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_of_unscaled_gradients(algorithm):
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}

@@ -14,11 +14,7 @@ from halfstep.optim.moments import decode, encode
 from halfstep.optim.optimizers import AdamW
 from halfstep.optim.state import FELL_BACK, Batch, StepTask
 from halfstep.precision.masters.rounding import random_bits
-from halfstep.trainer.session import (
-    convert_optimizer_tensors,
-    optimizer_tensors,
-    set_optimizer_state,
-)
+from halfstep.trainer.session import convert_optimizer_tensors, optimizer_tensors
 from optim.oracles import fallen_back
 from reference.training import through_a_file
 
@@ -133,8 +129,7 @@ def test_a_resumed_run_goes_on_to_the_bit_and_says_nothing_anew(how):
         else:
             tensors = optimizer_tensors(optimizer, {p: "w"})
             assert tensors["w/exp_avg"].dtype == torch.bfloat16
-            state = convert_optimizer_tensors(other, {q: "w"}, through_a_file(tensors))
-            set_optimizer_state(other, state)
+            other.state.update(convert_optimizer_tensors(other, {q: "w"}, through_a_file(tensors)))
             other.param_groups[0].update(lr=1e-3, weight_decay=0.0, eps=1e-30)
     assert fallen_back(other) == ("w",)
     assert optimizer.state[p][FELL_BACK] == 8

@@ -1,7 +1,6 @@
 """Muon against its definition in fp64, against torch.optim.Muon, and in every storage mode."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from halfstep.optim.moments import decode
 from halfstep.optim.muon import newton_schulz
 from halfstep.optim.state import stored_moment
 from halfstep.precision.casting.autocast import SimulatedProducts
-from halfstep.precision.masters.rounding import ROUNDING
 from halfstep.precision.policy.devices import cpu_has_bf16
-from optim.test_optimizers import MOMENTS, assert_same, everything, feed, numbers, parameter
+from optim.test_optimizers import MOMENTS, numbers, parameter
 from reference.training import through_a_file
 
 SHAPES = [(48, 32), (32, 48), (40, 40), (1, 30), (30, 1)]
@@ -101,24 +99,21 @@ class Small(nn.Module):
 
 
 def test_the_helper_says_which_parameters_are_muon_s():
-    groups = muon_groups(Small(), adamw=["block.2.*"], lr=3e-4, weight_decay=0.2)
+    groups = muon_groups(Small(), lr=3e-4, weight_decay=0.2)
     found = {g["name"]: [name for name, _ in g["params"]] for g in groups}
     assert found == {
-        "matrices": ["block.0.weight"],
+        "matrices": ["block.0.weight", "block.2.weight"],
         "embeddings": ["pos_embed", "embed.weight", "positions.weight"],
         "heads": ["out.weight", "classifier.weight"],
-        "asked for": ["block.2.weight", "block.2.bias"],
         "no matrices": [
             *("conv.weight", "conv.bias", "block.0.bias", "block.1.weight", "block.1.bias"),
-            *("out.bias", "classifier.bias"),
+            *("block.2.bias", "out.bias", "classifier.bias"),
         ],
     }
-    assert [g["use_muon"] for g in groups] == [True, False, False, False, False]
+    assert [g["use_muon"] for g in groups] == [True, False, False, False]
     optimizer = Muon(groups, lr=0.02)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 3e-4, 3e-4]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.2, 0.2, 0.2, 0.0]
-    with pytest.raises(PrecisionError, match=r"adamw='x\.\*'.*matches none of 15 trainable"):
-        muon_groups(Small(), adamw=["x.*"])
+    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 3e-4, 3e-4, 3e-4]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.2, 0.2, 0.0]
 
 
 # --- options, states ----------------------------------------------------------------------------
@@ -194,34 +189,3 @@ def test_split_weights_train_as_fp32_weights_do_to_the_last_bit(multiplier):
         other.step(gradients={full: gradient}, multiplier=multiplier)
         assert torch.equal(ours.read_master(half), full.detach())
     assert not torch.equal(half.detach().float(), full.detach())  # the remainder counts
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize("way", ROUNDING)
-def test_training_goes_on_to_the_bit_after_save_and_load(way, moments):
-    def made(seed: int):
-        matrices = [parameter((30, 20), seed, torch.bfloat16)]
-        matrices.append(nn.Parameter(numbers((20, 30), seed).bfloat16().T))
-        vector = parameter(130, seed, torch.bfloat16)
-        groups = [{"params": matrices}, {"params": [vector], "use_muon": False}]
-        return [*matrices, vector], Muon(groups, update=way, moments=moments, seed=3)
-
-    ps, optimizer = made(0)
-    for step in range(3):
-        feed(optimizer, step)
-        optimizer.step()
-    saved = through_a_file({"ps": [p.detach() for p in ps], "o": optimizer.state_dict()})
-    others, resumed = made(9)
-    with torch.no_grad():
-        for p, value in zip(others, saved["ps"], strict=True):
-            p.copy_(value)
-    resumed.load_state_dict(saved["o"])
-    assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-    for step in range(3, 6):
-        assert_same(everything(resumed), everything(optimizer))
-        for one in (optimizer, resumed):
-            feed(one, step)
-            one.step()
-    assert_same(everything(resumed), everything(optimizer))
-    assert_same(everything(copy.deepcopy(optimizer)), everything(optimizer))

@@ -1,14 +1,11 @@
 """Constructors and states of ``torch.optim``: what is taken means the same, the rest is named."""
 
-import copy
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep import PrecisionError
 from halfstep.optim.optimizers import SGD, AdamW, Lion
-from halfstep.optim.state import in_dtype
 from reference.training import through_a_file
 
 CLASSES = [AdamW, SGD, Lion]
@@ -87,42 +84,6 @@ def test_an_8_bit_state_of_before_has_its_codes_under_the_moment_s_own_name():
     other.load_state_dict(state)
     assert other.state[q].keys() == ours.state[p].keys()
     assert torch.equal(run(ours, p), run(other, q))
-
-
-WRITES = (
-    lambda value: value.zero_(),
-    lambda value: value.__setitem__(0, 1),
-    lambda value: value[3:].fill_(1),
-    lambda value: value.data.copy_(value),
-    lambda value: torch._foreach_mul_([value], 2),
-)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_8_bit_moments_are_read_by_torchs_names_and_no_write_is_lost(cls):
-    p = weights()
-    ours = cls([p], **({"momentum": 0.9} if cls is SGD else {}), moments="8bit")
-    run(ours, p)
-    state, names = ours.state[p], cls.algorithm.moments
-    wide = in_dtype(ours.state_dict()["state"][0], torch.float32)
-    assert type(ours.state_dict()["state"][0]) is dict
-    assert not {*names} & {*ours.state_dict()["state"][0]}
-    for name in names:
-        value = state[name]
-        assert name in state
-        assert torch.equal(value, wide[name])
-        for plain in (copy.deepcopy(value), through_a_file(value), value * 2):
-            assert type(plain) is Tensor
-        for write in WRITES:
-            with pytest.raises(PrecisionError, match="moments=bf16 or moments=fp32"):
-                write(value)
-        with pytest.raises(PrecisionError, match="moments=bf16 or moments=fp32"):
-            state[name] = torch.ones(40)
-    ours.load_state_dict(through_a_file(ours.state_dict()))
-    assert torch.equal(ours.state[p][names[0]], wide[names[0]])
-    assert state.get("max_exp_avg_sq") is None
-    with pytest.raises(KeyError):
-        state["max_exp_avg_sq"]
 
 
 def test_a_change_of_the_memory_format_takes_the_moments_along():

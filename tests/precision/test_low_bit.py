@@ -112,41 +112,6 @@ def test_a_product_that_is_kept_is_the_one_of_bf16_bit_by_bit():
         assert same == [i == product for i in range(3)]
 
 
-def train(policy, count=6, micro=1, length=0, state=None, **given):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-    optimizer = halfstep.optim.AdamW(model.parameters(), lr=1e-2)
-    precision = halfstep.Precision(policy, model, optimizer, **given)
-    start = 0
-    if state is not None:
-        start = state[0]
-        model.load_state_dict(state[1])
-        optimizer.load_state_dict(state[2])
-        precision.load_state_dict(state[3])
-    losses = []
-    for step in range(start, length or count):
-        torch.manual_seed(100 + step)
-        for _ in range(micro):
-            x = torch.randn(32, 64)
-            with precision.autocast():
-                loss = (model(x) - x).square().mean() / micro
-            precision.backward(loss)
-        losses.append(precision.step().loss)
-    parts = model.state_dict(), optimizer.state_dict(), precision.state_dict()
-    return losses, (length or count, *parts)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("base", ["nvfp4", "bf16-split,recipe=nvfp4", "mxfp8", "fp8"])
-@pytest.mark.parametrize("micro", [1, 2])
-def test_a_resumed_run_repeats_bit_by_bit(base, micro):
-    policy = f"{base},simulate=yes"
-    whole, _ = train(policy, 6, micro)
-    first, state = train(policy, 6, micro, length=3)
-    rest, _ = train(policy, 6, micro, state=state)
-    assert first + rest == whole
-
-
 def test_micro_batches_ranks_and_steps_draw_other_bits():
     clock = prepared("nvfp4,simulate=yes", layer()).clock
     drawn = [clock.draw(7), clock.draw(7), clock.draw(8)]

@@ -82,6 +82,32 @@ def test_a_model_that_cannot_have_the_recipe_is_refused_by_name(policy, model, w
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 32) / 8)
+
+    def forward(self, x):
+        return nn.functional.grouped_mm(x, self.up, offs=torch.arange(8, 40, 8, dtype=torch.int32))
+
+
+def test_what_multiplies_without_linear_layers_is_said_to_stay_in_bf16():
+    def said(policy, *modules):
+        model = nn.Sequential(*modules)
+        precision = halfstep.Precision(policy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        left = precision.support.reason.partition("stay in bf16: ")[2]
+        assert (f"stay in bf16: {left}" in halfstep.explain(policy, "cpu", model)) == bool(left)
+        return left
+
+    policy, layer = "mxfp8,simulate=yes", nn.Linear(64, 64)
+    assert said(policy, layer, Experts(), Experts()) == "1"
+    assert said(policy, layer, nn.MultiheadAttention(64, 4)) == "1"
+    table = nn.ParameterList([torch.randn(1, 16, 64)])  # of positions
+    assert said(policy, layer, nn.Conv1d(4, 4, 3), table) == ""
+    assert said(f"{policy},keep_bf16=1", layer, Experts()) == ""
+    assert said("bf16-mixed", layer, Experts()) == ""
+
+
 def test_a_shared_layer_with_two_recipes_is_refused():
     model = nn.ModuleDict({"a": nn.Linear(64, 64)})
     model["b"] = model["a"]

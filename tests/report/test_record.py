@@ -1,11 +1,9 @@
 """What is read of a run's folder, whole or broken."""
 
-import math
-
 import pytest
 
 from halfstep.errors import ConfigError
-from halfstep.report.record import number, read_run
+from halfstep.report.record import read_run
 from report.conftest import line
 
 
@@ -60,12 +58,3 @@ def test_no_run(tmp_path):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="holds no run"):
         read_run(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [(2.5, 2.5), (True, None), ("inf", math.inf), ("-inf", -math.inf), ("1.0", None),
-     (None, None), ([1], None)],
-)  # fmt: skip
-def test_numbers(given, read):
-    assert number(given) == read

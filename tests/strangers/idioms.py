@@ -195,17 +195,6 @@ def gan(kit: Kit, clears: bool = True) -> None:
 # --- kinds of modules -----------------------------------------------------------------------------
 
 
-def of(kit: Kit, model: nn.Module, lr: float = 0.05) -> None:
-    loop = kit.take(model, kit.sgd(model.parameters(), lr=lr))
-    train(loop)
-
-
-@idiom
-def batch_norm(kit: Kit) -> None:
-    torch.manual_seed(0)
-    of(kit, nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)))
-
-
 @idiom
 def sparse_embedding(kit: Kit) -> None:
     torch.manual_seed(0)

@@ -119,14 +119,6 @@ def heads_of_distributions(m, x, y):
     return actions.log_prob(torch.arange(ROWS) % 3).mean() + near - 0.1 * certain
 
 
-@report("openai/CLIP#46, #57", scale=lambda: nn.ParameterList([torch.tensor(2.0)]))
-def logit_scale(m, x, y):
-    one, other = F.normalize(m.a(x), dim=-1), F.normalize(m.b(y), dim=-1)
-    logits = m.scale[0].exp() * one @ other.t()
-    target = torch.arange(ROWS)
-    return F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)
-
-
 @report("jingyaogong/minimind#812, huggingface/trl#454: the ratio of the first update is 1")
 def ratio_of_the_first_update(m, x, y):
     with torch.no_grad():

@@ -13,9 +13,7 @@ from strangers.idioms import IDIOMS
 from strangers.loops import POLICIES, distance, verdict
 
 OWN_OPTIMIZER = tuple(p for p in POLICIES if p.startswith("bf16-s") or p == "bf16-kahan")
-STORED_16_BIT = tuple(p for p in POLICIES if p != "fp32" and "mixed" not in p)
 REFUSED = {
-    "batch_norm": STORED_16_BIT,  # with the rule that cures it
     "sparse_embedding": OWN_OPTIMIZER,  # halfstep's optimizers take dense gradients
     "backward_of_the_loss_itself": POLICIES,  # not scaled, and not seen
     "losses_weights_that_are_not_the_models": POLICIES,  # in no model that could be saved

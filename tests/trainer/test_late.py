@@ -33,7 +33,7 @@ class Device(DevicePath):
 
     def __init__(self, session: Session) -> None:
         self.steps, self.seen, self.session = session.precision._steps, [], session
-        super().__init__(self, lambda: torch.no_grad())
+        super().__init__([], lambda: torch.no_grad())
         session.precision.path = self.steps._path = self
         update, loss_sum = self.steps._update, session.loss_sum
         self.steps._update = lambda g, decided: decided.broken or update(g, decided.factor)
@@ -43,9 +43,6 @@ class Device(DevicePath):
             return loss_sum(batch)
 
         session.loss_sum = forward
-
-    def uncount(self, parameters) -> None:
-        """What was not applied was not counted."""
 
     def decide(self, loss, gradients, max_norm):
         return Decided(self, self.steps._examiner.judge(loss, gradients), gradients, max_norm)

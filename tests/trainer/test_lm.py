@@ -264,33 +264,6 @@ def test_perplexity_is_that_of_the_answers_alone(kind, bos, packing, bases, data
     assert found.text.endswith(f"on {count:,} tokens in fp32")
 
 
-def test_the_model_left_is_the_best_by_loss(bases, data, tmp_path):
-    # steps so large that it gets worse again
-    config = config_of(
-        bases(), data, optimizer__learning_rate=0.5, schedule__min_ratio=1.0, run__max_steps=8,
-        run__eval_every=1, run__keep=1,
-    )  # fmt: skip
-    session, ticks = run(config, tmp_path / "r")
-    losses = [t.evaluation.loss for t in ticks]
-    step = losses.index(min(losses)) + 1
-    assert 1 < step < 8
-    assert session.best.step == step
-    adapter = load_file(tmp_path / "r" / "model" / "adapter_model.safetensors")
-    weights = {
-        n.removeprefix("model.").replace(".default", ""): t
-        for n, t in checkpoint_of(tmp_path / "r", session.best.step).weights.items()
-    }
-    assert adapter.keys() == weights.keys()
-    assert all(torch.equal(adapter[n], weights[n]) for n in adapter)
-    tuned = opened(tmp_path / "r")
-    with quiet():
-        base = transformers.AutoModelForCausalLM.from_pretrained(bases())
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "r" / "model")
-    total, count = nll_of_answers(theirs, bases(), alpaca(11, seed=1))
-    assert total / count == pytest.approx(min(losses), rel=1e-5)  # fp32 sums, other shapes
-    assert not tuned.model.training
-
-
 RESUMED = {
     "LoRA, fp16 base, accumulated": ("Llama", "fp16", "fp16-mixed",
                                      {"run__grad_accum": 2, "model__lora_dropout": 0.2}),

@@ -149,7 +149,7 @@ class LayerHealth(StepListener):
         """Leave the loop alone again; the alarms can still be read."""
         super().close()
         if self._precision is not None:
-            self._precision.outcome.about_layers = lambda spikes: ""
+            self._precision.outcome.about_layers = lambda: ""
 
     def __enter__(self) -> Self:
         return self
@@ -167,17 +167,9 @@ class LayerHealth(StepListener):
             )
         return "\n".join(map(str, self.alarms)) or none
 
-    def about(self, spikes: bool) -> str:
+    def about(self) -> str:
         """What the layers tell of a step that spikes, or is not finite; may be empty."""
-        if self._past.alarmed:
-            return f"; layer health: {self._first}"
-        if self._precision is None or not spikes:
-            return ""
-        step, names = _Step(None), {p: n for n, p in self._precision.named_parameters().items()}
-        for target, gradient in self._precision.masters.gradients().items():
-            step.gradient(names[target], gradient.detach(), 1.0)
-        highest = self._past.highest(self._past.row(self._read(step)))
-        return f"; furthest above its past is {highest}" if highest else ""
+        return f"; layer health: {self._first}" if self._past.alarmed else ""
 
     def _collect(self, step: int) -> _Step | None:
         between = min(self._every, 1 << max(step.bit_length() - 4, 0))
@@ -469,15 +461,6 @@ class _Past:
         before = np.maximum.accumulate(np.pad(known[activation], (1, 0))[:-1])
         shared[activation], shared[logit] = before, 2 * before
         return np.maximum(shared, 0.0)
-
-    def highest(self, row: Row) -> str:
-        """The layer whose gradient is furthest above its median; empty if none is above it."""
-        _, excess, median, _ = self._out(row)
-        above = np.where(np.isnan(excess[2]), -math.inf, excess[2])
-        j = int(above.argmax())
-        times = math.exp(min(above[j], 700.0))
-        told = f"{self.layers[j]}: gradient norm {times:.3g} times its median"
-        return f"{told} of {math.exp(median[2, j]):.3g}" if times > 1 else ""
 
 
 def _median(values: Row) -> Row:

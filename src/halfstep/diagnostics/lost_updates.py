@@ -53,6 +53,24 @@ def sampled(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)[:: -(-tensor.numel() // SAMPLE) | 1]
 
 
+def optimizers_of(source: object, who: str) -> list[Optimizer]:
+    """The optimizers that somebody gave ``who`` as its source, without wrappers around them."""
+    several = [source] if isinstance(source, Optimizer) else source
+    if isinstance(several, list | tuple) and all(isinstance(o, Optimizer) for o in several):
+        return [bare_optimizer(one) for one in several]
+    raise PrecisionError(
+        f"{who}(source={source!r:.80}); allowed: a halfstep.Precision, an optimizer, or a list of "
+        "them"
+    )
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers that are optimizers themselves, such as Accelerate's."""
+    while isinstance(inner := vars(optimizer).get("optimizer"), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def lost_share(measured: Iterable[tuple[float, float]], peak: float) -> float:
     """The share of its updates that a parameter group loses over a run, to be judged by LOUD.
 
@@ -200,17 +218,11 @@ class LostUpdateMeter:
         if require(every, int, "LostUpdateMeter(every)", "an integer >= 0") < 0:
             raise PrecisionError(f"LostUpdateMeter(every={every}); allowed: an integer >= 0")
         names: dict[Tensor, str] = {}
-        several: Any = [source] if isinstance(source, Optimizer) else source
         if isinstance(source, Precision):
             names = {p: name for name, p in source.named_parameters().items()}
-            several = source.optimizers
-        if not isinstance(several, list | tuple) or not all(
-            isinstance(one, Optimizer) for one in several
-        ):
-            raise PrecisionError(
-                f"LostUpdateMeter got {source!r:.80}; allowed: an optimizer, a list of them, or "
-                "a halfstep.Precision"
-            )
+            several: Sequence[Optimizer] = source.optimizers
+        else:
+            several = optimizers_of(source, "LostUpdateMeter")
         self._watches = [
             _Watch(one, f"optimizer {i} " if len(several) > 1 else "", names, every, start)
             for i, one in enumerate(several)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,9 +84,8 @@ _SCALES: dict[str, FloatFormat | ExponentFormat] = {
 
 
 class _Scales(NamedTuple):
-    stored: Tensor  # as they are kept, one for each block
+    stored: Tensor  # as they are kept, one for each block: fp32, or uint8 codes
     encode: Tensor  # fp32: a number times it is on the grid of the element format
-    decode: Tensor  # fp32: a number of the element format times it, and the outer scale, is back
     outer: Tensor | None  # fp32, of the whole tensor
 
 
@@ -97,27 +96,47 @@ class Quantized:
     Attributes:
         format: The block format.
         codes: In the tensor's shape: float8, or for e2m1 uint8 with one code of 4 bits each.
-        scales: One for each block; the tensor's shape divided by the block's, 0-dim for a scale of
-            the whole tensor. float8_e8m0fnu, float8_e4m3fn or fp32.
+        stored: The scales as fp32, or codes in uint8: compiled code on a CPU knows no e8m0.
         outer: fp32, 0-dim: the scale of the whole tensor beside those of the blocks, or None.
         dim: The dim along which the blocks lie, which a product contracts.
     """
 
     format: BlockFormat
     codes: Tensor
-    scales: Tensor
+    stored: Tensor
     outer: Tensor | None
     dim: int
 
+    @property
+    def scales(self) -> Tensor:
+        """One for each block; the tensor's shape divided by the block's, 0-dim for one in all.
+
+        float8_e8m0fnu, float8_e4m3fn or fp32.
+        """
+        dtype: Any = self.format.scale.dtype
+        return self.stored.view(dtype)
+
+    def operand(self) -> tuple[Tensor, Tensor | None]:
+        """As an operand of a product in a wider format.
+
+        Returns:
+            fp32 in the shape of ``codes``: code times scale of its block, which is a bf16 number,
+            too, unless scales of blocks are fp32 (of MX blocks below 2^-116 in e4m3, and 2^-102 in
+            e5m2, some need more bits than bf16 has there); and the scale of the whole tensor that
+            is left to multiply by, or None.
+        """
+        form, scales = self.format, self.stored
+        values = _numbers(form.element, self.codes)
+        if form.block is None:
+            return values, scales
+        if form.scale is not FP32:
+            scales = E8M0.decode(scales) if form.scale is E8M0 else _numbers(E4M3FN, scales)
+        return form.times(values, scales, self.dim), self.outer
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers: code times scale, which is exact but for the range, times outer scale."""
-        form = self.format
-        scales = self.scales
-        if form.scale is not FP32:
-            codes = scales.view(torch.uint8)
-            scales = E8M0.decode(codes) if form.scale is E8M0 else _numbers(E4M3FN, codes)
-        back = form.times(_numbers(form.element, self.codes), scales, self.dim)
-        return (back if self.outer is None else back * self.outer).to(dtype)
+        values, left = self.operand()
+        return (values if left is None else values * left).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +182,11 @@ class BlockFormat:
         codes = self.join(_codes(self.element, y, drawn), dim)
         if self.element.dtype is not None:
             codes = codes.view(self.element.dtype)
-        return Quantized(self, codes, self._gather(scales.stored, dim), scales.outer, dim)
-
-    def operand(
-        self, x: Tensor, dim: int = -1, *, bits: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """What :meth:`quantize` stores, as an operand of a product; the arguments are the same.
-
-        Returns:
-            fp32 in the shape of ``x``, whose numbers are bf16 numbers, too (of MX blocks below
-            2^-116 in e4m3, and 2^-102 in e5m2, some need more bits than bf16 has there); and the
-            fp32 scales that are left to multiply by: one of the whole tensor, one for each block
-            where scales are fp32, or None.
-        """
-        scales, y = self._scaled(x, dim)
-        drawn = None if bits is None else self.split(bits, dim)
-        steps, gap, _ = _steps(self.element, y, drawn)
-        values = (steps * gap).copysign(y)
-        if self.scale is FP32:
-            return self.join(values, dim), self._gather(scales.decode, dim)
-        return self.join(values * scales.decode, dim), scales.outer
+        stored = scales.stored
+        if self.block is not None:
+            stored = stored.squeeze(-1) if self.block[0] == 1 else stored.squeeze((-3, -1))
+            stored = stored.movedim(-1, dim)
+        return Quantized(self, codes, stored, scales.outer, dim)
 
     def explain(self, values: Sequence[float]) -> str:
         """What becomes of a few numbers, as a table: they begin one block, and the rest is 0.
@@ -235,23 +239,11 @@ class BlockFormat:
                 blocks = blocks.flatten(-3, -2)
         return blocks.movedim(-1, dim)
 
-    def spread(self, scales: Tensor, dim: int) -> Tensor:
-        """Scales in the tensor's dims, one a block, as a factor of what :meth:`split` returns."""
-        if self.block is None or scales.ndim == 0:
-            return scales
-        scales = scales.movedim(dim, -1).unsqueeze(-1)
-        return scales if self.block[0] == 1 else scales.unsqueeze(-3)
-
     def times(self, values: Tensor, scales: Tensor, dim: int) -> Tensor:
-        """Values, each times the scale of its block, or of the tensor."""
-        return self.join(self.split(values, dim) * self.spread(scales, dim), dim)
-
-    def _gather(self, scales: Tensor, dim: int) -> Tensor:
-        """The inverse of :meth:`spread`."""
-        if self.block is None:
-            return scales
-        scales = scales.squeeze(-1)
-        return (scales if self.block[0] == 1 else scales.squeeze(-2)).movedim(-1, dim)
+        """Values, each times the scale of its block: the scales have the tensor's dims."""
+        scales = scales.movedim(dim, -1).unsqueeze(-1)
+        scales = scales if self.block is None or self.block[0] == 1 else scales.unsqueeze(-3)
+        return self.join(self.split(values, dim) * scales, dim)
 
     def _scaled(self, x: Tensor, dim: int) -> tuple[_Scales, Tensor]:
         """The scales, and the tensor in blocks and fp32, divided by them and saturated."""
@@ -289,31 +281,24 @@ class BlockFormat:
                 )
 
 
-def _steps(form: FloatFormat, y: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """A number's magnitude in gaps of the format, rounded; the gap; the exponent, from 0."""
-    shift = form.mantissa_bits
+def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
+    """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
+    ones = (1 << (form.bits - 1)) - 1
+    if bits is None and form.dtype is not None:  # torch's cast rounds alike, in one pass
+        return torch.where(y.isnan(), ones, y.to(form.dtype).view(torch.uint8))
     least = 127 + form.min_exponent
     field = ((y.view(torch.int32) & _ABS) >> 23).clamp_(min=least)
-    steps = y.abs() * ((254 + shift - field) << 23).view(torch.float32)  # exact: a power of two
+    # in gaps of the format; exact: a power of two
+    steps = y.abs() * ((254 + form.mantissa_bits - field) << 23).view(torch.float32)
     if bits is None:
         steps = steps.round_()
     else:
         below = steps.floor()
         noise = (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
         steps = below + (noise < steps - below)
-    return steps, ((field - shift) << 23).view(torch.float32), field - least
-
-
-def _codes(form: FloatFormat, y: Tensor, bits: Tensor | None) -> Tensor:
-    """uint8 codes of fp32 numbers within the format's range; NaN gets all ones."""
-    if bits is None and form.dtype is not None:  # torch's cast rounds alike, in one pass
-        codes = y.to(form.dtype).view(torch.uint8)
-        return torch.where(y.isnan(), (1 << (form.bits - 1)) - 1, codes)
-    steps, _, exponent = _steps(form, y, bits)
     # Subnormal and normal numbers alike: a carry from the mantissa raises the exponent field.
-    magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (exponent << form.mantissa_bits)
+    magnitude = steps.nan_to_num_(0.0).to(torch.int32) + (field - least << form.mantissa_bits)
     sign = (y.view(torch.int32) >> 31 & 1) << (form.bits - 1)
-    ones = (1 << (form.bits - 1)) - 1
     return torch.where(y.isnan(), ones, magnitude | sign).to(torch.uint8)
 
 
@@ -321,14 +306,12 @@ def _numbers(form: FloatFormat, codes: Tensor) -> Tensor:
     """The fp32 numbers of a format's codes, float8 or uint8."""
     if form.dtype is not None:
         return codes.view(form.dtype).float()
-    half = [form.min_subnormal * k for k in range(2 << form.mantissa_bits)]
-    half += [
-        (1 + mantissa * form.eps) * 2.0 ** (exponent - form.bias)
-        for exponent in range(2, 1 << form.exponent_bits)
-        for mantissa in range(1 << form.mantissa_bits)
-    ]
-    table = torch.tensor([*half, *(-number for number in half)], device=codes.device)
-    return table[codes.int()]
+    sign = 1 << (form.bits - 1)
+    magnitude = codes.int() & (sign - 1)
+    exponent = ((magnitude >> form.mantissa_bits) - 1).clamp_(min=0)  # from the smallest normal's
+    gap = (exponent + (127 + form.min_exponent - form.mantissa_bits) << 23).view(torch.float32)
+    numbers = (magnitude - (exponent << form.mantissa_bits)) * gap
+    return torch.where(codes >= sign, -numbers, numbers)
 
 
 def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
@@ -337,13 +320,11 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     if form.rule == "rceil":
         codes = E8M0.encode(largest * (1.0 / top))
         inverse = torch.where(codes == 255, 255, 254 - codes.int())
-        decode = E8M0.decode(codes)
-        return _Scales(codes.view(E8M0.dtype), E8M0.decode(inverse), decode, None)
+        return _Scales(codes, E8M0.decode(inverse), None)
     lost = largest - largest  # NaN, by no literal, where that is not finite; otherwise 0
     if form.rule == "amax":
         encode = _over(top, largest.double().clamp(min=LEAST_AMAX))
-        decode = _over(1.0, encode)
-        return _Scales(decode + lost, encode + lost, decode + lost, None)
+        return _Scales(_over(1.0, encode) + lost, encode + lost, None)
     finite = torch.where(largest.isfinite(), largest, 0.0)
     amax = finite.amax() if largest.numel() else largest.new_zeros(())
     outer = _over(E4M3FN.max * top, amax).clamp(max=_LARGEST_FP32)
@@ -351,9 +332,8 @@ def _scales_of(form: BlockFormat, largest: Tensor) -> _Scales:
     rest = _over(1.0, outer)  # undoes the scale of the tensor
     wanted = (largest * (outer * (1.0 / top))).clamp(max=E4M3FN.max)
     codes = _codes(E4M3FN, wanted + lost, None)
-    decode = _numbers(E4M3FN, codes)
-    encode = _over(1.0, decode * rest).clamp(max=_LARGEST_FP32)
-    return _Scales(codes.view(torch.float8_e4m3fn), encode, decode, rest)
+    encode = _over(1.0, _numbers(E4M3FN, codes) * rest).clamp(max=_LARGEST_FP32)
+    return _Scales(codes, encode, rest)
 
 
 def _over(number: float, x: Tensor) -> Tensor:

@@ -19,9 +19,11 @@ from typing import Any, TypedDict, Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.diagnostics.lost_updates import bare_optimizer
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.integrations.optimizer_tensors import Names, refuse_pure
+from halfstep.precision.policy.rules import plain_name
 from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
@@ -112,7 +114,7 @@ class _Attachment:
 
     def optimizers(self) -> list[Optimizer]:
         """The loop's optimizers, without Accelerate's wrappers."""
-        return [bare(optimizer) for optimizer in self.accelerator._optimizers]
+        return [bare_optimizer(optimizer) for optimizer in self.accelerator._optimizers]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of all prepared models by the user's names, with the model's number."""
@@ -120,9 +122,7 @@ class _Attachment:
         for number, model in enumerate(models):
             prefix = f"model {number}: " if len(models) > 1 else ""
             for name, parameter in model.named_parameters():
-                for wrapper in ("_orig_mod.", "_fsdp_wrapped_module."):
-                    name = name.replace(wrapper, "")
-                yield prefix + name.removeprefix("module."), parameter
+                yield prefix + plain_name(name.replace("_fsdp_wrapped_module.", "")), parameter
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of the given optimizers; if None, of all that await a step."""
@@ -130,7 +130,7 @@ class _Attachment:
             self.scaler.unscale_all_()
             return
         for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-            self.scaler.unscale_(bare(one))
+            self.scaler.unscale_(bare_optimizer(one))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer as Accelerate does, after a check for 16-bit weights.
@@ -141,7 +141,7 @@ class _Attachment:
         widens = _kind(self.accelerator) == "FSDP"  # the weights, when it shards them
         if not (widens or self.scaler._allow_pure):
             names = self.scaler._names or {p: name for name, p in self.named_parameters()}
-            refuse_pure(bare(optimizer), names)
+            refuse_pure(bare_optimizer(optimizer), names)
         kind: Any = type(self.accelerator)
         return kind.prepare_optimizer(self.accelerator, optimizer, device_placement)
 
@@ -209,11 +209,3 @@ def _check(accelerator: Any, scaler: bool | None) -> bool:
             f"bf16 has the range of fp32; say scaler={needed}, or leave it out"
         )
     return precision != "bf16" if scaler is None else scaler
-
-
-def bare(optimizer: Any) -> Optimizer:
-    """The optimizer inside Accelerate's wrappers, of which there may be several."""
-    while hasattr(optimizer, "step_was_skipped"):
-        optimizer = optimizer.optimizer
-    unwrapped: Optimizer = optimizer
-    return unwrapped

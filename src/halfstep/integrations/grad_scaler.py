@@ -40,7 +40,6 @@ from halfstep.integrations.optimizer_tensors import (
     accepts_low_precision,
     name_table,
     parameter_names,
-    refuse_half,
     refuse_pure,
     stored_gradients,
     with_gradients,
@@ -214,8 +213,8 @@ class GradScaler(torch.amp.GradScaler):
         """Divide the optimizer's gradients by the scale, once per step, like torch's.
 
         Raises:
-            PrecisionError: For fp16 gradients (it is a ``ValueError``), before any is changed,
-                unless the optimizer has ``accepts_low_precision_gradients = True``.
+            ValueError: For fp16 gradients, unless the optimizer has
+                ``accepts_low_precision_gradients = True``.
         """
         super().unscale_(optimizer)
         if not self._enabled:
@@ -323,11 +322,7 @@ class GradScaler(torch.amp.GradScaler):
         if (self._strict or not self._as_torch) and not self._allow_pure:
             refuse_pure(optimizer, self._names)
         allowed = allow_fp16 or accepts_low_precision(optimizer)
-        if not allowed:
-            what = "Attempting to unscale FP16 gradients"  # torch's words, which people search for
-            half = [p for p, grad in stored_gradients(optimizer) if grad.dtype == torch.float16]
-            refuse_half(optimizer, half, self._names, what)
-        ranks = self._agreeing(found_inf.device)
+        ranks = ranks_of_this_process(found_inf.device, self._ranks)
         sharded = {is_sharded(p) for p in with_gradients(optimizer)}
         alone = isinstance(ranks, OneRank)
         torchs = sharded <= {False} or (alone and sharded == {True})
@@ -348,9 +343,6 @@ class GradScaler(torch.amp.GradScaler):
         for flag in flags.values():  # set even if another rank raises for lack of gradients
             flag.copy_(marks.amax(), non_blocking=True)
         return flags
-
-    def _agreeing(self, device: torch.device) -> Ranks:
-        return ranks_of_this_process(device) if self._ranks is None else self._ranks
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

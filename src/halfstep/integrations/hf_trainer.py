@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnostics.health import LayerHealth
-from halfstep.diagnostics.lost_updates import LostUpdateMeter
+from halfstep.diagnostics.lost_updates import LostUpdateMeter, bare_optimizer
 from halfstep.diagnostics.nonfinite.first_cause import explain_, searched
 from halfstep.errors import ConfigError, NonFiniteError, PrecisionError
 from halfstep.integrations.accelerate import (
     ScaleOptions,
     attach as attach_scaler,
-    bare,
     refuse_engine,
     refuse_scale_options,
 )
@@ -188,7 +187,7 @@ class NumericsCallback(TrainerCallback):
         """
         self._forget()
         self.on_train_end(args, state, control)
-        optimizer = bare(kwargs["optimizer"])
+        optimizer = bare_optimizer(kwargs["optimizer"])
         if not self._options.get("allow_pure", False):
             refuse_pure(optimizer, {p: name for name, p in self._trainer.model.named_parameters()})
         skipped = 0 if self.scaler is None else self.scaler.skipped_total
@@ -223,13 +222,14 @@ class NumericsCallback(TrainerCallback):
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
         norm_broken = not self._scaled and not math.isfinite(values[-1])
-        broken = self._agreeing(device).worst([loss_broken, norm_broken])
+        agreed = ranks_of_this_process(device, self._options.get("ranks"))
+        broken = agreed.worst([loss_broken, norm_broken])
         if any(broken):
             shown = math.nan if norm is None else float(_whole(norm))
             self._trainer.log({"loss": sum(values[:-1]), "grad_norm": shown})
             self._forget()
             step = state.global_step + 1
-            raise stopped(self._trainer, step, micro, values, of_loss=bool(broken[0]))
+            raise stopped(self._trainer, step, micro, values, agreed, of_loss=bool(broken[0]))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the reason if the scaler has skipped this step."""
@@ -242,10 +242,6 @@ class NumericsCallback(TrainerCallback):
         for one in (self.meter, self.health):
             if one is not None:
                 one.close()
-
-    def _agreeing(self, device: torch.device) -> Ranks:
-        asked = self._options.get("ranks")
-        return ranks_of_this_process(device) if asked is None else asked
 
     def _forget(self) -> None:
         self._micro, self._norm = [], None
@@ -283,6 +279,7 @@ def stopped(
     step: int,
     micro: Sequence[tuple[Tensor, Any]],
     values: Sequence[float],
+    agreed: Ranks,
     *,
     of_loss: bool,
 ) -> NonFiniteError:
@@ -298,7 +295,6 @@ def stopped(
     index = next((i for i, v in enumerate(values[:-1]) if not math.isfinite(v)), None)
     first: tuple[Any, str] = (None, "")
     anew: list[tuple[str, ...]] = []
-    agreed = ranks_of_this_process(micro[0][0].device)
     loss = torch.zeros_like(micro[0][0]) if index is None else micro[index][0]
     what = agreed.of_loss(loss.reshape(())) if of_loss else ""
     # one rank's weights alone may be broken; a forward that gathers weights would hang alone

@@ -29,7 +29,7 @@ from halfstep.precision.casting.cast import (
     check_wrappers,
     give_back_,
 )
-from halfstep.precision.checks import one_device
+from halfstep.precision.checks import NO_BACKWARD, one_device
 from halfstep.precision.policy.devices import default_device
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
@@ -250,10 +250,7 @@ class HalfstepPrecision(LightningPrecision):
         """Check, clip and apply this optimizer's gradients, or skip; others' gradients wait."""
         engine, max_norm = self._ready(), self._max_norms.pop(optimizer, None)
         if engine._loss is None and isinstance(engine.ranks, OneRank):  # else they agree in it
-            raise PrecisionError(
-                "step() without backward(): call self.manual_backward(loss) instead of "
-                "loss.backward(), so that the loss is scaled and checked"
-            )
+            raise PrecisionError(NO_BACKWARD.replace("precision.", "self.manual_"))
         with _others_aside(engine, optimizer):
             self.last_step = engine.step(max_norm=max_norm)
 

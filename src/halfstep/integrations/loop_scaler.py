@@ -31,6 +31,7 @@ from halfstep.integrations.optimizer_tensors import (
     stored_gradients,
     with_gradients,
 )
+from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
@@ -106,8 +107,7 @@ class LoopScaler(GradScaler):
         """Divide the optimizer's gradients by the scale, once a step; as torch's.
 
         Raises:
-            PrecisionError: For fp16 gradients; or if a backward has added scaled gradients to
-                unscaled ones.
+            PrecisionError: If a backward has added scaled gradients to unscaled ones.
         """
         if self._find_names is not None and not self._names:
             self._names = name_table(self._find_names())
@@ -239,8 +239,8 @@ class FiniteGuard(LoopScaler):
         Raises:
             PrecisionError: If a closure is given, or another rank's optimizer has no gradient.
         """
-        device = torch.device(self._device)
-        if not with_gradients(optimizer) and isinstance(self._agreeing(device), OneRank):
+        ranks = ranks_of_this_process(torch.device(self._device), self._ranks)
+        if not with_gradients(optimizer) and isinstance(ranks, OneRank):
             value: float | None = optimizer.step(*args, **kwargs)
             return value
         return super().step(optimizer, *args, **kwargs)
@@ -265,7 +265,7 @@ class FiniteGuard(LoopScaler):
         loss = self._losses_sum
         if loss is None:
             loss = torch.zeros((), device=self._device)
-        of_loss = self._agreeing(loss.device).of_loss(loss)
+        of_loss = ranks_of_this_process(loss.device, self._ranks).of_loss(loss)
         if of_loss:
             what = f"{of_loss}: the forward pass or the data made it"
         else:

@@ -55,25 +55,6 @@ def accepts_low_precision(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "accepts_low_precision_gradients", False))
 
 
-def refuse_half(
-    optimizer: Optimizer, found: Iterable[Tensor], known: Mapping[Tensor, str], what: str
-) -> None:
-    """Raise for fp16 tensors; the error names them, the remedies and their costs."""
-    half = [*dict.fromkeys(found)]
-    if not half:
-        return
-    names = parameter_names(optimizer, known)
-    count = sum(parameter.numel() for parameter in half)
-    held = tuple(names[parameter] for parameter in half)
-    raise PrecisionError(
-        f"{what}: {len(half)} of {len(names)} tensors of {type(optimizer).__name__} are trained in "
-        f"fp16: {some(held)}. Unscaling in fp16 would lose what the loss scale saved. Keep the "
-        f"trainable weights in fp32: model.float() before the optimizer is made costs {count * 2} "
-        "bytes more, and as much for their gradients; or use halfstep.Precision with policy "
-        "fp16-master"
-    )
-
-
 def refuse_pure(optimizer: Optimizer, known: Mapping[Tensor, str]) -> None:
     """Raise for trainable 16-bit weights whose small updates would be lost.
 

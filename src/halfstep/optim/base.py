@@ -47,7 +47,6 @@ from halfstep.optim.state import (
     new_step,
     stored_moment,
     wide_moments,
-    with_names,
     write_back,
     zero_moment,
 )
@@ -446,8 +445,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
-        self.state[parameter] = named = with_names(state)
-        return named
+        self.state[parameter] = state
+        return state
 
     def _task(
         self, rule: Algorithm, parameter: Tensor, state: dict[str, Any], stream: int
@@ -514,11 +513,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
             raise PrecisionError("the parameter does not belong to this optimizer")
         return [places[parameter] for parameter in parameters]
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as it is stored, in plain dicts."""
-        found = super().state_dict()
-        return {**found, "state": {key: {**state} for key, state in found["state"].items()}}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer, or of ``torch.optim``'s, in any moment format.
 
@@ -535,7 +529,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         def after(_: Optimizer) -> None:
             self.state.clear()
-            self.state.update({p: with_names(state) for p, state in fresh.items()})
+            self.state.update(fresh)
             for group, options in zip(self.param_groups, own, strict=True):
                 # a group of torch.optim's lacks some options, and those of _OWN stay
                 group.update({k: v for k, v in options.items() if k in _OWN or k not in group})

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -214,42 +213,28 @@ def _reason(name: str, parameter: nn.Parameter, tables: Sequence[nn.Module]) -> 
     return "heads" if parameter.shape == head or named_so else "matrices"
 
 
-def muon_groups(
-    model: nn.Module, *, adamw: Sequence[str] = (), **options: Any
-) -> list[dict[str, Any]]:
+def muon_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     """Parameter groups for :class:`Muon`: hidden matrices, and by reason what AdamW updates.
 
     Each group says what it is (``name``) and which parameters it has (``param_names``):
     ``matrices`` for Muon; ``embeddings`` (of an ``nn.Embedding``, tied to one, or called so),
     ``heads`` (of the shape of the largest embedding, or called head, lm_head, classifier or
-    score), ``asked for`` and ``no matrices`` (norms, biases, convolutions), which do not decay, for
-    AdamW. Frozen parameters are in none.
+    score) and ``no matrices`` (norms, biases, convolutions), which do not decay, for AdamW. Frozen
+    parameters are in none.
 
     Args:
         model: Any module.
-        adamw: Patterns of parameter names, such as ``"*.gate.weight"``, for AdamW as well.
         options: Options of AdamW's groups, such as ``lr`` and ``betas``.
-
-    Raises:
-        PrecisionError: If a pattern matches no trainable parameter.
 
     **Source:** Jordan, as above: hidden layers only; embeddings and heads are AdamW's.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for pattern in adamw:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise PrecisionError(
-                f"muon_groups(adamw={pattern!r}) matches none of {len(named)} trainable "
-                f"parameters, such as {next(iter(named), 'none')}"
-            )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
-        asked = any(fnmatchcase(name, pattern) for pattern in adamw)
-        reason = "asked for" if asked else _reason(name, parameter, tables)
-        found.setdefault(reason, []).append((name, parameter))
+        found.setdefault(_reason(name, parameter, tables), []).append((name, parameter))
     groups = []
-    for reason in ("matrices", "embeddings", "heads", "asked for", "no matrices"):
+    for reason in ("matrices", "embeddings", "heads", "no matrices"):
         if reason in found:
             group = {"params": found[reason], "name": reason, "use_muon": reason == "matrices"}
             own = {} if reason == "matrices" else options

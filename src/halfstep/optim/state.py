@@ -45,72 +45,6 @@ def stored_moment(state: Mapping[str, Any], name: str) -> tuple[Tensor | None, T
     return (state.get(name) if values is None else values), state.get(tops_of(name))
 
 
-class DecodedMoment(Tensor):
-    """An 8-bit moment as it is read, in fp32; it refuses to be written, which would be lost."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Give plain tensors, but for what shares memory with a moment."""
-        name, target = func.__name__, args[0]
-        writes = name in ("__set__", "__setitem__") or name[-1] == "_" != name[-2]
-        held = target if isinstance(target, list | tuple) else (target,)
-        if writes and any(isinstance(tensor, cls) for tensor in held):
-            raise PrecisionError(_UNREACHED)
-        with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
-            same = isinstance(found, Tensor) and isinstance(target, cls)
-            if same and found.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
-                return found.as_subclass(cls)
-        return found
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = self.clone()
-        return plain.__reduce_ex__(protocol)
-
-
-_UNREACHED = (
-    "an 8-bit moment is decoded where it is read, so that a value written into it is lost. To "
-    "write moments, keep them in 16 or 32 bits: moments=bf16 or moments=fp32 in the policy"
-)
-
-
-class EncodedState(dict[str, Any]):
-    """A parameter's state with 8-bit moments, which can be read by their names in torch too."""
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or super().__contains__(codes_of(str(name)))
-
-    def __missing__(self, name: str) -> Tensor:
-        codes = self[codes_of(name)] if name in self else None
-        if codes is None:
-            raise KeyError(name)
-        values = decode(flat(codes, codes), self[tops_of(name)], signed=name in _SIGNED)
-        return values.as_strided(codes.shape, codes.stride()).as_subclass(DecodedMoment)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What is stored or decoded under a name."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self and not super().__contains__(name):
-            raise PrecisionError(_UNREACHED)
-        super().__setitem__(name, value)
-
-
-def with_names(state: dict[str, Any]) -> dict[str, Any]:
-    """A state whose moments can be read by their names, also where they are 8-bit."""
-    encoded = type(state) is dict and any(key.endswith(CODES) for key in state)
-    return EncodedState(state) if encoded else state
-
-
 def new_step(count: float) -> Tensor:
     """A step counter: a tensor as in ``torch.optim``, but fp64, as fp32 stops at 2^24 steps."""
     return torch.tensor(count, dtype=torch.float64, device="cpu")
@@ -242,7 +176,7 @@ def _like(values: Tensor, data: Tensor) -> Tensor:
 
 
 def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A saved state with its moments in a floating dtype, as ``torch.optim`` keeps them."""
+    """A copy of a state whose moments have torch.optim's names, 8-bit ones decoded to a dtype."""
     state = {}
     for key, value in entry.items():
         if key.endswith(TOPS) or key == FELL_BACK:

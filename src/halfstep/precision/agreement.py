@@ -139,11 +139,10 @@ class ManyRanks(Ranks):
         )
 
 
-def ranks_of_this_process(device: torch.device) -> Ranks:
-    """:class:`ManyRanks` where ``torch.distributed`` runs several, else :class:`OneRank`."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ManyRanks(device)
-    return OneRank()
+def ranks_of_this_process(device: torch.device, asked: Ranks | None = None) -> Ranks:
+    """Who was asked for; or :class:`ManyRanks` where ``torch.distributed`` runs several."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return asked or (ManyRanks(device) if several else OneRank())
 
 
 def as_ranks(value: object) -> Ranks:

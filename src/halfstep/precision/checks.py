@@ -200,19 +200,13 @@ def _check_groups(
 
 def no_loss(value: object) -> PrecisionError:
     """The error for a loss that cannot be back-propagated."""
-    if not isinstance(value, Tensor):
-        return PrecisionError(
-            f"backward() got a {type(value).__name__}; allowed: the loss as a scalar tensor, with "
-            "its graph (not loss.item())"
-        )
-    if value.numel() != 1:
-        return PrecisionError(
-            f"backward() got a loss of shape {tuple(value.shape)}; allowed: a scalar, such as "
-            "loss.mean()"
-        )
+    what = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        graph = "" if value.requires_grad else ", without a graph"
+        what = f"a tensor of shape {tuple(value.shape)}{graph}"
     return PrecisionError(
-        "backward() got a loss that does not require a gradient; allowed: a scalar computed from "
-        "trainable parameters. Were they frozen or detached?"
+        f"backward() got {what}; allowed: a scalar tensor, as loss.mean() and not loss.item(), "
+        "computed from trainable parameters. Were they frozen or detached?"
     )
 
 

@@ -59,13 +59,16 @@ def _layers(
     """A row for each shape of linear layers below 16 bits: where tensor cores gain by that."""
     here = kind_of(device)
     kind = here if here and here.fp8_from else [k for k in DEVICES if k.fp8_from][-1]
-    weights: list[Any] = [p.module.weight for p in place(policy, model).low]
+    placed = place(policy, model)
+    weights: list[Any] = [p.module.weight for p in placed.low]
     shapes = Counter(tuple(weight.shape) for weight in weights)
     rows = []
     for (outputs, inputs), count in sorted(shapes.items()):
         gain = fp8_gain(inputs, outputs, kind.fp8_from)
         text = f"of {inputs} x {outputs}: {gain:.2f} of bf16's speed predicted on {kind.family}"
         rows.append(("layers", f"{count}", text + "; they stay in bf16 there" * (gain < 1)))
+    if placed.unreached:
+        rows.append(("layers", f"{len(placed.unreached)}", placed.left_out))
     return rows
 
 

@@ -82,7 +82,7 @@ class Outcome:
     Attributes:
         on_broken: Called for a step that is not applied, with what was measured and the error if
             no loss scale can help, before it is counted or answered. It may run the batch again.
-        about_layers: Called with whether a step spikes: what its layers show, for the message.
+        about_layers: What the model's layers show, for the message of a step that is not applied.
         on_stop: Called with a step, counted, and its error, before that is raised.
     """
 
@@ -104,7 +104,7 @@ class Outcome:
         self.progress = Progress(policy.loss_scale)
         self.spikes = None if recovery["on_spike"].action == "off" else SpikeDetector()
         self.on_broken: Callable[[Judged, Error | None], object] | None = None
-        self.about_layers: Callable[[bool], str] = lambda spikes: ""
+        self.about_layers: Callable[[], str] = lambda: ""
         self.on_stop: Callable[[Judged, Error], None] | None = None
         self.waits = ema is not None or any(r.action == "skip" for r in recovery.values())
         """Whether anything needs the outcome of a step at once."""
@@ -159,7 +159,7 @@ class Outcome:
         if ends is None:
             return None
         where = f"{found.what} in the gradients of {some(found.names)} under a finite loss of "
-        text = f"{where}{judged.loss:g}{ends[1]}{self.about_layers(False)}{_UNCHANGED}"
+        text = f"{where}{judged.loss:g}{ends[1]}{self.about_layers()}{_UNCHANGED}"
         error = NonFiniteError(text, cause=ends[0], parameters=found.names)
         error.to_do, error.typed = self.progress.slower(), FIND_IT
         return error
@@ -170,7 +170,7 @@ class Outcome:
             f"the {what} spikes: loss {judged.loss:.4g} and gradient norm {judged.norm:.4g}, where "
             f"the steps before lead to {spike.expected_loss:.4g} and {spike.expected_norm:.4g} "
             f"({spike.excess:.3g} times what is allowed). Look at the batch and the learning rate"
-            f"{self.about_layers(True)}{_UNCHANGED}",
+            f"{self.about_layers()}{_UNCHANGED}",
             cause=spike.reason,
         )
 
@@ -184,7 +184,7 @@ class Outcome:
             what, end = f"the weights {some(broken)} are not finite", ""
         error = NonFiniteError(
             f"{judged.whose or f'the loss is {judged.loss}'} before any gradient: {what}, no loss "
-            f"scale can help (policy {self._policy}){self.about_layers(False)}{end}",
+            f"scale can help (policy {self._policy}){self.about_layers()}{end}",
             cause="forward",
             parameters=broken,
         )

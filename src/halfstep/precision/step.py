@@ -124,9 +124,14 @@ class Precision:
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
         placed = place(self.policy, model)
-        if kept := [p.name for p in placed.low if low_bit.stays_bf16(p)]:
-            text = f"{len(kept)} of {len(placed.low)} layers are too narrow and stay in bf16"
-            self.support = replace(self.support, reason=f"{self.support.reason}; {text}: {kept[0]}")
+        narrow = [p.name for p in placed.low if low_bit.stays_bf16(p)]
+        reason = self.support.reason
+        if narrow:
+            reason += f"; {len(narrow)} of {len(placed.low)} layers are too narrow and stay in bf16"
+            reason += f": {narrow[0]}"
+        if placed.unreached:
+            reason += f"; {placed.left_out}"
+        self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
         door = _StepDoor(self.optimizers)

@@ -222,10 +222,11 @@ class Session:
         (used,) = self.precision.optimizers
         with self.precision.masters.installed():
             states = convert_optimizer_tensors(used, names, moments)
+            used.state.clear()
+            used.state.update(states)
         precision = {**state["precision"], "masters": {}}
+        # after the moments: it puts the remainders of 16-bit weights beside them
         self.precision.load_state_dict(precision, weights=checkpoint.weights)
-        with self.precision.masters.installed():  # anew: loading has put the parameters back
-            set_optimizer_state(used, states)
         if self.ema is not None:
             self.ema.load_state_dict({"updates": state["ema_updates"], "averages": averages})
         for name, buffer in self._buffers().items():
@@ -274,16 +275,6 @@ def convert_optimizer_tensors(
         p: optimizer.convert(p, state) if own else in_dtype(state, p.dtype)
         for p, state in saved.items()
     }
-
-
-def set_optimizer_state(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Set converted states, but keep the current remainders, which belong to the weights."""
-    held = {p: state[REMAINDER] for p, state in optimizer.state.items() if REMAINDER in state}
-    optimizer.state.clear()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = state
-    for parameter, remainder in held.items():
-        optimizer.state[parameter][REMAINDER] = remainder
 
 
 # Making a session.

@@ -12,12 +12,11 @@ from tests.trainer.models.pretrained_folders import (
     edit_json,
     save,
     save_classifier,
-    save_lm,
     silence,
 )
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.trainer.models.causal_lm import add_lora, open_adapted_lm, open_causal_lm
+from halfstep.trainer.models.causal_lm import open_causal_lm
 from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import quiet
 
@@ -190,12 +189,3 @@ def test_weights_that_do_not_fit_are_never_drawn(folder, change, message):
     save_file(change(load_file(file)), file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         open_classifier(folder, NAMES)
-
-
-def test_nothing_leaks_to_the_terminal(folder, tmp_path, capfd):
-    open_classifier(folder, ("a", "b")).save_(tmp_path / "out", {})
-    lm = open_causal_lm(save_lm(tmp_path / "lm"), gradient_checkpointing=True)
-    lm.save_(tmp_path / "whole", {})
-    add_lora(lm).save_(tmp_path / "adapter", {})
-    open_adapted_lm(tmp_path / "adapter").merge_().save_(tmp_path / "merged", {})
-    assert capfd.readouterr() == ("", "")

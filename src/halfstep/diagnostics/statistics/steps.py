@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfstep.diagnostics.lost_updates import optimizers_of
 from halfstep.diagnostics.metrics import keep_lines
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.border import require
@@ -53,7 +54,8 @@ class StepListener:
             scaler = vars(source).get("scaler")  # Accelerate's
         self._scaler, self._model, self._every = scaler, bare_model(model), every
         self._precision = source if isinstance(source, Precision) else None
-        self._optimizers = [] if self._precision else _optimizers(source, who)
+        given = None if self._precision else source
+        self._optimizers = [] if given is None else optimizers_of(given, who)
         self._to = None if to is None else Path(to)
         self._step = self._start = start
         self._steps: PrecisionSteps | OptimizerSteps | None = None
@@ -107,18 +109,6 @@ class StepListener:
     def _measured(self, applied: bool) -> None:
         """Take what was collected of a step that has ended."""
         raise NotImplementedError
-
-
-def _optimizers(source: object, who: str) -> list[Optimizer]:
-    several = [source] if isinstance(source, Optimizer) else source
-    if several is None:
-        return []
-    if isinstance(several, list | tuple) and all(isinstance(o, Optimizer) for o in several):
-        return [bare_optimizer(one) for one in several]
-    raise PrecisionError(
-        f"{who}(source={source!r:.80}); allowed: a halfstep.Precision, an optimizer, a list of "
-        "them, or None"
-    )
 
 
 def bare_model(model: nn.Module) -> nn.Module:
@@ -288,13 +278,6 @@ class OptimizerSteps:
 def _has_closure(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     # torch hands the optimizer itself over as well
     return (args[1] if len(args) > 1 else options.get("closure")) is not None
-
-
-def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers that are optimizers themselves, such as Accelerate's."""
-    while isinstance(inner := vars(optimizer).get("optimizer"), Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 class Replaced:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import BLOCK_FORMATS, FP32, BlockFormat
+from halfstep.formats import BLOCK_FORMATS, FP32
 from halfstep.precision.casting.autocast import active_autocast
 from halfstep.precision.casting.cast import Clock, Region, draw
 from halfstep.precision.low_bit.native import laid, scaled_matmul, why_not_native
@@ -47,7 +47,7 @@ _COMPILES = importlib.util.find_spec("triton") is not None
 
 
 class Operand(NamedTuple):
-    """A matrix as a matmul takes it, the dim that is summed over last; kept in bf16, as it is."""
+    """A matrix as a matmul takes it, the dim that is summed over last."""
 
     numbers: Tensor  # bf16, or fp32 where blocks have fp32 scales; codes for tensor cores
     scales: Tensor | None  # of codes, as tensor cores read them; None: there are no codes
@@ -193,7 +193,7 @@ def operands(
     for (product, dim), yes, drawn in zip(USES[what], wanted, bits, strict=True):
         scheme = SCHEMES.get(getattr(recipe, product)) if yes else None
         if scheme is None:
-            made.append(Operand(x, None, None) if yes else _NOTHING)
+            made.append(Operand(x if dim else x.t(), None, None) if yes else _NOTHING)
             continue
         form, on_cores = BLOCK_FORMATS[getattr(scheme, what)], scheme.name in native
         if form.block is None and before == (form, on_cores):
@@ -206,12 +206,14 @@ def operands(
             missing = -x.shape[0] % scheme.block
             y = F.pad(y, (0, 0, 0, missing)) if missing else y
             y = mixed(y) if scheme.hadamard else y
+        drawn = drawn if dim or drawn is None else drawn.t()
+        q = form.quantize(y if dim else y.t(), 1, bits=drawn)
         if on_cores:
-            drawn = drawn if dim or drawn is None else drawn.t()
-            q = form.quantize(y if dim else y.t(), 1, bits=drawn)
             made.append(Operand(*laid(q), q.outer))
         else:
-            made.append(simulated(form, y, dim, drawn))
+            values, outer = q.operand()
+            exact = form.scale is not FP32 or form.block is None
+            made.append(Operand(values.to(_LOW) if exact else values, None, outer))
         before = form, on_cores
     return made
 
@@ -247,35 +249,20 @@ def run_product(
     """One matmul of a layer, in bf16 unless tensor cores write ``dtype``; trace() knows it."""
     scheme = SCHEMES.get(getattr(layer.recipe, product))
     with torch._C.DisableTorchFunction():  # its operands have the dtype that they are to have
-        if scheme is None:
-            left, right = a.numbers, b.numbers
-            if product == "fprop":
-                return F.linear(left, right, bias_O)
-            made: Tensor = (left if product == "dgrad" else left.t()) @ right
-        elif scheme.name in layer.native:
+        if scheme is not None and scheme.name in layer.native:
             forms = [BLOCK_FORMATS[getattr(scheme, kind)] for kind in OPERANDS[product]]
-            made = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
+            made: Tensor = scaled_matmul(a, b, forms, bias_O, dtype, fast=product == "fprop")
         else:
-            made = _simulated(a, b, bias_O)
+            made = bf16_matmul(a, b, bias_O)
     # compiled by torch 2.11, a forward whose result has a second name has no gradient
     return made if made.dtype == dtype else made.to(dtype)
 
 
-def simulated(form: BlockFormat, x: Tensor, dim: int, bits: Tensor | None = None) -> Operand:
-    """A matrix in a block format along a dim, in numbers that a wider matmul takes."""
-    values, left = form.operand(x, dim, bits=bits)
-    if form.scale is FP32 and left is not None and left.ndim:
-        values, left = form.times(values, left, dim), None
-    else:
-        values = values.to(_LOW)
-    return Operand(values if dim else values.t(), None, left)
-
-
-def _simulated(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
-    """``a @ b.t()`` in bf16, by a product that accumulates in fp32."""
+def bf16_matmul(a: Operand, b: Operand, bias: Tensor | None) -> Tensor:
+    """``a @ b.t()`` in bf16, of operands that are not codes."""
     (left, _, left_scale), (right, _, right_scale) = a, b
     if left.dtype == right.dtype == _LOW:
-        if not left.shape[1] or (left_scale is None and right_scale is None):
+        if left_scale is None and right_scale is None:
             return left @ right.t() if bias is None else torch.addmm(bias, left, right.t())
         wide = (left @ right.t()).float()
     else:

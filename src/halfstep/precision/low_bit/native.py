@@ -127,14 +127,14 @@ def laid(q: Quantized) -> tuple[Tensor, Tensor]:
 
     Codes of e2m1, and scales of 8 bits, are uint8.
     """
-    codes, scales, block = q.codes.contiguous(), q.scales, q.format.block
+    codes, scales, block = q.codes.contiguous(), q.stored, q.format.block
     if block is None:
         return codes, scales
     if q.format.scale is FP32:
         return codes, _by_columns(scales, block[0])
     if block[0] > 1:
         scales = scales.repeat_interleave(block[0], 0)
-    wide = swizzled(scales.view(torch.uint8))
+    wide = swizzled(scales)
     return (packed_e2m1(codes) if q.format.element is E2M1 else codes), wide
 
 

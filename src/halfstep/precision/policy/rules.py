@@ -60,6 +60,9 @@ class PlacedModel:
     model: nn.Module
     # every module, a shared one under each of its names; parents first
     modules: tuple[Placement, ...]
+    # the modules that a recipe is meant for and does not reach, since they multiply by their own
+    # weights and call no linear layer: experts of a mixture, and torch's attention
+    unreached: tuple[str, ...]
 
     @property
     def regions(self) -> list[Placement]:
@@ -73,6 +76,16 @@ class PlacedModel:
         """The linear layers that multiply below 16 bits; each once, under its first name."""
         found = {id(p.module): p for p in reversed(self.modules) if p.recipe}
         return list(reversed(found.values()))
+
+    @property
+    def left_out(self) -> str:
+        """What recipes do not reach, in words; empty if nothing."""
+        if not self.unreached:
+            return ""
+        return (
+            f"{len(self.unreached)} modules multiply by weights of their own, no linear layers, "
+            f"and stay in bf16: {self.unreached[0]}"
+        )
 
     def kept(self) -> set[str]:
         """Names of the parameters that rules keep in fp32."""
@@ -99,6 +112,7 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
         _require_matches(policy, named)
     found: dict[str, Placement] = {}
     recipes: dict[str, Recipe] = {}
+    unreached: dict[int, str] = {}
     for name, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise PrecisionError(
@@ -121,6 +135,8 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
             around = above.fp32 if runs else above.around_fp32
         # what is inside of this module uses its weights without calling it
         recipes[name] = Recipe() if isinstance(module, nn.MultiheadAttention) else recipe
+        if recipe and has_own_matmuls(module):
+            unreached.setdefault(id(module), name or "the model")
         low = recipes[name] if is_linear(module) else Recipe()
         found[name] = Placement(name, module, fp32, pattern, bool(matching), around, low)
     placements = list(found.values())
@@ -128,7 +144,7 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
         placements = _check_recipes(policy, placements)
     if policy.rules:
         _check_shared(policy, placements)
-    return PlacedModel(policy, model, tuple(placements))
+    return PlacedModel(policy, model, tuple(placements), tuple(unreached.values()))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -137,6 +153,13 @@ def is_linear(module: nn.Module) -> bool:
     return kind.forward is nn.Linear.forward or (
         kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     )
+
+
+def has_own_matmuls(module: nn.Module) -> bool:
+    """Whether a module multiplies by weights of its own: stacks of matrices, or attention's."""
+    weights = [] if isinstance(module, nn.modules.conv._ConvNd) else module._parameters.values()
+    stacks = any(w is not None and w.dim() == 3 and 1 not in w.shape for w in weights)
+    return stacks or isinstance(module, nn.MultiheadAttention)
 
 
 def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list[Placement]:
