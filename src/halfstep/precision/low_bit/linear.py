@@ -104,7 +104,7 @@ class LowBitLinear(Region):
             x_NK = F.pad(x_NK, (0, 0, 0, missing))
         bias = None if bias is None else bias.to(_LOW)
         needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-        y_NO = _Products.apply(x_NK, weight_OK, bias, self, *needs)
+        y_NO = _Products.apply(x_NK, weight_OK, bias, self, *needs)  # type: ignore[no-untyped-call]
         y_NO = y_NO[:count] if missing else y_NO
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
