@@ -13,7 +13,6 @@ Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
@@ -296,24 +295,9 @@ def _require_targets_in_range(targets_N: Tensor, vocab: int, ignore_index: int) 
     )
 
 
-# Excludes chosen operations from autocast, alike on every device type.
-#
-# Autocast decides per device which operations run in 16 bits: CUDA's list sends ``layer_norm`` to
-# fp32, CPU's list does not. A model that relies on the list computes different values on the two.
-# Autocast is therefore switched off around the operations whose dtype matters (norm statistics,
-# logits, loss), and these choose their dtype themselves.
-
-
 def _autocast_is_on(device_type: str) -> bool:
     # is_autocast_enabled raises on device types without autocast, such as "meta"
     return device_type in WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
-
-
-def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context that switches autocast off; free if it is off already."""
-    if _autocast_is_on(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

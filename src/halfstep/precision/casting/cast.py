@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
@@ -20,6 +22,7 @@ from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast, outside_graphs
 from halfstep.precision.casting.op_casts import inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
+from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -175,15 +178,37 @@ class Clock:
         self.step = 0
         self._drawn: dict[int, int] = {}
         self._drawn_at = 0
+        self.__setstate__({})
 
-    def draw(self, stream: int) -> tuple[int, int, int]:
-        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state  # a copy is a clock of its own
+        self.number = next(_numbers)
+        _clocks[self.number] = self
+
+    def draw(self, stream: int) -> int:
+        """The key of random bits: another one for each step, stream, rank and micro-batch."""
         if self._drawn_at != self.step:
             self._drawn.clear()
             self._drawn_at = self.step
         drawn = self._drawn.get(stream, 0)
         self._drawn[stream] = drawn + 1
-        return drawn + (self.rank << 16), self.step, stream
+        return random_key(drawn + (self.rank << 16), self.step, stream)
+
+
+_numbers = itertools.count()
+_clocks: weakref.WeakValueDictionary[int, Clock] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "halfstep::draw", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,),
+    schema="(Tensor rounded, int clock, int stream) -> Tensor",
+)  # fmt: skip
+def draw(rounded: Tensor, clock: int, stream: int) -> Tensor:
+    """:meth:`Clock.draw` for a tensor, as an operator, which a graph runs again in every step."""
+    return torch.full((), _clocks[clock].draw(stream), device=rounded.device)
+
+
+draw.register_fake(lambda rounded, *_: rounded.new_empty((), dtype=torch.int64))
 
 
 class FormatRegion(Region):
@@ -256,7 +281,8 @@ class RecurrentCall(OutsideCall):
 def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:
     """The context for a forward under a policy, without an optimizer.
 
-    In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
+    In training use :meth:`halfstep.Precision.autocast`, which knows model and device. Called in a
+    function that torch.compile traces, it holds torch's switches of fp32 matmuls from then on.
 
     Args:
         policy: A policy, its name or field string: one that casts operations alone, without rules,
