@@ -284,3 +284,18 @@ def family(name):
         ),
     }[name]
     return lambda: kind(config()).eval(), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+@pytest.mark.parametrize("policy", ["bf16-split", "bf16-split,keep_fp32=type:LayerNorm", "fp8,simulate=yes"])
+def test_blocks_that_are_compiled_one_by_one_share_their_graphs(policy, compiles_bf16):
+    blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(10)))
+    precision = Precision(policy, blocks, halfstep.optim.AdamW(blocks.parameters(), lr=1e-3))
+    torch._dynamo.reset()
+    counters.clear()
+    for block in blocks:
+        block.compile(backend="eager")
+    for _ in range(2):
+        with precision.autocast():
+            loss = blocks(torch.randn(4, 128)).square().mean()
+        precision.step(loss)
+    assert counters["stats"]["unique_graphs"] < 5

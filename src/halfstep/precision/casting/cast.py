@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -132,13 +133,13 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
             ):
                 recurs = any(isinstance(part, nn.RNNBase) for part in module.modules())
                 kind = RecurrentCall if recurs else OutsideCall
-                module.forward = kind(module, around)
+                kind(module, around).attach()
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
 
 
 class Region:
-    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
+    """What a module calls in place of its ``forward``, which it wraps.
 
     Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
     state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
@@ -149,22 +150,42 @@ class Region:
         self.module = module
         self.replaced = module.__dict__.get("forward")
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
-        return self.replaced or MethodType(type(self.module).forward, self.module)
+    def attach(self) -> None:
+        """Put it into the module's attributes."""
+        kind: Any = type(self.module)
+        self.module.forward = MethodType(_door(kind), self)
 
-    @property
-    def __code__(self) -> Any:
-        """The code of the module's own forward, which torch.export looks at."""
-        own: Any = self.__wrapped__
-        return own.__code__
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, after the module was pickled: by this name the method is found again."""
+        call: Any = self
+        return call(*args, **kwargs)
 
     def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own forward."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+@cache
+def _door(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The function that calls the regions of all modules of a class.
+
+    torch.compile guards a ``forward`` in a module's attributes by its identity, but a method by its
+    function: so blocks that are compiled one by one share their graph.
+    """
+
+    @wraps(kind.forward)  # inspect shows the signature
+    def forward(region: Any, *args: Any, **kwargs: Any) -> Any:
+        return region(*args, **kwargs)
+
+    return forward
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The outermost region around a module's own forward."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, Region) else None
 
 
 class Clock:
@@ -346,23 +367,24 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     for placement in placed.low:
         if low_bit.stays_bf16(placement):
             continue
-        placement.module.forward = low_bit.LowBitLinear(placement, clock)
+        low_bit.LowBitLinear(placement, clock).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
-        placement.module.forward = FormatRegion(placed.policy, placement)
+        FormatRegion(placed.policy, placement).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
 
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
     plain = (cast_outputs, keep_fused_paths_off)
-    return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
+    region = isinstance(getattr(value, "__self__", None), Region)
+    return region or isinstance(value, CastInputs) or any(value is hook for hook in plain)
 
 
 def give_back_(model: nn.Module) -> None:
     """Remove everything that :func:`cast_at_border` has put on a model, regions included."""
     for module in model.modules():
-        while isinstance(region := module.__dict__.get("forward"), Region):
+        while (region := region_of(module)) is not None:
             del module.forward
             if region.replaced is not None:
                 module.forward = region.replaced
