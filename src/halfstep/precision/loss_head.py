@@ -89,7 +89,9 @@ def linear_cross_entropy(
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     loss, *_ = run(rows, weight, bias, target, ignore_index, matmul_dtype(x, weight), *needed)
     if reduction == "mean":
-        loss = loss / (target != ignore_index).sum()
+        count = (target != ignore_index).sum()
+        # NaN where none counts, as in torch, with gradients of 0: those of 0 / 0 would be NaN
+        loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
     return cast(Tensor, loss)
 
 
@@ -236,7 +238,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.dtypes = (x.dtype, *(None if t is None else gradient_dtype(t) for t in (weight, bias)))
 
 
-def _backward(run: Any, ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(
+    run: Any, ctx: Any, grad_loss: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
 
     The first backward gives the gradients away, so that no copy of them is made; a second one
@@ -247,6 +251,8 @@ def _backward(run: Any, ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor |
             "linear_cross_entropy has no second derivative (its gradients are computed in "
             "forward); for create_graph=True use cross_entropy of the model's logits"
         )
+    if grad_loss is None:  # what came after the loss has no gradient for it
+        return (None,) * (len(ctx.how) + 4)
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         _, *gradients = run(*ctx.saved_tensors, *ctx.how)

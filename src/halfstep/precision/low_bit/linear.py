@@ -296,12 +296,6 @@ def mixed(x_NF: Tensor) -> Tensor:
     **Source:** Sylvester's construction; arXiv 2509.25149, appendix C.4, for the 16 tokens;
     TransformerEngine ``nvfp4_tensor.py``, ``get_wgrad_sign_vector``, for the signs; Higham,
     "Accuracy and Stability of Numerical Algorithms", 2nd ed., 4.2, for the bound.
-
-    Args:
-        x_NF: bf16, (N tokens, F features); N a multiple of 16.
-
-    Returns:
-        bf16, of the same shape.
     """
     blocks, features = x_NF.shape[0] // TOKENS, x_NF.shape[1]
     y = x_NF.reshape(blocks, TOKENS, features).float() * SIGNS.to(x_NF.device)[:, None]

@@ -83,8 +83,8 @@ class PlacedModel:
         if not self.unreached:
             return ""
         return (
-            f"{len(self.unreached)} modules multiply by weights of their own, no linear layers, "
-            f"and stay in bf16: {self.unreached[0]}"
+            f"modules that multiply by weights of their own ({len(self.unreached)}), not by linear "
+            f"layers, stay in bf16: {self.unreached[0]}"
         )
 
     def kept(self) -> set[str]:

@@ -155,10 +155,6 @@ class GPT(nn.Module):
             plan[f"layers.{i}.mlp.down"] = "rowwise"
         return plan
 
-    def num_parameters(self) -> int:
-        """Count the parameters, tied ones once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 # The parts of a GPT block in plain torch, correct in fp32, under autocast and in all-16-bit alike.
 #
