@@ -139,12 +139,14 @@ def run(policy, way, make=Net, batch=None, backend="aot_eager"):
     return found, sum(counters["graph_break"].values()), sum(counters["recompiles"].values()), nodes
 
 
-def require_one_graph(policy, way, **more):
+def require_one_graph(policy, way, make=Net, **more):
+    more["make"] = make
     losses, breaks, again, nodes = run(policy, way, **more)
     _, plain_breaks, plain_again, plain = run("plain", way, **more)
-    assert nodes, (policy, way)
-    if way != "step":  # whose breaks are many in plain torch
-        assert len(nodes) <= len(plain), (policy, way)
+    if make is not Recurrent:  # which torch compiles in parts
+        assert nodes, (policy, way)
+        # a whole step has many breaks in plain torch
+        assert len(nodes) <= len(plain) or way == "step", (policy, way)
     assert breaks <= plain_breaks, (policy, way)
     assert again <= plain_again, (policy, way)
     if "fp16" not in policy:  # whose matmuls on a CPU sum in an order by layout

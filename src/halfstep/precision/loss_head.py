@@ -238,9 +238,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.dtypes = (x.dtype, *(None if t is None else gradient_dtype(t) for t in (weight, bias)))
 
 
-def _backward(
-    run: Any, ctx: Any, grad_loss: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _backward(run: Any, ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
 
     The first backward gives the gradients away, so that no copy of them is made; a second one
