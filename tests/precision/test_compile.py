@@ -288,10 +288,13 @@ def family(name):
     return lambda: kind(config()).eval(), {"input_ids": TOKENS, "labels": TOKENS}
 
 
-@pytest.mark.parametrize("policy", ["bf16-split", "bf16-split,keep_fp32=type:LayerNorm", "fp8,simulate=yes"])
-def test_blocks_that_are_compiled_one_by_one_share_their_graphs(policy, compiles_bf16):
-    blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(10)))
-    precision = Precision(policy, blocks, halfstep.optim.AdamW(blocks.parameters(), lr=1e-3))
+@pytest.mark.parametrize("policy", ["bf16-split", "bf16-split,keep_fp32=norm", "fp8,simulate=yes"])
+def test_blocks_that_are_compiled_one_by_one_share_their_graphs(policy):
+    parts = (nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128)) for _ in range(10))
+    blocks = nn.Sequential(*parts)
+    precision = halfstep.Precision(
+        policy, blocks, halfstep.optim.AdamW(blocks.parameters(), lr=1e-3)
+    )
     torch._dynamo.reset()
     counters.clear()
     for block in blocks:
@@ -301,3 +304,42 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs(policy, compiles
             loss = blocks(torch.randn(4, 128)).square().mean()
         precision.step(loss)
     assert counters["stats"]["unique_graphs"] < 5
+
+
+def train(net, policy):
+    """A step of a fresh Precision, whose loss is compiled with its context; the switch in it."""
+    precision = halfstep.Precision(policy, net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss_of():
+        with precision.autocast():
+            return net(TOKENS).mean()
+
+    precision.step(loss_of())
+    loss_of()
+    held = torch.backends.mkldnn.conv.fp32_precision
+    precision.close()
+    return held
+
+
+def test_each_precision_that_uses_a_graph_holds_its_switches():
+    net = Net()
+    assert [train(net, policy) for policy in ("fp32", "fp32", "bf16-mixed")] == ["ieee"] * 3
+    assert torch.backends.mkldnn.conv.fp32_precision == "tf32"
+
+
+def test_an_error_in_a_graph_leaves_no_context():
+    net = Net()
+    precision = halfstep.Precision("bf16-mixed", net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    @torch.compile(backend="eager")
+    def fails():
+        try:
+            with precision.autocast():
+                net(TOKENS)
+                raise ValueError
+        except ValueError:
+            return 1
+
+    fails()
+    assert module.active_autocast() is None
