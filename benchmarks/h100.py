@@ -446,8 +446,6 @@ def tail(bench: Bench, job: Job, name: str, bases: dict[str, float]) -> None:
     ms = [1e3 * between(*pair) for pair in marks]
     usual = bases[name] = median(ms[8:])
     figures: dict[str, Any] = {"tail_ms": usual, "dear": [round(each, 2) for each in ms[62:65]]}
-    if len(ms) > 63:
-        figures["check_ms"] = ms[63] - usual
     if base_of(name) in bases and base_of(name) != name:
         figures["of"] = bases[base_of(name)] / usual, base_of(name)
     if step.precision is not None:

@@ -65,10 +65,10 @@ def test_pages_say_what_the_file_says_in_both_languages(benchmarks, tmp_path):
         "device_name": "NVIDIA H200", "packages": {"torch": "2.11.0"}}}  # fmt: skip
     kinds = ("bare bf16", "bare fp32", "halfstep fp32", "halfstep bf16-mixed", tables.SPLIT8,
              "halfstep bf16-split", "halfstep fp16-mixed", "halfstep bf16-mixed, torch.AdamW",
-             "halfstep fp8")  # fmt: skip
+             "halfstep fp8", "bare bf16, plain head")  # fmt: skip
     sizes = {"gpt2-124m": "AF", "llama-1.1b": "B", "4096x4096": "D", "768x3072": "D",
              "bert-base": "E", "syncs": "0"}  # fmt: skip
-    rows, keys = [first], ("ms", "tokens_per_second", "peak_gb", "tail_ms", "check_ms", "syncs")
+    rows, keys = [first], ("ms", "tokens_per_second", "peak_gb", "tail_ms", "dear", "syncs")
     cases = [(part, size, f"{kind}{end}") for size, parts in sizes.items() for part in parts
              for kind in kinds for end in ("", ", compiled")]  # fmt: skip
     for number, case in enumerate(cases, 3):
@@ -84,7 +84,8 @@ def test_pages_say_what_the_file_says_in_both_languages(benchmarks, tmp_path):
         page = tables.filled(f"a <!-- gpu: {name} -->old<!-- /gpu --> b", "en", file)
         assert page == f"a <!-- gpu: {name} of h100.jsonl -->{english}<!-- /gpu --> b"
         assert tables.filled(page, "en", file) == page
-    compiled = [("A", "gpt2-124m", f"{kind}, compiled") for kind in (tables.SPLIT8, "bare bf16")]
+    plain = "bare bf16, plain head"
+    compiled = [("A", "gpt2-124m", f"{kind}, compiled") for kind in (tables.SPLIT8, plain)]
     split, bare = (cases.index(case) + 3 for case in compiled)
     assert f"makes {split / bare:.2f} times them in" in tables.text_of("readme", "en", file)
 

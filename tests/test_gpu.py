@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import Strategy
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS
 from halfstep.precision.casting.autocast import Autocast
@@ -21,7 +19,7 @@ from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig
 from halfstep.trainer.models.gpt import GPT, GPTConfig
-from halfstep.trainer.step import make_optimizer, train_step
+from halfstep.trainer.step import make_optimizer, run_micro_batch
 from precision.test_device_steps import KINDS, SCALED, Run, alike
 from reference import blocks
 
@@ -44,13 +42,10 @@ def losses(policy, device, steps=20, compiled=False, **optimizer):
     adamw = make_optimizer(model, OptimizerConfig(**optimizer), parse_policy(policy))
     precision = Precision(policy, model, adamw)
     loss_sum = torch.compile(model.loss_sum) if compiled else model.loss_sum
-    alone = Strategy(Layout(), precision.policy, device)
-    results = [
-        train_step(
-            loss_sum, precision, alone, [batch()], learning_rate=lambda _: 1e-3, max_norm=1.0
-        )
-        for _ in range(steps)
-    ]
+    results = []
+    for _ in range(steps):
+        run_micro_batch(loss_sum, precision, batch(), batch()[1].numel(), None)
+        results.append(precision.step(max_norm=1.0))
     return [result.loss for result in results], results
 
 

@@ -105,7 +105,12 @@ def _row(option: grammar.Option, name: str, language: str) -> list[str]:
     else:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
         shown = f"`{shown.lower() if default is True else shown}`"
-    return [name, values + (" ..." if several else ""), shown, plain(option.text)]
+    return [
+        name,
+        values + (" ..." if several else ""),
+        shown,
+        plain(option.field.metadata.get("help", "")),
+    ]
 
 
 def table(columns: tuple[str, ...], rows: list[list[str]], words: Mapping[str, str]) -> str:

@@ -395,3 +395,18 @@ def test_cuda_matches_the_definition_without_a_sync(dtype, no_synchronisation):
     assert abs(got.item() - loss) <= bound[0]
     assert (gx.grad.cpu().double() - dx).abs().max().item() <= bound[1]
     assert (gw.grad.cpu().double() - dw).abs().max().item() <= bound[2]
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_where_no_token_counts_gradients_are_0(rows):
+    x, w = (torch.randn(n, 8, requires_grad=True) for n in (rows, 11))
+    loss = linear_cross_entropy(x, w, torch.full((rows,), -100))
+    loss.backward()
+    assert loss.isnan()
+    assert not w.grad.any()
+
+
+def test_a_loss_whose_gradient_is_none_has_none():
+    x, w = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5))
+    target = torch.tensor([1, 2, -100])
+    assert torch.autograd.gradcheck(lambda *a: linear_cross_entropy(*a, target), (x, w))

@@ -144,6 +144,9 @@ def test_a_model_is_plain_in_the_context_of_another_policy_without_a_recipe(poli
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own, as Dynamo traces a Function
 def test_a_wrapper_changes_no_random_bit():
     """torch.compile puts a prefix before the names, by which they go."""
     found = []

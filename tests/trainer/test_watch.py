@@ -1,8 +1,8 @@
-"""``--watch``: the trainer writes numerics.jsonl, and resumes it."""
+"""``--watch``: the trainer writes numerics.jsonl."""
 
 from __future__ import annotations
 
-from tests.trainer.runs import assert_same_tensors, newest, run, small_config
+from tests.trainer.runs import run, small_config
 
 from halfstep import load_numerics
 
@@ -31,10 +31,3 @@ def test_watched_steps_are_in_the_folder(corpus, tmp_path):
         assert norms["final_norm"] == rows * model.config.n_embd  # evaluations do not count
     assert len(model.final_norm._forward_hooks) == 1  # Precision's own
     assert "step" not in vars(session.precision)
-
-
-def test_a_watched_run_is_the_same_run_and_resumes(corpus, tmp_path):
-    run(config_for(corpus, "fp32"), tmp_path / "whole")
-    run(config_for(corpus, "fp32", run__watch=0), tmp_path / "not")
-    assert_same_tensors(newest(tmp_path / "whole").weights, newest(tmp_path / "not").weights)
-    assert not (tmp_path / "not" / "numerics.jsonl").exists()

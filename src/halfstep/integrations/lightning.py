@@ -203,7 +203,7 @@ class HalfstepPrecision(LightningPrecision):
             dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
             if dtypes and type(module).forward is not nn.Module.forward:
                 low = module is not model and dtypes != {torch.float32}
-                module.forward = Border(module, self._outside, dtype if low else None)
+                Border(module, self._outside, dtype if low else None).attach()
 
     def teardown(self) -> None:
         """Give the model back without hooks, and keep the state for a later checkpoint."""

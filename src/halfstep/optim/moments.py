@@ -36,16 +36,12 @@ Moments = Literal["fp32", "bf16", "8bit"]
 DTYPES: dict[Moments, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8
 }  # fmt: skip
+"""Format of moments to the dtype that stores them."""
 BLOCK = 128
 _DROPPED = 20  # of the 23 mantissa bits
 BROKEN = 255
 _LOWEST_TOP = 32  # so that no window reaches down to the subnormal numbers
 _LARGEST = 0x7F6FFFFF  # rounds up to the largest number of 3 mantissa bits, not to infinity
-
-
-def moment_dtype(moments: Moments) -> torch.dtype:
-    """The dtype that stores a moment."""
-    return DTYPES[moments]
 
 
 def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
@@ -56,7 +52,7 @@ def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
         (ceil(numel / 128),), with 0 elements unless ``moments`` is ``"8bit"``.
     """
     blocks = -(-like.numel() // BLOCK) if moments == "8bit" else 0
-    values = torch.zeros_like(like, dtype=moment_dtype(moments))
+    values = torch.zeros_like(like, dtype=DTYPES[moments])
     return values, torch.full((blocks,), _LOWEST_TOP, dtype=torch.uint8, device=like.device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.moments import BLOCK, BROKEN, Moments, decode, encode, moment_dtype, zeros
+from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
 from halfstep.precision.masters.rounding import ROUNDING, Update, random_bits
 
 REMAINDER = "remainder"
@@ -159,7 +159,7 @@ def _moment(
     signed: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """A stored moment converted to another format, and its block tops if it has some."""
-    if codes.dtype == moment_dtype(moments) and (tops is None or codes.stride() == data.stride()):
+    if codes.dtype == DTYPES[moments] and (tops is None or codes.stride() == data.stride()):
         kept = _like(flat(codes, data), data)
         return kept, None if tops is None else tops.to(data.device, copy=True)
     values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())

@@ -13,7 +13,6 @@ Shapes: N tokens, R tokens of one chunk, D model width, V vocabulary.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
@@ -90,7 +89,9 @@ def linear_cross_entropy(
     rows, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     loss, *_ = run(rows, weight, bias, target, ignore_index, matmul_dtype(x, weight), *needed)
     if reduction == "mean":
-        loss = loss / (target != ignore_index).sum()
+        count = (target != ignore_index).sum()
+        # NaN where none counts, as in torch, with gradients of 0: those of 0 / 0 would be NaN
+        loss = torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
     return cast(Tensor, loss)
 
 
@@ -237,7 +238,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.dtypes = (x.dtype, *(None if t is None else gradient_dtype(t) for t in (weight, bias)))
 
 
-def _backward(run: Any, ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(run: Any, ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     """Multiply in fp32 and cast last, so that only the caller's loss scale can cause overflow.
 
     The first backward gives the gradients away, so that no copy of them is made; a second one
@@ -248,6 +249,8 @@ def _backward(run: Any, ctx: Any, grad_loss: Tensor, *_: None) -> tuple[Tensor |
             "linear_cross_entropy has no second derivative (its gradients are computed in "
             "forward); for create_graph=True use cross_entropy of the model's logits"
         )
+    if grad_loss is None:  # what came after the loss has no gradient for it
+        return (None,) * (len(ctx.how) + 4)
     gradients, ctx.gradients = ctx.gradients, None
     if gradients is None:
         _, *gradients = run(*ctx.saved_tensors, *ctx.how)
@@ -290,24 +293,9 @@ def _require_targets_in_range(targets_N: Tensor, vocab: int, ignore_index: int) 
     )
 
 
-# Excludes chosen operations from autocast, alike on every device type.
-#
-# Autocast decides per device which operations run in 16 bits: CUDA's list sends ``layer_norm`` to
-# fp32, CPU's list does not. A model that relies on the list computes different values on the two.
-# Autocast is therefore switched off around the operations whose dtype matters (norm statistics,
-# logits, loss), and these choose their dtype themselves.
-
-
 def _autocast_is_on(device_type: str) -> bool:
     # is_autocast_enabled raises on device types without autocast, such as "meta"
     return device_type in WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
-
-
-def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context that switches autocast off; free if it is off already."""
-    if _autocast_is_on(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

@@ -47,8 +47,9 @@ from halfstep.trainer.shards import (
     Reader,
     SavedTensor,
     Shard,
-    Snapshot,
+    first_nonfinite,
     read_manifest,
+    write_shards,
 )
 
 CHECKPOINTS = "checkpoints"
@@ -81,8 +82,8 @@ class Checkpoint:
     state: dict[str, Any]
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
-    def snapshot(self, rank: int, step: int) -> Snapshot:
-        """Collect what a rank writes for this step; it shares memory with the tensors."""
+    def written(self, rank: int) -> dict[str, list[LocalShard]]:
+        """Collect what a rank writes, by section; it shares memory with the tensors."""
         weights = [
             LocalShard(name, tensor, self._shard(name, tensor, rank))
             for name, tensor in self.weights.items()
@@ -99,8 +100,7 @@ class Checkpoint:
             if key not in tops  # block tops are written along with their codes
         ]
         owned = {WEIGHTS: weights, OPTIMIZER: optimizer}
-        written = {name: [each for each in e if each.shard.written] for name, e in owned.items()}
-        return Snapshot(written, json.dumps({"step": step, **self.state}, indent=1))
+        return {name: [each for each in e if each.shard.written] for name, e in owned.items()}
 
     def _shard(self, name: str, tensor: Tensor, rank: int) -> Shard:
         """The shard of a parameter's tensor, which may be whole where the parameter is not."""
@@ -261,10 +261,11 @@ def _begin(temporary: Path, final: Path) -> None:
 def _written(checkpoint: Checkpoint, step: int, temporary: Path, world: World) -> dict[str, Any]:
     """Write a rank's files; return a report on them, or on why they could not be written."""
     try:
-        snapshot = checkpoint.snapshot(world.rank, step)
-        if broken := snapshot.first_nonfinite():
+        shards = checkpoint.written(world.rank)
+        if broken := first_nonfinite(shards):
             return {"nonfinite": broken}
-        return snapshot.write(temporary, world.rank, world.size)
+        state = json.dumps({"step": step, **checkpoint.state}, indent=1)
+        return write_shards(shards, state, temporary, world.rank, world.size)
     except (OSError, SafetensorError, CheckpointError) as error:
         return {"error": str(error)}
 

@@ -45,7 +45,6 @@ from halfstep.trainer.step import (
     run_micro_batch,
     seed_dropout,
     to_device,
-    train_step,
 )
 
 if TYPE_CHECKING:
@@ -142,22 +141,33 @@ class _Taken:
 
 
 def attempt(session: Session, begun: Callable[..., None] = lambda *_: None) -> StepResult:
-    """Take the session's next step, and count nothing.
+    """Take the session's next step, and count nothing; all ranks call it together.
 
-    ``begun`` is told its batches and seeds once the step before is known.
+    The loss is the mean over all targets of all ranks' micro-batches. On CUDA the result is read
+    later, and what the step before ended with may be raised here. ``begun`` is told the batches and
+    seeds before the weights are updated, once the step before is known.
     """
+    precision, strategy = session.precision, session.strategy
     made = session.ahead.take(session.step)
-    return train_step(
-        session.loss_sum,
-        session.precision,
-        session.strategy,
-        made.batches,
-        learning_rate=lambda peak: session.task.learning_rate(peak, session.applied),
-        max_norm=session.config.optimizer.max_norm or None,
-        targets=made.targets,
-        seeds=made.seeds,
-        begun=lambda: begun(made),
-    )
+    # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
+    (n,) = strategy.sum([made.targets])
+
+    def set_rates() -> None:
+        for optimizer in precision.optimizers:
+            for group in optimizer.param_groups:
+                peak = group.setdefault("initial_lr", group["lr"])
+                group["lr"] = session.task.learning_rate(peak, session.applied)
+
+    for number, batch in enumerate(made.batches):
+        with strategy.micro_batch(last=number == len(made.batches) - 1):
+            # Before backward, which may update weights already; and after the first forward, as a
+            # rate may depend on the step before: the device has work while the host waits for it.
+            first = set_rates if number == 0 else None
+            run_micro_batch(session.loss_sum, precision, batch, n, made.seeds[number], first)
+    strategy.finish()
+    precision.settle()
+    begun(made)
+    return precision.step(max_norm=session.config.optimizer.max_norm or None)
 
 
 def _take_step(session: Session, books: _Books, causes: CauseSearch) -> _Taken:
@@ -411,12 +421,10 @@ class CauseSearch:
 
         def run(number: int, batch: Batch) -> None:
             with strategy.micro_batch(last=number == len(batches) - 1):
-                seed = seeds[number] if seeds else None
-                run_micro_batch(session.loss_sum, precision, batch, n, seed)
+                run_micro_batch(session.loss_sum, precision, batch, n, seeds[number])
 
         def wide(number: int, batch: Batch) -> float:
-            if seeds:
-                seed_dropout(seeds[number])
+            seed_dropout(seeds[number])
             total, count = session.loss_sum(to_device(batch, precision.device))
             torch.autograd.backward(total / n)
             return (total / count).item()

@@ -199,50 +199,41 @@ class LocalShard:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What one rank writes into a checkpoint.
+def first_nonfinite(tensors: Mapping[str, list[LocalShard]]) -> str:
+    """Return the name of the first tensor with a NaN or inf; empty if there is none."""
+    for each in chain.from_iterable(tensors.values()):
+        if each.tensor.is_floating_point() and not is_finite(each.tensor):
+            return each.name
+        if each.tops is not None and bool((each.tops == BROKEN).any()):
+            return tops_of(each.name)
+    return ""
 
-    Attributes:
-        tensors: Its shards, for ``"weights"`` and for ``"optimizer"``.
-        state: The text of ``state.json``, which only rank 0 writes.
+
+def write_shards(
+    tensors: Mapping[str, list[LocalShard]], state: str, folder: Path, rank: int, size: int
+) -> dict[str, Any]:
+    """Write a rank's shards by section, and sync them to the disk; rank 0 writes ``state`` too.
+
+    Returns:
+        These files' part of the manifest, as JSON values: ``files`` and, by section, tensors.
     """
-
-    tensors: dict[str, list[LocalShard]]
-    state: str
-
-    def first_nonfinite(self) -> str:
-        """Return the name of the first tensor with a NaN or inf; empty if there is none."""
-        for each in chain.from_iterable(self.tensors.values()):
-            if each.tensor.is_floating_point() and not is_finite(each.tensor):
-                return each.name
-            if each.tops is not None and bool((each.tops == BROKEN).any()):
-                return tops_of(each.name)
-        return ""
-
-    def write(self, folder: Path, rank: int, size: int) -> dict[str, Any]:
-        """Write this rank's files, one of ``size``, and sync them to the disk.
-
-        Returns:
-            These files' part of the manifest, as JSON values: ``files`` and, by section, tensors.
-        """
-        report: dict[str, Any] = {"files": {}}
-        written = []
-        for section, shards in self.tensors.items():
-            number = f"-{rank + 1:05d}-of-{size:05d}" if size > 1 else ""
-            path = folder / f"{section}{number}.safetensors"
-            report[section] = {each.name: each.as_json(path.name) for each in shards}
-            stored = {name: tensor for each in shards for name, tensor in each.stored().items()}
-            if stored or size == 1:
-                safetensors.torch.save_file(stored, path)
-                written.append(path)
-        if rank == 0:
-            (folder / STATE).write_text(self.state, encoding="utf-8")
-            written.append(folder / STATE)
-        for path in written:
-            sync(path)
-            report["files"][path.name] = {"sha256": sha256(path)}
-        return report
+    report: dict[str, Any] = {"files": {}}
+    written = []
+    for section, shards in tensors.items():
+        number = f"-{rank + 1:05d}-of-{size:05d}" if size > 1 else ""
+        path = folder / f"{section}{number}.safetensors"
+        report[section] = {each.name: each.as_json(path.name) for each in shards}
+        stored = {name: tensor for each in shards for name, tensor in each.stored().items()}
+        if stored or size == 1:
+            safetensors.torch.save_file(stored, path)
+            written.append(path)
+    if rank == 0:
+        (folder / STATE).write_text(state, encoding="utf-8")
+        written.append(folder / STATE)
+    for path in written:
+        sync(path)
+        report["files"][path.name] = {"sha256": sha256(path)}
+    return report
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation, of a model that gives (loss sum, count)."""
+"""A micro-batch of a step, and an evaluation, of a model that gives (loss sum, count)."""
 
 from __future__ import annotations
 
@@ -15,72 +15,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import halfstep.optim as optim
-from halfstep.distributed.strategy import Strategy
 from halfstep.errors import DataError
 from halfstep.precision.policy.policy import PrecisionPolicy
-from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import in_fp64
 from halfstep.precision.step import Precision
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig
-from halfstep.trainer.models import IGNORE_INDEX
 
 Batch = Any
 """A micro-batch as a task returns it: tensors, in tuples, lists or dicts."""
 LossSum = Callable[[Any], tuple[Tensor, Tensor]]
-
-
-def count_targets(batch: Batch) -> int:
-    """Count the target tokens of (tokens, targets, ...) that enter the loss; on the host."""
-    return int((batch[1] != IGNORE_INDEX).sum())
-
-
-def train_step(
-    loss_sum: LossSum,
-    precision: Precision,
-    strategy: Strategy,
-    batches: Sequence[Batch],
-    *,
-    learning_rate: Callable[[float], float],
-    max_norm: float | None,
-    targets: float | None = None,
-    seeds: Sequence[int] = (),
-    begun: Callable[[], None] = lambda: None,
-) -> StepResult:
-    """Take one step; the loss is the mean over all targets of all ranks' micro-batches.
-
-    On CUDA the result is read later, and what the step before ended with may be raised here.
-
-    Args:
-        loss_sum: Returns the summed loss (fp32 scalar) and the count of one micro-batch.
-        precision: Model and optimizer under their policy.
-        strategy: How they are distributed over the ranks, all of which call this together.
-        batches: This rank's micro-batches, such as (tokens, targets), int64 (B, T).
-        learning_rate: Returns this step's rate, given a parameter group's initial rate.
-        max_norm: Clip the global gradient norm to this, or None.
-        targets: What these micro-batches add to the divisor of the loss; None: their tokens.
-        seeds: Dropout seeds, one per micro-batch, or none.
-        begun: Called before the weights are updated, when the step before is known.
-    """
-    # Divide by the total over all micro-batches and ranks, so that unequal sizes give one mean.
-    mine = sum(map(count_targets, batches)) if targets is None else targets
-    (n,) = strategy.sum([mine])
-
-    def set_rates() -> None:
-        for optimizer in precision.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(group.setdefault("initial_lr", group["lr"]))
-
-    for number, batch in enumerate(batches):
-        with strategy.micro_batch(last=number == len(batches) - 1):
-            seed = seeds[number] if seeds else None
-            # Before backward, which may update weights already; and after the first forward, as a
-            # rate may depend on the step before: the device has work while the host waits for it.
-            first = set_rates if number == 0 else None
-            run_micro_batch(loss_sum, precision, batch, n, seed, first)
-    strategy.finish()
-    precision.settle()
-    begun()
-    return precision.step(max_norm=max_norm)
 
 
 def run_micro_batch(

@@ -1,4 +1,7 @@
-"""Checkpoints that N ranks save and M ranks of any layout resume: bits, damage, kills."""
+"""Checkpoints that N ranks save and M ranks of any layout resume: bits, damage, kills.
+
+They are whole or absent, verified, never from non-finite numbers, never the last removed.
+"""
 
 from __future__ import annotations
 
@@ -292,6 +295,42 @@ def test_shards_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="w: its shards hold 24 of the 48"):
         save_all(tmp_path, 1, states)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_synced_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    events = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor):
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        real_fsync(descriptor)
+
+    def rename(source, target):
+        events.append(("rename", os.path.basename(target)))
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_all(tmp_path / "c", 3, states_of(whole_state(), "rows", 2))
+    files = [f"{section}-0000{n}-of-00002.safetensors" for n in (2, 1) for section in
+             ("weights", "optimizer")]  # fmt: skip
+    renamed = events.index(("rename", "step-00000003"))
+    before = {name for kind, name in events[:renamed] if kind == "sync"}
+    assert {*files, "state.json", "manifest.json", ".unfinished-step-00000003"} <= before
+    assert ("sync", "c") in events[renamed:]
+
+
+def test_something_else_under_the_name_is_left_and_nothing_is_lost(tmp_path):
+    good = save_checkpoint(tmp_path, 8, whole_state(), keep=1)
+    foreign = tmp_path / "step-00000009"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"step-00000009 cannot be written: .*not empty"):
+        save_checkpoint(tmp_path, 9, whole_state(), keep=1)
+    assert (foreign / "notes.txt").read_text() == "mine"
+    assert list_checkpoints(tmp_path) == [good]
+    assert_same(load_checkpoint(good).weights, whole_state().weights)
+    assert {path.name for path in tmp_path.iterdir()} == {good.name, foreign.name}
 
 
 class Killed(BaseException):

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from halfstep.errors import PrecisionError
 from halfstep.kernels.library import address, load_library
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.moments import BLOCK, moment_dtype
+from halfstep.optim.moments import BLOCK, DTYPES
 from halfstep.optim.state import Batch, StepTask, is_dense
 from halfstep.precision.masters.rounding import ROUNDING, Update
 
@@ -164,7 +164,7 @@ def _addresses(task: StepTask, weight: torch.dtype, plan: Plan) -> _Task:
         count=n,
         stream=2 * task.stream & 0xFFFFFFFF,
     )
-    stored, blocks = moment_dtype(plan.moments), -(-n // BLOCK) if plan.moments == "8bit" else 0
+    stored, blocks = DTYPES[plan.moments], -(-n // BLOCK) if plan.moments == "8bit" else 0
     for i, (codes, tops) in enumerate(zip(task.moments, task.tops, strict=True)):
         entry.moment[i] = address(codes, n, stored)
         entry.top[i] = address(tops, blocks, torch.uint8)

@@ -163,6 +163,7 @@ class Autocast(contextlib.ContextDecorator):
         self._simulated = _is_simulated(policy, device)
         self._rounding: Literal["ieee", "tf32"] = "tf32" if policy.tf32 else "ieee"
         self._held: weakref.finalize[..., Autocast] | None = None
+        self._holds = False
         self.casts_per_op = policy.casts_per_op
         self._root_per_op = self.casts_per_op and not (
             model is not None and root_is_fp32(policy, model)
@@ -218,10 +219,14 @@ class Autocast(contextlib.ContextDecorator):
     def _in_graph(self) -> Iterator[None]:
         """The context of a part of a graph; the switches stay held, as no graph can set them."""
         self._hold_switches()
+        if not self._holds:  # asked, so that another Precision's graph is traced and holds its own
+            raise AssertionError
         _traced.append(self)
-        with self._casts(self._root_per_op):
-            yield
-        _traced.pop()
+        try:
+            with self._casts(self._root_per_op):
+                yield
+        finally:
+            _traced.pop()
 
     @contextlib.contextmanager
     def _casts(self, per_op: bool) -> Iterator[None]:
@@ -257,6 +262,7 @@ class Autocast(contextlib.ContextDecorator):
         """Hold the switches from now on, until :meth:`release` or the end of this object."""
         if self._held is None:
             self._held = weakref.finalize(self, self._pins().__enter__().__exit__)
+            self._holds = True
         return True
 
     # torch.compile runs it where it traces a call, and leaves nothing of it in the graph
@@ -266,10 +272,11 @@ class Autocast(contextlib.ContextDecorator):
         """Let go of the switches that are held for compiled functions."""
         if self._held is not None:
             self._held()
-            self._held = None
+            self._held, self._holds = None, False
 
 
 _NOTHING: _Context = contextlib.nullcontext()
+_TELLS_EXPORTS = torch.__version__ >= "2.13"  # for 2.11 each graph of torch.compile is exported
 _entered = threading.local()
 _traced: list[Autocast] = []  # of the graph that torch.compile traces, which it does one by one
 
@@ -330,9 +337,10 @@ class ForwardWatch:
         ``torch.export`` inside that of a ``*-mixed`` policy: the exported program would keep some
         of the casts, and fail when it runs.
         """
-        if torch.compiler.is_dynamo_compiling():  # for torch.compile of torch 2.11 it is an export
-            return
-        if torch.compiler.is_exporting() and active_autocast() and self._policy.casts_per_op:
+        exports = torch.compiler.is_exporting() and (
+            _TELLS_EXPORTS or not torch.compiler.is_dynamo_compiling()
+        )
+        if exports and active_autocast() and self._policy.casts_per_op:
             raise PrecisionError(
                 f"torch.export records no autocast, which policy {self._policy} computes in. Call "
                 "torch.export.export(model, ...) outside of precision.autocast(): the program then "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -20,6 +23,7 @@ from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast, outside_graphs
 from halfstep.precision.casting.op_casts import inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
+from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -129,13 +133,13 @@ def cast_at_border(placed: PlacedModel, clock: Clock | None = None) -> None:
             ):
                 recurs = any(isinstance(part, nn.RNNBase) for part in module.modules())
                 kind = RecurrentCall if recurs else OutsideCall
-                module.forward = kind(module, around)
+                kind(module, around).attach()
     if policy.compute_dtype != torch.float32:
         placed.model.register_forward_hook(cast_outputs)
 
 
 class Region:
-    """A callable that replaces ``forward`` in a module's attributes and wraps the original.
+    """What a module calls in place of its ``forward``, which it wraps.
 
     Unlike a pair of hooks, it cannot leave the context open when a forward is interrupted, holds no
     state between calls (recursion, threads, recomputation), and is traced, copied and pickled with
@@ -146,22 +150,42 @@ class Region:
         self.module = module
         self.replaced = module.__dict__.get("forward")
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, whose signature ``inspect`` shows."""
-        return self.replaced or MethodType(type(self.module).forward, self.module)
+    def attach(self) -> None:
+        """Put it into the module's attributes."""
+        kind: Any = type(self.module)
+        self.module.forward = MethodType(_door(kind), self)
 
-    @property
-    def __code__(self) -> Any:
-        """The code of the module's own forward, which torch.export looks at."""
-        own: Any = self.__wrapped__
-        return own.__code__
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, after the module was pickled: by this name the method is found again."""
+        call: Any = self
+        return call(*args, **kwargs)
 
     def inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's own forward."""
         if self.replaced is not None:
             return self.replaced(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+
+@cache
+def _door(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The function that calls the regions of all modules of a class.
+
+    torch.compile guards a ``forward`` in a module's attributes by its identity, but a method by its
+    function: so blocks that are compiled one by one share their graph.
+    """
+
+    @wraps(kind.forward)  # inspect shows the signature
+    def forward(region: Any, *args: Any, **kwargs: Any) -> Any:
+        return region(*args, **kwargs)
+
+    return forward
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The outermost region around a module's own forward."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, Region) else None
 
 
 class Clock:
@@ -175,15 +199,37 @@ class Clock:
         self.step = 0
         self._drawn: dict[int, int] = {}
         self._drawn_at = 0
+        self.__setstate__({})
 
-    def draw(self, stream: int) -> tuple[int, int, int]:
-        """Seed, step and stream of random bits: others for each step, rank and micro-batch."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state  # a copy is a clock of its own
+        self.number = next(_numbers)
+        _clocks[self.number] = self
+
+    def draw(self, stream: int) -> int:
+        """The key of random bits: another one for each step, stream, rank and micro-batch."""
         if self._drawn_at != self.step:
             self._drawn.clear()
             self._drawn_at = self.step
         drawn = self._drawn.get(stream, 0)
         self._drawn[stream] = drawn + 1
-        return drawn + (self.rank << 16), self.step, stream
+        return random_key(drawn + (self.rank << 16), self.step, stream)
+
+
+_numbers = itertools.count()
+_clocks: weakref.WeakValueDictionary[int, Clock] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "halfstep::draw", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,),
+    schema="(Tensor rounded, int clock, int stream) -> Tensor",
+)  # fmt: skip
+def draw(rounded: Tensor, clock: int, stream: int) -> Tensor:
+    """:meth:`Clock.draw` for a tensor, as an operator, which a graph runs again in every step."""
+    return torch.full((), _clocks[clock].draw(stream), device=rounded.device)
+
+
+draw.register_fake(lambda rounded, *_: rounded.new_empty((), dtype=torch.int64))
 
 
 class FormatRegion(Region):
@@ -256,7 +302,8 @@ class RecurrentCall(OutsideCall):
 def autocast(policy: str | PrecisionPolicy, device: str | torch.device) -> Autocast:
     """The context for a forward under a policy, without an optimizer.
 
-    In training use :meth:`halfstep.Precision.autocast`, which knows model and device.
+    In training use :meth:`halfstep.Precision.autocast`, which knows model and device. Called in a
+    function that torch.compile traces, it holds torch's switches of fp32 matmuls from then on.
 
     Args:
         policy: A policy, its name or field string: one that casts operations alone, without rules,
@@ -320,23 +367,24 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
     for placement in placed.low:
         if low_bit.stays_bf16(placement):
             continue
-        placement.module.forward = low_bit.LowBitLinear(placement, clock)
+        low_bit.LowBitLinear(placement, clock).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
-        placement.module.forward = FormatRegion(placed.policy, placement)
+        FormatRegion(placed.policy, placement).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
 
 
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
     plain = (cast_outputs, keep_fused_paths_off)
-    return isinstance(value, CastInputs | Region) or any(value is hook for hook in plain)
+    region = isinstance(getattr(value, "__self__", None), Region)
+    return region or isinstance(value, CastInputs) or any(value is hook for hook in plain)
 
 
 def give_back_(model: nn.Module) -> None:
     """Remove everything that :func:`cast_at_border` has put on a model, regions included."""
     for module in model.modules():
-        while isinstance(region := module.__dict__.get("forward"), Region):
+        while (region := region_of(module)) is not None:
             del module.forward
             if region.replaced is not None:
                 module.forward = region.replaced

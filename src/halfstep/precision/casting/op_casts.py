@@ -95,9 +95,12 @@ class OpCasts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.unflatten and torch.compiler.is_compiling():
-            # the one method that torch.compile traces only as a call on its tensor
-            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        if torch.compiler.is_compiling():
+            # methods written in Python, which a graph takes, and a cache keeps, as such alone
+            if func is Tensor.unflatten:
+                return args[0].unflatten(*args[1:], **(kwargs or {}))
+            if func is Tensor.split:
+                return args[0].split(*args[1:], **(kwargs or {}))
         cast = self.table.get(func)
         if cast is not None and cast in _WRITES:
             before_write(args[:1])

@@ -34,10 +34,10 @@ from torch.autograd.function import once_differentiable
 from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP32
 from halfstep.precision.casting.autocast import active_autocast
-from halfstep.precision.casting.cast import Clock, Region
+from halfstep.precision.casting.cast import Clock, Region, draw
 from halfstep.precision.low_bit.native import laid, scaled_matmul, why_not_native
 from halfstep.precision.masters.local_part import is_sharded
-from halfstep.precision.masters.rounding import random_bits
+from halfstep.precision.masters.rounding import bits_of
 from halfstep.precision.policy.recipe import OPERANDS, PRODUCTS, SCHEMES, Recipe
 from halfstep.precision.policy.rules import Placement, plain_name
 
@@ -76,8 +76,6 @@ class LowBitLinear(Region):
         self.native = frozenset(s.name for s in schemes if not why_not_native(s.name, device))
         self.group = max((s.group for s in schemes if s.name in self.native), default=1)
         self.random = any(s.stochastic for s in schemes)
-        # random bits are drawn by Python, and a graph would freeze them
-        self.multiply = _outside_graphs if self.random else _Products.apply
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no matmul is below that now."""
@@ -106,7 +104,7 @@ class LowBitLinear(Region):
             x_NK = F.pad(x_NK, (0, 0, 0, missing))
         bias = None if bias is None else bias.to(_LOW)
         needs = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
-        y_NO = self.multiply(x_NK, weight_OK, bias, self, *needs)
+        y_NO = _Products.apply(x_NK, weight_OK, bias, self, *needs)  # type: ignore[no-untyped-call]
         y_NO = y_NO[:count] if missing else y_NO
         return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
 
@@ -136,9 +134,10 @@ class LowBitLinear(Region):
         scheme = SCHEMES.get(getattr(self.recipe, product))
         if scheme is None or not scheme.stochastic:
             return None
-        seed, step, stream = self.clock.draw(self.stream ^ PRODUCTS.index(product))
+        key = draw(x, self.clock.number, self.stream ^ PRODUCTS.index(product))
         rows = len(x) + (-len(x) % scheme.block if product == "wgrad" else 0)
-        return random_bits(seed, step, (rows, x.shape[1]), stream=stream, device=x.device)
+        numbers = torch.arange(rows * x.shape[1], device=x.device)
+        return bits_of(numbers, key).reshape(rows, x.shape[1])
 
 
 class _Products(torch.autograd.Function):
@@ -177,7 +176,6 @@ class _Products(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-_outside_graphs = torch.compiler.disable(_Products.apply)  # type: ignore[no-untyped-call]
 _NOTHING: Any = (None, None, None)  # the operand of a matmul that is not run
 
 

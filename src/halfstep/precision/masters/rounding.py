@@ -84,8 +84,13 @@ def random_bits(
     """
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     numbers = torch.arange(start, start + size.numel(), device=device)
-    x: Tensor = _mix((numbers ^ random_key(seed, step, stream)) & _MASK)
-    return (x - ((x & 0x80000000) << 1)).to(torch.int32).reshape(size)  # the same 32 bits
+    return bits_of(numbers, random_key(seed, step, stream)).reshape(size)
+
+
+def bits_of(numbers: Tensor, key: int | Tensor) -> Tensor:
+    """The random bits, int32, of elements by their numbers (int64) and :func:`random_key`."""
+    x: Tensor = _mix((numbers ^ key) & _MASK)
+    return (x - ((x & 0x80000000) << 1)).to(torch.int32)  # the same 32 bits
 
 
 def _canonical_bits(master: Tensor) -> Tensor:

@@ -292,12 +292,6 @@ TOKENS_FILE, FACTS_FILE = "tokens.bin", "facts.json"
 Result = TypeVar("Result")
 
 
-def cache_root() -> Path:
-    """Returns $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HALFSTEP_CACHE") or f"{base}/halfstep").expanduser()
-
-
 def _cached(
     kind: str,
     made_with: list[object],
@@ -307,13 +301,16 @@ def _cached(
 ) -> Result:
     """Returns what is kept of these texts, building it first if it is absent or damaged.
 
-    Its name is made from everything that it depends on. Of several processes that build it at once,
-    each gets the one that was renamed first. ``load`` returns None for what is absent or damaged;
-    ``build`` writes into an empty folder.
+    It is in $HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep; its name is
+    made from everything that it depends on. Of several processes that build it at once, each gets
+    the one that was renamed first. ``load`` returns None for what is absent or damaged; ``build``
+    writes into an empty folder.
     """
     content = content_sha256(sources)
     text = json.dumps([FORMAT_VERSION, *made_with, content])
-    root = cache_root() / kind
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = Path(os.environ.get("HALFSTEP_CACHE") or f"{base}/halfstep").expanduser()
+    root = cache / kind
     final = root / hashlib.sha256(text.encode()).hexdigest()
     found = load(final)
     if found is not None:

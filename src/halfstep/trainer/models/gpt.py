@@ -29,7 +29,7 @@ from halfstep.kernels.rows import (
     normalised,
 )
 from halfstep.precision.casting.op_casts import is_plain, may_run
-from halfstep.precision.loss_head import autocast_off, linear_cross_entropy, matmul_dtype
+from halfstep.precision.loss_head import linear_cross_entropy, matmul_dtype
 from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 
 
@@ -155,10 +155,6 @@ class GPT(nn.Module):
             plan[f"layers.{i}.mlp.down"] = "rowwise"
         return plan
 
-    def num_parameters(self) -> int:
-        """Count the parameters, tied ones once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 # The parts of a GPT block in plain torch, correct in fp32, under autocast and in all-16-bit alike.
 #
@@ -201,14 +197,14 @@ class LayerNorm(nn.LayerNorm):
         dtype = torch.promote_types(input.dtype, self.weight.dtype)
         if input.device.type != "cuda":
             dtype = torch.promote_types(dtype, torch.float32)
-        with autocast_off(input.device.type):
-            output = F.layer_norm(
-                input.to(dtype),
-                self.normalized_shape,
-                self.weight.to(dtype),
-                self.bias.to(dtype),
-                self.eps,
-            )
+        # Autocast leaves fp32 operands alone; to switch it off would keep the graph out of caches.
+        output = F.layer_norm(
+            input.to(dtype),
+            self.normalized_shape,
+            self.weight.to(dtype),
+            self.bias.to(dtype),
+            self.eps,
+        )
         return output.to(to)
 
 

@@ -27,11 +27,11 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
 from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device
+from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.step import (
     Batch,
     Evaluation,
     Judge,
-    count_targets,
     learning_rate,
     make_optimizer,
 )
@@ -90,8 +90,11 @@ class Task(Protocol):
         """Return some rows of a step's batch, on the host; a pure function."""
 
     def targets(self, batch: Batch) -> float:
-        """Return a batch's share of the divisor, by whose sum the step's summed loss is divided."""
-        return count_targets(batch)
+        """Return a batch's share of the divisor, by whose sum the step's summed loss is divided.
+
+        The default counts the targets of (tokens, targets, ...) that enter the loss; on the host.
+        """
+        return int((batch[1] != IGNORE_INDEX).sum())
 
     def tokens(self, step: int) -> int:
         """Return the tokens of a step's batch over all ranks, without padding."""

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, DataError
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.policy.policy import DTYPES
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
@@ -70,15 +70,12 @@ class TextTask(Task):
         schedule = dataclasses.replace(config.schedule, warmup_steps=warmup)
         self.config = dataclasses.replace(config, model=shape, schedule=schedule)
         self.smallest_batch = run.batch_size
-        for which, tokens in (("training", data.train), ("validation", data.validation)):
-            try:  # refuse data shorter than a block here, not at the first step
-                require_block(tokens, config.block_size)
-            except DataError as error:
-                raise DataError(f"the {which} data is too short: {error}") from error
+        for tokens in (data.train, data.validation):
+            require_block(tokens, config.block_size)  # here, not at the first step
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters and training tokens."""
-        count = self.model.num_parameters()
+        count = self.model.config.parameters
         return f"{count:,} parameters, {self.data.train.count:,} training tokens"
 
     def batch_size(self, step: int) -> int:
@@ -191,7 +188,7 @@ class TrainedText(Trained):
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
-        count, dtype = self.model.num_parameters(), use.dtype or "fp32"
+        count, dtype = self.model.config.parameters, use.dtype or "fp32"
         export = part("trainer.models.causal_lm:export_gpt2")
         near = export(self.model, Path(use.output), DTYPES[dtype], self.tokenizer.save)
         return f"{use.output}: {count:,} parameters in {dtype}\n{near}"
