@@ -24,13 +24,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
@@ -97,12 +97,12 @@ class GradientAccumulation:
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
         self._module_hooks: list[Any] = [
-            torch_module._global_backward_hooks,
+            nn.modules.module._global_backward_hooks,
             *(module._backward_hooks for module in model.modules()),
         ]  # what the graph of a loss may not show: those of ``register_backward_hook``
         self._at_once = False  # whether the last backward's gradients were unscaled in one pass
         self._depth = 0  # of the backwards that run now
-        self._ends: list[Callable[[], None]] = []  # what follows the last of them
+        self._ends: list[Callable[[], None]] = []  # what follows the last of them, from the end
         self._watched: dict[Tensor, bool] = {}  # with whether FSDP2 sets its gradient
         # gradients as the last backward has left them: whose, which object, and its version
         self._left: list[tuple[nn.Parameter, int, int]] = []
@@ -122,7 +122,10 @@ class GradientAccumulation:
 
         The graph of the loss is searched for leaves that are not the model's.
         """
-        self._begin(scale, loss)
+        wide = self._prepare()
+        if scale != 1.0:
+            self._unscale(scale, loss, wide)
+        self._ends += [partial(setattr, parameter, "grad_dtype", None) for parameter in wide]
         thread = threading.get_ident()
         _RUNNING.append(thread)
         self._depth += 1
@@ -134,34 +137,24 @@ class GradientAccumulation:
             while self._ends and not self._depth:
                 self._ends.pop()()
 
-    def _begin(self, scale: float, loss: Tensor) -> None:
-        wide, late, leaves = self._prepare(), set[Tensor](), set[Tensor]()
-        if scale != 1.0:
-            nodes, looks = _accumulators(loss)
-            if not self._by_fsdp:
-                leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
-                # fp16 weights whose gradients another Precision accumulates in fp32
-                theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
-                wide += map(_widened, theirs)
-            leaves |= self._watched.keys() - _REACHED
-            self._at_once = not (looks or _are_held(nodes) or self._may_look(leaves))
-            late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
-        hooks = _unscaling(leaves - late, 1.0 / scale, loss)
+    def _unscale(self, scale: float, loss: Tensor, wide: list[Tensor]) -> None:
+        """Have gradients unscaled: by hooks, or when the backward ends if nobody can look."""
+        nodes, looks = _accumulators(loss)
+        leaves = set[Tensor]()
+        if not self._by_fsdp:
+            leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
+            # fp16 weights whose gradients another Precision accumulates in fp32
+            theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
+            wide += map(_widened, theirs)
+        leaves |= self._watched.keys() - _REACHED
+        self._at_once = not (looks or _are_held(nodes) or self._may_look(leaves))
+        late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
         _multiply_gradients_(late, scale)
         _REACHED.update(leaves)
-
-        def end() -> None:
-            _REACHED.difference_update(leaves)
-            for hook in hooks:
-                hook.remove()
-            for parameter in wide:
-                parameter.grad_dtype = None
-            for leaf in late:
-                if self._watched.get(leaf):
-                    self._widen(leaf)
-            _multiply_gradients_(late, 1.0 / scale)
-
-        self._ends.append(end)
+        self._ends.append(partial(_multiply_gradients_, late, 1.0 / scale))
+        self._ends += [partial(self._widen, leaf) for leaf in late if self._watched.get(leaf)]
+        self._ends += [hook.remove for hook in _unscaling(leaves - late, 1.0 / scale, loss)]
+        self._ends.append(partial(_REACHED.difference_update, leaves))
 
     def _prepare(self) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
@@ -191,19 +184,18 @@ class GradientAccumulation:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return True
         left = {parameter: state for parameter, *state in self._left if self._at_once}
-        present = set[int]()
+        present = list[int]()
         for leaf in leaves:
-            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                return True
-            if leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32:
+            hooks: Any = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+            if hooks or (leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32):
                 return True
             gradient = leaf.grad
             if gradient is not None:
                 as_left = left.get(leaf) == [id(gradient), gradient._version]  # type: ignore[call-overload]
-                if not as_left or id(gradient) in present or not _is_own(gradient):
+                if not as_left or not _is_own(gradient):
                     return True
-                present.add(id(gradient))
-        return False
+                present.append(id(gradient))
+        return len({*present}) < len(present)  # one gradient of two leaves
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
