@@ -78,7 +78,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table; what was not measured of it is a dash."""
     ratio, base = row.get("of", (None, ""))
     forms = {"ms": "{:,.2f}", "tokens_per_second": "{:,.0f}", "peak_gb": "{:.2f}",
-             "kernels": "{:,}", "host_ms": "{:.1f}"}  # fmt: skip
+             "kernels": "{:,}", "device_ms": "{:.2f}", "host_ms": "{:.1f}"}  # fmt: skip
     found = {key: form.format(row[key]) if key in row else "-" for key, form in forms.items()}
     over = "-" if ratio is None else f"{ratio:.2f} ({base})"
     ms, tokens, *others = found.values()
