@@ -184,7 +184,6 @@ class GradientAccumulation:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return True
         left = {parameter: state for parameter, *state in self._left if self._at_once}
-        present = list[int]()
         for leaf in leaves:
             hooks: Any = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
             if hooks or (leaf.dtype == torch.float16 and leaf.grad_dtype != torch.float32):
@@ -194,8 +193,7 @@ class GradientAccumulation:
                 as_left = left.get(leaf) == [id(gradient), gradient._version]  # type: ignore[call-overload]
                 if not as_left or not _is_own(gradient):
                     return True
-                present.append(id(gradient))
-        return len({*present}) < len(present)  # one gradient of two leaves
+        return False
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the gradients of these, the smallest first, as a backward has left them."""
@@ -233,11 +231,8 @@ def graph_leaves(loss: Tensor) -> list[Tensor]:
 
 def _accumulators(loss: Tensor) -> tuple[list[Any], bool]:
     """The nodes of a graph that add to ``.grad``, and whether Python of others runs in others."""
-    if not loss.requires_grad:
-        return [], False
-    found, looks = list[Any](), False
-    todo: list[Any] = [get_gradient_edge(loss).node]
-    seen = {*todo}
+    todo: list[Any] = [get_gradient_edge(loss).node] if loss.requires_grad else []
+    found, looks, seen = list[Any](), False, {*todo}
     while todo:
         node = todo.pop()
         if type(node).__name__ == "AccumulateGrad":
