@@ -129,10 +129,7 @@ def main(words: list[str]) -> int:
         sys.path.insert(0, str(HERE))
         import fake_cuda
 
-        from halfstep.precision.low_bit import native
-
         fake_cuda.install()
-        native._failed_probe = lambda *_: ""  # it compares numbers, of which there are none
         for row in words[2:]:
             sizes = GPT2 if words[1] == "gpt2" else SMALL
             sys.stdout.write(json.dumps([row, count(row, sizes)]) + "\n")
