@@ -226,6 +226,8 @@ class GradientAccumulation:
 
 def graph_leaves(loss: Tensor) -> list[Tensor]:
     """The leaf tensors that would get a gradient from a backward of ``loss``, each once."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
     return [node.variable for node in _accumulators(loss)[0]]
 
 
