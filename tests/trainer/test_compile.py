@@ -75,7 +75,7 @@ def test_auto_compiles_on_cuda_where_a_run_is_long_enough_and_triton_works(monke
 
 
 def test_a_run_compiles_once_says_so_and_goes_on_as_it_began(corpus, tmp_path, traced):
-    config = small_config(corpus, run__compile="yes", run__eval_batches=0)
+    config = small_config(corpus, "fp32", run__compile="yes", run__eval_batches=0)
     session, ticks = run(config, tmp_path / "r", until=4)
     spent = [tick.record.compile_seconds for tick in ticks]
     assert spent[0] > 0

@@ -23,11 +23,11 @@ from halfstep.trainer.tasks.task import Task
 
 Config = TypeVar("Config", bound=BaseConfig)
 
-WORTHWHILE = 1000
+WORTHWHILE = 3000
 """Steps from which ``auto`` compiles on CUDA.
 
-A GPT-2 of 124 M parameters took 28 seconds to compile on an H200, and a step of it 62 ms in eager
-mode, of which a compiled one saves less than half.
+A GPT-2 of 124 M parameters took over 28 seconds to compile on an H200, 4 from torch's cache, and a
+compiled step saved 11 of 45 ms (benchmarks/results/h100-2026-11-27.jsonl).
 """
 
 
