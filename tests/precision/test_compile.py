@@ -250,8 +250,11 @@ def test_switches_that_a_compiled_function_needs_are_held_until_its_precision_is
 @pytest.mark.parametrize(
     "policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split"]
 )
-def test_models_that_people_train(name, policy):
+def test_models_that_people_train(name, policy, request):
     make, batch = family(name)
+    if policy in ("bf16-master", "bf16-split") and name in ("bert", "gpt2", "t5"):
+        # docs/limits.md: a loss object made in a forward; GPT-2's own three breaks count twice
+        request.applymarker(pytest.mark.xfail(strict=True))
     for way in WAYS:
         require_one_graph(policy, way, make=make, batch=batch, backend="eager")
 
@@ -282,7 +285,15 @@ def family(name):
         "gpt2": (hf.GPT2LMHeadModel, lambda: hf.GPT2Config(**width)),
         "t5": (
             hf.T5ForConditionalGeneration,
-            lambda: hf.T5Config(64, 32, 16, 32, 2, num_heads=2, decoder_start_token_id=0),
+            lambda: hf.T5Config(
+                vocab_size=64,
+                d_model=128,
+                d_kv=64,
+                d_ff=128,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            ),
         ),
     }[name]
     return lambda: kind(config()).eval(), {"input_ids": TOKENS, "labels": TOKENS}

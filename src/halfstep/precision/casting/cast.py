@@ -184,7 +184,8 @@ def _door(kind: type[nn.Module]) -> Callable[..., Any]:
 
 def region_of(module: nn.Module) -> Region | None:
     """The outermost region around a module's own forward."""
-    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    forward = module.__dict__.get("forward")
+    owner = getattr(forward, "__self__", forward)
     return owner if isinstance(owner, Region) else None
 
 
@@ -295,6 +296,10 @@ class OutsideCall(Region):
 class RecurrentCall(OutsideCall):
     """The same of what has a recurrent layer, which torch.compile cannot trace: it is not asked."""
 
+    def attach(self) -> None:
+        """Put it into the module's attributes as it is: a method would be traced up to here."""
+        self.module.forward = self
+
     __call__ = outside_graphs(OutsideCall.__call__, recursive=False)
     inside = outside_graphs(OutsideCall.inside, recursive=False)
 
@@ -377,7 +382,7 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
 def is_cast(value: object) -> bool:
     """Whether a hook or a replaced ``forward`` was put on a module by :func:`cast_at_border`."""
     plain = (cast_outputs, keep_fused_paths_off)
-    region = isinstance(getattr(value, "__self__", None), Region)
+    region = isinstance(getattr(value, "__self__", value), Region)
     return region or isinstance(value, CastInputs) or any(value is hook for hook in plain)
 
 
