@@ -21,8 +21,6 @@ PAGES = tuple(
     for name in ("README", "docs/measured", "docs/by-gpu") for end in ("", ".zh")
 )  # fmt: skip
 REGION = re.compile(r"<!-- gpu: (\w+)(?: of (\S+))? -->(.*?)<!-- /gpu -->", re.DOTALL)
-SUPERSEDED = "benchmarks/results/*-cuda-20??-??-??.json", "docs/figures/measured-gpu*.svg"
-"""Results and a chart of scripts that are gone, of which the pages speak until they are filled."""
 TEXTS = tomllib.loads((FOLDER / "tables.toml").read_text(encoding="utf-8"))
 SPLIT8 = "halfstep bf16-split,moments=8bit"
 Rows = dict[tuple[str, str, str], dict[str, Any]]
@@ -100,9 +98,6 @@ def main() -> int:
     for path in PAGES:
         language = "zh" if path.stem.endswith(".zh") else "en"
         path.write_text(filled(path.read_text(encoding="utf-8"), language, file), encoding="utf-8")
-    for pattern in SUPERSEDED:
-        for old in FOLDER.parent.glob(pattern):
-            old.unlink()
     return 0
 
 
