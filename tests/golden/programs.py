@@ -221,10 +221,6 @@ evaluate --run labels
 evaluate --run lora --json
 explain bf16-split fp16-mixed mxfp8 --device cpu
 explain bf16-mixed,reduce=x
-formats 0.1
-formats
-formats 1 0.3 -2 --block mxfp8
-formats abc
 estimate --params 124M --memory 16GB
 estimate --params many
 memory split --precision fp32 bf16-split

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -68,10 +68,6 @@ class Memory:
     def saved(self) -> int:
         """Bytes that live from the forward to the backward."""
         return sum(map(self.part, SAVED))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields and the total in bytes, as values that JSON has."""
-        return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
