@@ -3,8 +3,13 @@
 Whether a step is applied depends on the gradients' norm and on the loss. Each rank may hold a part
 of the parameters, a share of the batch or both. If it decided from its own values alone, one rank
 could step and another skip, after which their weights and loss scales would differ for good. Here
-every rank adds its share to the same sum, over all ranks of all mesh axes, in one collective per
-step: NaN or inf in one rank's share makes every rank's sum NaN or inf, as MAX does with a flag.
+every rank adds its share to the same sum, in one collective per step: NaN or inf in one rank's
+share makes every rank's sum NaN or inf, as MAX does with a flag.
+
+In the same collective each rank tells, in a row of its own, what ranks with copies of the same part
+must have in common: the number of the step, the counts, the norm of these gradients, and the bits
+of these weights. So gradients that nobody has reduced, a step that one rank left out and ranks that
+have parted ways are found in the first step, and by the number of the rank.
 
 A parameter that is not a DTensor does not show whether ranks hold copies of it or parts. Layers
 split by hand set an attribute (:data:`MARK`); :func:`check_replicas` refuses those that do not.
@@ -14,19 +19,27 @@ split by hand set an attribute (:data:`MARK`); :func:`check_replicas` refuses th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PrecisionError
+from halfstep.errors import PeerError, PrecisionError, lost_contact
 from halfstep.precision.border import as_device, require
-from halfstep.precision.masters.local_part import is_sharded
-from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
+from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
+from halfstep.precision.words import heard, listen, say, tell, told
 
 MARK = "tensor_model_parallel"
 """The attribute, set to True, of a plain parameter that is split over the model-parallel ranks.
@@ -34,32 +47,61 @@ MARK = "tensor_model_parallel"
 **Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, sets it on its split parameters.
 """
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COUNTS = ("the step", "the applied steps", "the loss scale")
+_TAKES, _LEAVES_OUT, _CANNOT = range(3)  # what a rank does about a step
+_FIXED = 1 + len(COUNTS)  # columns before those of copies
+_PRIME = 2**52 - 47  # sums of bits modulo a prime that fp64 holds: no single bit is lost
+_ROUNDING = 1e-5  # of the squared norms of copies, where ranks have unlike kernels or threads
+_LOOKED_AT, _ELEMENTS = 64, 2**24  # weights whose bits are compared in one step, at most
+
+_PARTED = (
+    ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
+    "from the last checkpoint (halfstep train --resume), and look for memory or network faults, or "
+    "for code that skips steps or changes weights on some ranks only"
+)
 
 
 class ManyRanks(Ranks):
-    """Agreement among all ranks of ``torch.distributed``'s default group, which step together."""
+    """Agreement among all ranks of a group, which step together."""
 
     def __init__(
         self,
-        device: str | torch.device,
+        device: str | torch.device | None = None,
         *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         loss_share: float | None = None,
         model_parallel: int | None = None,
     ) -> None:
-        """Join the default group, which must exist.
+        """Join the group; all its ranks call this together, and no other rank need.
 
         Args:
             device: Where the ranks' sums are computed: a device, or its name, that the group's
-                backend supports.
+                backend supports. None: the CPU if it does support that, else the accelerator.
+            group: The ranks that step together: a process group, or a mesh, all of whose ranks are
+                meant. None: the default group, which must exist.
             loss_share: The factor of a rank's loss in the step's loss. None: 1 / number of ranks,
                 so the mean over ranks, as DDP and FSDP2 average gradients. 1 where each rank's loss
                 is a part of a sum.
             model_parallel: How many ranks share one copy of the model, where layers are split by
                 hand: each of them holds a different part of a plain parameter with the attribute
                 ``tensor_model_parallel = True``. None: all ranks of the group.
+
+        Raises:
+            PrecisionError: If ``model_parallel`` does not divide the number of ranks, or this
+                process is not in the group.
         """
-        self._device = as_device(device)
-        self._size = dist.get_world_size()
+        self.members = _members(group)
+        if dist.get_rank() not in self.members:
+            raise PrecisionError(
+                f"ranks= is a group of ranks {self.members}, and this is rank {dist.get_rank()}; "
+                "only the group's own ranks make a Precision or a GradScaler with it"
+            )
+        host = "cpu:" in dist.get_backend_config()
+        self._device = as_device(
+            device or ("cpu" if host else torch.accelerator.current_accelerator())
+        )
+        self._group = _line(self.members, self._device, group)
+        self._size, self._rank = len(self.members), self.members.index(dist.get_rank())
         self._loss_share = 1 / self._size if loss_share is None else loss_share
         self._model_parallel = self._size if model_parallel is None else model_parallel
         if self._model_parallel < 1 or self._size % self._model_parallel:
@@ -67,13 +109,90 @@ class ManyRanks(Ranks):
                 f"model_parallel={model_parallel} does not divide the {self._size} ranks; give the "
                 "number of ranks that share one copy of the model"
             )
+        # what one model's Precision knows besides, by bound(): for a GradScaler, nothing
+        self._round = 0  # steps begun
+        self._counts: Sequence[float] = (0.0,) * len(COUNTS[1:])
+        self._shares: dict[Tensor, Share] = {}
+        self._columns: dict[str, int] = {}  # of parameters that are split alike: which column
+        self._first = torch.zeros(self._size, _FIXED, dtype=torch.int64)
+        self._looks: list[dict[str, Tensor]] = []
+        self._seen: tuple[dict[str, Tensor], Tensor] | None = None
+
+    def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
+        """These ranks for one model, whose copies are compared in each step; all call it together.
+
+        Raises:
+            PrecisionError: If a parameter is split over ranks that are not all of this group.
+        """
+        one, named = copy.copy(self), dict(named_parameters)
+        say("")
+        listen()
+        one._shares = {p: self.share_of(p) for p in named.values()}
+        for name, parameter in named.items():
+            if isinstance(parameter, DTensor) and not {*_members(parameter.device_mesh)} <= {
+                *self.members
+            }:
+                raise PrecisionError(
+                    f"{name} lies over ranks {_members(parameter.device_mesh)}, and ranks= has "
+                    f"only {self.members}; pass ranks={{that mesh}}, parameter.device_mesh"
+                )
+        trained = {n: p for n, p in named.items() if p.requires_grad}
+        held = {one._shares[p].split: one._shares[p].part for p in trained.values()}
+        digest = hashlib.blake2b(repr([*held]).encode(), digest_size=8).digest()
+        if not all(_alike(self, torch.tensor([int.from_bytes(digest, signed=True)]))):
+            return one  # meshes of another order of ranks: nothing says who holds what
+        one._columns = {split: _FIXED + 2 * number for number, split in enumerate(held)}
+        rows = self._gathered(torch.tensor([*held.values()], dtype=torch.int64)).tolist()
+        for column in zip(*rows, strict=True):
+            firsts: dict[int, int] = {}
+            first = [firsts.setdefault(part, rank) for rank, part in enumerate(column)]
+            pair = torch.tensor([first, first]).T
+            one._first = torch.cat([one._first, pair], dim=1)
+        one._looks = [{}]
+        elements = 0
+        for name, parameter in trained.items():
+            elements += parameter.numel()
+            if one._looks[-1] and (elements > _ELEMENTS or len(one._looks[-1]) == _LOOKED_AT):
+                one._looks.append({})
+                elements = parameter.numel()
+            one._looks[-1][name] = parameter
+        return one
 
     def parts_of(self, parameter: Tensor) -> int:
-        """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`."""
+        """How many ranks hold different parts: by a DTensor's mesh, or a tensor's :data:`MARK`.
+
+        Axes that hold copies are what is counted: FSDP2 over tensor parallelism splits by a
+        placement that says of itself that it is no shard.
+        """
         if isinstance(parameter, DTensor):
             pairs = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-            return math.prod(size for size, placement in pairs if placement.is_shard())
+            return math.prod(size for size, placement in pairs if not placement.is_replicate())
         return self._model_parallel if getattr(parameter, MARK, False) else 1
+
+    def share_of(self, parameter: Tensor) -> Share:
+        """Which of how many parts this rank holds; a plain part is taken for one of its own."""
+        if (known := self._shares.get(parameter)) is not None:
+            return known
+        parts = self.parts_of(parameter)
+        if parts == 1:
+            return Share()
+        if not isinstance(parameter, DTensor):
+            return Share(parts, self._rank, MARK)
+        mesh, part, axes = parameter.device_mesh, 0, []
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                part = part * mesh.size(axis) + mesh.get_local_rank(axis)
+                axes.append(axis)
+        order = (mesh.mesh - mesh.mesh.min()).tolist()  # alike in meshes side by side
+        return Share(parts, part, f"{axes} of {order}")
+
+    def begins(self) -> None:
+        """Count a step that begins: the first backward after the last one was taken or dropped."""
+        self._round += 1
+
+    def counts(self, applied: int, scale: float) -> None:
+        """What else all ranks must have in common before they measure."""
+        self._counts = applied, scale
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The step's loss and gradient norm, summed over ranks in fp64; bit-equal on every rank.
@@ -82,27 +201,162 @@ class ManyRanks(Ranks):
         ``size / n`` times: hence the factor ``n`` here, and the division by ``size`` at the end.
 
         Raises:
-            PrecisionError: If another rank cannot step.
+            PrecisionError: On every rank, if one of them cannot step, is at another step, or
+                differs from the ranks that hold the same part; it is named.
+            PeerError: If another rank is gone, or does not come.
         """
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        sums, mine = self._row(_TAKES)
         sums[0] = loss.double() * self._loss_share
-        for parts, some in gradients.items():
+        for share, some in gradients.items():
             if some:
-                sums[1] += norm(some).double().to(self._device).square() * parts
-        dist.all_reduce(sums)
-        value, squares, unable = sums.tolist()
-        if unable:
-            raise PrecisionError(
-                f"{unable:g} of {self._size} ranks could not take this step, so none does; the "
-                "error that was raised there says why"
-            )
+                square = norm(some).double().to(self._device).square()
+                sums[1] += square * share.parts
+                if share.split in self._columns:
+                    mine[self._columns[share.split]] += square
+        if self._looks:
+            self._look(self._looks[self._round % len(self._looks)], mine)
+        value, squares = self._meet(sums)
         # one device adds micro-batch losses in fp32: rounding gives two ranks the same value
         value = torch.tensor(value, dtype=torch.float32).item()
         return value, math.sqrt(squares / self._size) if squares >= 0 else math.nan
 
-    def cannot(self) -> None:
-        """Tell the other ranks, in :meth:`measure` now or later, that this one cannot step."""
-        dist.all_reduce(torch.tensor([0, 0, 1], dtype=torch.float64, device=self._device))
+    def cannot(self, error: BaseException) -> None:
+        """Tell the other ranks, in :meth:`measure` now or later, why this one cannot step."""
+        tell(error)
+        with suppress(PeerError):  # this rank's own error is raised
+            self._sum(self._row(_CANNOT)[0])
+        say("")
+
+    def leave_out(self) -> None:
+        """Agree to leave a step out, which all ranks do or none.
+
+        Raises:
+            PrecisionError: On every rank, if another one takes the step.
+        """
+        self._meet(self._row(_LEAVES_OUT)[0])
+
+    def agree(self, named_parameters: Mapping[str, Tensor]) -> None:
+        """Compare all weights, counts and the loss scale now; all ranks call it together.
+
+        Raises:
+            PrecisionError: On every rank, naming those that differ, and in what.
+        """
+        sums, mine = self._row(_TAKES)
+        self._look(dict(named_parameters), mine)
+        self._meet(sums)
+
+    def lost(self, error: BaseException) -> None:
+        """Raise PeerError if the error means that another rank is gone, with what that one said."""
+        if lost_contact(error) and not isinstance(error, PeerError):
+            say(f"waits for the others in step {self._round}")
+            others = {*self.members} - {dist.get_rank()}
+            words = heard(others, wait=True)
+            words |= {rank: "says nothing, or has ended" for rank in others - {*words}}
+            told = "; ".join(f"rank {rank}: {word}" for rank, word in sorted(words.items()))
+            raise PeerError(f"step {self._round} waits for other ranks in vain: {told}") from error
+
+    def _row(self, does: int) -> tuple[Tensor, Tensor]:
+        """The sums of a step, all zero, and this rank's own row of them, which is a view."""
+        columns = self._first.shape[1]
+        sums = torch.zeros(2 + self._size * columns, dtype=torch.float64, device=self._device)
+        mine = sums[2:].view(self._size, columns)[self._rank]
+        fixed = [does, self._round, *self._counts]
+        mine[:_FIXED] = torch.tensor(fixed, dtype=torch.float64)
+        return sums, mine
+
+    def _look(self, named: dict[str, Tensor], mine: Tensor) -> None:
+        """Write the sums of some weights' bits into this rank's row."""
+        bits = [sum_of_bits(local_part(p)).to(self._device) for p in named.values()]
+        self._seen = named, torch.stack(bits)
+        for split, column in self._columns.items():
+            held = [n for n, p in enumerate(named.values()) if self.share_of(p).split == split]
+            mine[column + 1] = self._seen[1][held].sum() % _PRIME
+
+    def _sum(self, table: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        try:
+            dist.all_reduce(table, op=op, group=self._group)
+        except RuntimeError as error:
+            self.lost(error)
+            raise
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        """Every rank's row."""
+        rows = torch.zeros(self._size, *row.shape, dtype=row.dtype, device=self._device)
+        rows[self._rank] = row
+        self._sum(rows)
+        return rows.cpu()
+
+    def _meet(self, sums: Tensor) -> tuple[float, float]:
+        """Add up all ranks' sums; the first two, if the rows agree."""
+        self._sum(sums)
+        sums = sums.cpu()
+        rows = sums[2:].view(self._size, -1)
+        if not torch.equal(rows, rows.gather(0, self._first)):
+            self._require_alike(rows)
+        value, squares = sums[:2].tolist()
+        return value, squares
+
+    def _require_alike(self, rows: Tensor) -> None:
+        """Raise, on every rank, what the rows tell; values that are not finite are no matter."""
+        does = rows[:, 0].tolist()
+        unable = [rank for rank, what in zip(self.members, does, strict=True) if what == _CANNOT]
+        if unable:
+            raise PrecisionError(
+                f"{len(unable)} of {self._size} ranks could not take this step, so none does: "
+                f"{told(heard(unable, wait=True))}"
+            )
+        if out := self._apart(does, [0] * self._size):
+            raise PrecisionError(
+                f"{out} whether to take step {self._round}: one has called discard(); call it on "
+                "all ranks or on none"
+            )
+        for column, what in enumerate(COUNTS, 1):
+            if out := self._apart(rows[:, column].tolist(), [0] * self._size, shown=True):
+                raise PrecisionError(f"{out} in {what}{_PARTED}")
+        for column in self._columns.values():
+            if self._apart(rows[:, column + 1].tolist(), self._first[:, column].tolist()):
+                self._name_weight()
+        for column in self._columns.values():
+            norms = rows[:, column].sqrt().tolist()
+            if out := self._apart(norms, self._first[:, column].tolist(), _ROUNDING, shown=True):
+                raise PrecisionError(
+                    f"{out} in the norm of its gradients, whose weights are copies: nothing has "
+                    "reduced them. Wrap the model in DistributedDataParallel, leave no_sync() for "
+                    "a step's last micro-batch, or pass ranks=halfstep.OneRank() where each "
+                    "process trains a model of its own"
+                )
+
+    def _name_weight(self) -> None:
+        """Raise with the first weight, of those looked at, that differs between ranks."""
+        assert self._seen is not None
+        named, bits = self._seen
+        for (name, p), sums in zip(named.items(), self._gathered(bits).T.tolist(), strict=True):
+            column = self._columns.get(self.share_of(p).split)
+            if column is None:
+                continue
+            if out := self._apart(sums, self._first[:, column].tolist()):
+                raise PrecisionError(f"{out} in {name} at step {self._round}{_PARTED}")
+
+    def _apart(
+        self,
+        values: Sequence[float],
+        first: Sequence[int],
+        near: float = 0.0,
+        *,
+        shown: bool = False,
+    ) -> str:
+        """Which rank's value is not that of most ranks with the same part; "" if they are alike."""
+        for holder in {*first}:
+            held = [n for n, f in enumerate(first) if f == holder and math.isfinite(values[n])]
+            if not held:
+                continue
+            known = Counter(values[n] for n in held).most_common(1)[0][0]
+            other = self.members[next(n for n in held if values[n] == known)]
+            for n in held:
+                if abs(values[n] - known) > near * abs(known):
+                    numbers = f" ({values[n]:g} and {known:g})" if shown else ""
+                    return f"rank {self.members[n]} differs from rank {other}{numbers}"
+        return ""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
@@ -116,16 +370,14 @@ class ManyRanks(Ranks):
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
         moved = marks.to(self._device)
-        dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+        self._sum(moved, dist.ReduceOp.MAX)
         if moved is not marks:
             marks.copy_(moved)
 
     def of_loss(self, loss: Tensor) -> str:
         """Say on which ranks the loss is not finite; "" if it is on none."""
-        every = torch.zeros(self._size, dtype=torch.float64, device=self._device)
-        every[dist.get_rank()] = loss
-        dist.all_reduce(every)
-        broken = [(n, v) for n, v in enumerate(every.tolist()) if not math.isfinite(v)]
+        every = self._gathered(loss.detach().double().reshape(())).tolist()
+        broken = [(n, v) for n, v in zip(self.members, every, strict=True) if not math.isfinite(v)]
         told = ", ".join(f"rank {number}'s loss is {value}" for number, value in broken)
         return told if len(broken) < self._size else f"the loss is {broken[0][1]} on every rank"
 
@@ -139,15 +391,74 @@ class ManyRanks(Ranks):
         )
 
 
-def ranks_of_this_process(device: torch.device, asked: Ranks | None = None) -> Ranks:
-    """Who was asked for; or :class:`ManyRanks` where ``torch.distributed`` runs several."""
+def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
+    """The global ranks of a group or of a mesh, in rising order; None: all."""
+    if isinstance(group, DeviceMesh):
+        return sorted(group.mesh.flatten().tolist())
+    return sorted(dist.get_process_group_ranks(group))
+
+
+_OWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
+def _line(members: Sequence[int], device: torch.device, group: Any) -> Any:
+    """The group for these ranks' sums: on a CPU one of its own, where gloo serves.
+
+    In DDP's group a rank that left a step out would answer a sum with a bucket of gradients, and
+    gloo ends both processes over two tensors of unlike size. In a group of its own such a sum ends
+    at the group's timeout, with an error that can be caught.
+    """
+    base = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if "cpu:gloo" not in dist.get_backend_config(base) or device.type != "cpu":
+        if len(members) == dist.get_world_size(base):
+            return base
+        return (
+            group.get_group()
+            if group.ndim == 1
+            else dist.new_group(members, use_local_synchronization=True)
+        )
+    made = _OWN.setdefault(dist.group.WORLD, {})
+    timeout = base._get_backend(device).options._timeout
+    key = (*members, timeout)
+    if key not in made:
+        made[key] = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
+    return made[key]
+
+
+def ranks_of_this_process(
+    device: torch.device,
+    asked: Ranks | None = None,
+    held_by: nn.Module | Iterable[Tensor] = (),
+) -> Ranks:
+    """Who was asked for; or :class:`ManyRanks` where ``torch.distributed`` runs several.
+
+    These are the ranks of the wrapper that a model has, DDP's group or the mesh of its parameters,
+    where that holds fewer than all.
+    """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return asked or (ManyRanks(device) if several else OneRank())
+    if asked or not several:
+        return asked or OneRank()
+    spans: dict[tuple[int, ...], Any] = {}
+    modules = held_by.modules() if isinstance(held_by, nn.Module) else ()
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            spans[(*_members(module.process_group),)] = module.process_group
+    for p in held_by.parameters() if isinstance(held_by, nn.Module) else held_by:
+        if isinstance(p, DTensor):
+            spans[(*_members(p.device_mesh),)] = p.device_mesh
+    widest = max(spans, key=len, default=())
+    whole = any({*span} - {*widest} for span in spans)  # groups that cross: tp within dp
+    return ManyRanks(device, group=None if whole else spans.get(widest))
 
 
-def as_ranks(value: object) -> Ranks:
-    """Check ``ranks=``."""
-    allowed = "halfstep.OneRank(), halfstep.ManyRanks(device), or None for the default group"
+def as_ranks(value: object, device: str | torch.device | None = None) -> Ranks:
+    """The ranks that ``ranks=`` gives: a group's, a mesh's, or a Ranks itself."""
+    if isinstance(value, dist.ProcessGroup | DeviceMesh):
+        return ManyRanks(device, group=value)
+    allowed = (
+        "a process group or device mesh that this rank is in, halfstep.ManyRanks(group=...), "
+        "halfstep.OneRank(), or None for the wrapper's group"
+    )
     return require(value, Ranks, "ranks=", allowed)
 
 

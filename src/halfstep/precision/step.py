@@ -64,8 +64,12 @@ from halfstep.precision.scaling.gradients import (
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.words import tell
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from halfstep.precision.ema import EMA
 
 
@@ -83,8 +87,9 @@ class Precision:
             leaves out up to K such steps in a row.
         on_spike: The same for a finite loss or norm far above the steps before; or ``"off"``.
         ema: An average that :meth:`step` updates, from exact masters, after applied steps.
-        ranks: The ranks that must agree on each step, and so must call each method together; by
-            default all of ``torch.distributed``.
+        ranks: The ranks that must agree on each step, and so must call each method together: a
+            process group, a device mesh, :class:`ManyRanks` or :class:`OneRank`. None: those of
+            the wrapper that the model has, DDP's group or FSDP2's mesh, else all.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -105,7 +110,7 @@ class Precision:
         on_nonfinite: str | Recovery = "stop",
         on_spike: str | Recovery = "off",
         ema: EMA | None = None,
-        ranks: Ranks | None = None,
+        ranks: Ranks | ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says."""
         checks.check_arguments(model, optimizer, ema)
@@ -118,7 +123,8 @@ class Precision:
             "on_nonfinite": Recovery.parse(on_nonfinite),
             "on_spike": Recovery.parse(on_spike, "on_spike"),
         }
-        self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
+        asked = None if ranks is None else as_ranks(ranks, self.device)
+        self.ranks = ranks_of_this_process(self.device, asked, model)
         self.clock = Clock()
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
@@ -134,6 +140,7 @@ class Precision:
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
+        self.ranks = self.ranks.bound(model.named_parameters())
         door = _StepDoor(self.optimizers)
         try:
             self._take(placed, door, ema)
@@ -207,10 +214,16 @@ class Precision:
         with self.masters.accumulation.running(scale, loss), self._context.arithmetic():
             if kind != "none":
                 scaled = scaled.float() * scale
-            scaled.backward(  # type: ignore[no-untyped-call]
-                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-            )
+            try:
+                scaled.backward(  # type: ignore[no-untyped-call]
+                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+                )
+            except RuntimeError as error:
+                self.ranks.lost(error)
+                raise
         if inputs is None or self.masters.trains(asked):
+            if self._loss is None:
+                self.ranks.begins()
             self._last = weakref.ref(loss)
             value = loss.detach().float().reshape(())
             self._loss = value if self._loss is None else self._loss + value
@@ -221,9 +234,19 @@ class Precision:
         """Whether anything back-propagated waits for a step, and was not cleared."""
         return self._loss is not None and not self.masters.accumulation.cleared()
 
-    @outside_graphs
     def discard(self) -> None:
-        """Drop everything back-propagated since the last step, as a ``zero_grad()`` of all does."""
+        """Drop everything back-propagated since the last step, as a ``zero_grad()`` of all does.
+
+        Raises:
+            PrecisionError: If another rank takes the step: all ranks leave one out, or none.
+        """
+        leaves = self.has_loss
+        self._drop()
+        if leaves:
+            self.ranks.leave_out()
+
+    @outside_graphs
+    def _drop(self) -> None:
         self.masters.clear()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
@@ -238,7 +261,7 @@ class Precision:
         try:
             self.settle()
         finally:
-            self.discard()
+            self._drop()
             self._steps.door.close()
             self._context.release()
             self._released()
@@ -250,8 +273,13 @@ class Precision:
         self._require_open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is not None and not isinstance(self.ranks, OneRank):
+                tell(error)
+                self.ranks.lost(error)
+        finally:
+            self.close()
 
     @outside_graphs
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
@@ -282,7 +310,7 @@ class Precision:
                 total = torch.zeros_like(total)
             return self._steps.take(total, max_norm)
         finally:
-            self.discard()
+            self._drop()
 
     @outside_graphs
     def settle(self) -> None:
@@ -363,6 +391,8 @@ class _Steps:
             if self._outcome.waits:
                 path.settle()
             return result
+        progress = self._outcome.progress
+        self._ranks.counts(progress.applied_total, progress.loss_scale.value)
         judged = self._examiner.judge(loss, gradients)
         if judged.broken:
             return self._outcome.skipped(judged)
@@ -383,8 +413,8 @@ class _Steps:
             gradients = self._masters.gradients()
             if not gradients:
                 raise PrecisionError(checks.NO_GRADIENTS)
-        except PrecisionError:
-            self._ranks.cannot()
+        except PrecisionError as error:
+            self._ranks.cannot(error)
             raise
         return gradients
 
