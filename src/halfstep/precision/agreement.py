@@ -23,7 +23,7 @@ import copy
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -41,6 +41,8 @@ from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
 from halfstep.precision.words import heard, listen, say, tell, told
 
+AnyRanks = Ranks | dist.ProcessGroup | DeviceMesh
+"""What ``ranks=`` takes: those of a group, of a mesh, or as an object says."""
 MARK = "tensor_model_parallel"
 """The attribute, set to True, of a plain parameter that is split over the model-parallel ranks.
 
@@ -97,9 +99,8 @@ class ManyRanks(Ranks):
                 "only the group's own ranks make a Precision or a GradScaler with it"
             )
         host = "cpu:" in dist.get_backend_config()
-        self._device = as_device(
-            device or ("cpu" if host else torch.accelerator.current_accelerator())
-        )
+        accelerator = torch.accelerator.current_accelerator()
+        self._device = as_device(device or ("cpu" if host else accelerator) or "cpu")
         self._group = _line(self.members, self._device, group)
         self._size, self._rank = len(self.members), self.members.index(dist.get_rank())
         self._loss_share = 1 / self._size if loss_share is None else loss_share
@@ -235,14 +236,15 @@ class ManyRanks(Ranks):
         """
         self._meet(self._row(_LEAVES_OUT)[0])
 
-    def agree(self, named_parameters: Mapping[str, Tensor]) -> None:
-        """Compare all weights, counts and the loss scale now; all ranks call it together.
+    def agree(self) -> None:
+        """Compare all weights now, not some of them as in a step; all ranks call it together.
 
         Raises:
             PrecisionError: On every rank, naming those that differ, and in what.
         """
         sums, mine = self._row(_TAKES)
-        self._look(dict(named_parameters), mine)
+        if every := {name: p for look in self._looks for name, p in look.items()}:
+            self._look(every, mine)
         self._meet(sums)
 
     def lost(self, error: BaseException) -> None:
@@ -408,26 +410,24 @@ def _line(members: Sequence[int], device: torch.device, group: Any) -> Any:
     gloo ends both processes over two tensors of unlike size. In a group of its own such a sum ends
     at the group's timeout, with an error that can be caught.
     """
-    base = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if "cpu:gloo" not in dist.get_backend_config(base) or device.type != "cpu":
-        if len(members) == dist.get_world_size(base):
-            return base
-        return (
-            group.get_group()
-            if group.ndim == 1
-            else dist.new_group(members, use_local_synchronization=True)
-        )
+    if isinstance(group, DeviceMesh):
+        group = group.get_group() if group.ndim == 1 else None
+    base: Any = group or dist.group.WORLD
+    own = device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(base)
+    if not own and len(members) == dist.get_world_size(base):
+        return base
     made = _OWN.setdefault(dist.group.WORLD, {})
     timeout = base._get_backend(device).options._timeout
-    key = (*members, timeout)
+    key = (*members, timeout, own)
     if key not in made:
-        made[key] = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
+        backend = "gloo" if own else None
+        made[key] = dist.new_group(members, timeout, backend, use_local_synchronization=True)
     return made[key]
 
 
 def ranks_of_this_process(
-    device: torch.device,
-    asked: Ranks | None = None,
+    device: str | torch.device,
+    asked: AnyRanks | None = None,
     held_by: nn.Module | Iterable[Tensor] = (),
 ) -> Ranks:
     """Who was asked for; or :class:`ManyRanks` where ``torch.distributed`` runs several.
@@ -435,31 +435,26 @@ def ranks_of_this_process(
     These are the ranks of the wrapper that a model has, DDP's group or the mesh of its parameters,
     where that holds fewer than all.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if asked or not several:
-        return asked or OneRank()
-    spans: dict[tuple[int, ...], Any] = {}
-    modules = held_by.modules() if isinstance(held_by, nn.Module) else ()
-    for module in modules:
-        if isinstance(module, DistributedDataParallel):
-            spans[(*_members(module.process_group),)] = module.process_group
-    for p in held_by.parameters() if isinstance(held_by, nn.Module) else held_by:
-        if isinstance(p, DTensor):
-            spans[(*_members(p.device_mesh),)] = p.device_mesh
+    if isinstance(asked, dist.ProcessGroup | DeviceMesh):
+        return ManyRanks(device, group=asked)
+    if asked is not None:
+        allowed = (
+            "a process group or a device mesh that this rank is in, halfstep.ManyRanks(...), "
+            "halfstep.OneRank(), or None for the ranks of the model's wrapper"
+        )
+        return require(asked, Ranks, "ranks=", allowed)
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return OneRank()
+    found: set[Any] = set()
+    if isinstance(held_by, nn.Module):
+        wrappers = [m for m in held_by.modules() if isinstance(m, DistributedDataParallel)]
+        found = {wrapper.process_group for wrapper in wrappers}
+        held_by = held_by.parameters()
+    found |= {p.device_mesh for p in held_by if isinstance(p, DTensor)}
+    spans = {(*_members(group),): group for group in found}
     widest = max(spans, key=len, default=())
-    whole = any({*span} - {*widest} for span in spans)  # groups that cross: tp within dp
-    return ManyRanks(device, group=None if whole else spans.get(widest))
-
-
-def as_ranks(value: object, device: str | torch.device | None = None) -> Ranks:
-    """The ranks that ``ranks=`` gives: a group's, a mesh's, or a Ranks itself."""
-    if isinstance(value, dist.ProcessGroup | DeviceMesh):
-        return ManyRanks(device, group=value)
-    allowed = (
-        "a process group or device mesh that this rank is in, halfstep.ManyRanks(group=...), "
-        "halfstep.OneRank(), or None for the wrapper's group"
-    )
-    return require(value, Ranks, "ranks=", allowed)
+    crossing = any({*span} - {*widest} for span in spans)  # such as DDP around tensor parallelism
+    return ManyRanks(device, group=None if crossing else spans.get(widest))
 
 
 @torch.no_grad()
@@ -479,7 +474,7 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
         PrecisionError: The same error on every rank: it names the first parameter that differs, or
             says that the ranks' models have different parameters.
     """
-    if isinstance(as_ranks(ranks), OneRank):
+    if isinstance(ranks, OneRank):
         return
     every = list(named_parameters)
     plain = [

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
-from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
+from halfstep.precision.agreement import AnyRanks, check_replicas, ranks_of_this_process
 from halfstep.precision.casting.autocast import (
     Autocast,
     ForwardWatch,
@@ -60,16 +60,12 @@ from halfstep.precision.scaling.gradients import (
     Judged,
     OneRank,
     Progress,
-    Ranks,
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
 from halfstep.precision.words import tell
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
     from halfstep.precision.ema import EMA
 
 
@@ -110,7 +106,7 @@ class Precision:
         on_nonfinite: str | Recovery = "stop",
         on_spike: str | Recovery = "off",
         ema: EMA | None = None,
-        ranks: Ranks | ProcessGroup | DeviceMesh | None = None,
+        ranks: AnyRanks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says."""
         checks.check_arguments(model, optimizer, ema)
@@ -123,12 +119,11 @@ class Precision:
             "on_nonfinite": Recovery.parse(on_nonfinite),
             "on_spike": Recovery.parse(on_spike, "on_spike"),
         }
-        asked = None if ranks is None else as_ranks(ranks, self.device)
-        self.ranks = ranks_of_this_process(self.device, asked, model)
         self.clock = Clock()
         self._loss: Tensor | None = None
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
+        self.ranks = ranks_of_this_process(self.device, ranks, model)
         placed = place(self.policy, model)
         narrow = [p.name for p in placed.low if low_bit.stays_bf16(p)]
         reason = self.support.reason

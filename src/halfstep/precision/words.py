@@ -23,12 +23,14 @@ SECONDS = 3.0  # a word is there before its rank is gone; ranks that wait time o
 def say(text: str) -> None:
     """Leave this rank's word; "" takes it back. Waits for nobody."""
     with suppress(RuntimeError):  # the store's process may be gone
-        _store().set(f"halfstep/{dist.get_rank()}", f"={text}")
+        word = text[:2000].encode(errors="replace").decode()  # a path may hold any bytes
+        _store().set(f"halfstep/{dist.get_rank()}", f"={word}")
 
 
 def tell(error: BaseException) -> None:
     """Say why this rank cannot go on; nothing if the reason is another rank."""
-    if dist.is_initialized() and dist.get_world_size() > 1 and not lost_contact(error):
+    own = isinstance(error, Exception | KeyboardInterrupt) and not lost_contact(error)
+    if own and dist.is_initialized() and dist.get_world_size() > 1:
         say(f"{type(error).__name__}: {error}")
 
 
@@ -70,6 +72,9 @@ def listen() -> None:
 
     def hook(kind: Any, error: BaseException, traceback: Any) -> None:
         tell(error)
+        if (peer := reason(error)) is not None:
+            peer.__cause__ = error
+            kind, error = PeerError, peer
         before(kind, error, traceback)
 
     sys.excepthook = hook

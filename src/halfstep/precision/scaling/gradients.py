@@ -174,8 +174,8 @@ class Ranks:
     def leave_out(self) -> None:
         """Leave a step out, which all ranks do or none."""
 
-    def agree(self, named_parameters: Mapping[str, Tensor]) -> None:
-        """Raise if ranks that hold copies of these weights do not hold the same."""
+    def agree(self) -> None:
+        """Raise if ranks that hold copies of weights do not hold the same."""
 
     def lost(self, error: BaseException) -> None:
         """Raise what is to be said in place of an error that another rank's end has caused."""
