@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from halfstep.errors import ConfigError, HalfstepError, PeerError
 from halfstep.precision.border import as_device
-from halfstep.precision.words import heard, reason, tell, told
+from halfstep.precision.words import heard, lost, tell
 
 T = TypeVar("T")
 
@@ -76,8 +76,7 @@ class World:
             self.close()
             return
         tell(error)
-        if (peer := reason(error)) is not None:
-            raise peer from error
+        lost(error, range(self.size))
         own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
@@ -170,8 +169,7 @@ class World:
             raise
         failed = self.largest(0, patience)
         if failed:
-            word = heard([self.size - failed]) or {self.size - failed: "failed, and says nothing"}
-            raise PeerError(told(word))
+            raise PeerError(heard([self.size - failed]))
         return result
 
     def largest(self, number: int, timeout: timedelta | None = None) -> int:

@@ -35,11 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PeerError, PrecisionError, lost_contact
+from halfstep.errors import PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
-from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
-from halfstep.precision.words import heard, listen, say, tell, told
+from halfstep.precision.words import heard, listen, lost, say, tell
 
 AnyRanks = Ranks | dist.ProcessGroup | DeviceMesh
 """What ``ranks=`` takes: those of a group, of a mesh, or as an object says."""
@@ -49,13 +49,13 @@ MARK = "tensor_model_parallel"
 **Source:** Megatron-Core, ``core/tensor_parallel/layers.py``, sets it on its split parameters.
 """
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-COUNTS = ("the step", "the applied steps", "the loss scale")
-_TAKES, _LEAVES_OUT, _CANNOT = range(3)  # what a rank does about a step
-_FIXED = 1 + len(COUNTS)  # columns before those of copies
-_PRIME = 2**52 - 47  # sums of bits modulo a prime that fp64 holds: no single bit is lost
-_ROUNDING = 1e-5  # of the squared norms of copies, where ranks have unlike kernels or threads
-_LOOKED_AT, _ELEMENTS = 64, 2**24  # weights whose bits are compared in one step, at most
-
+_FIXED = ("taking a step, which discard() leaves out on all ranks or on none", "the step",
+          "the applied steps", "the loss scale")  # fmt: skip
+"""What all ranks have in common: the first columns of their rows, and how an error calls them."""
+_TAKES, _LEAVES_OUT, _CANNOT = range(3)
+_PRIME = 2**52 - 47  # sums of bits modulo a prime below 2^53: fp64 holds them, no bit is lost
+_ROUNDING = 1e-5  # of a norm, which ranks with other kernels or threads add up otherwise
+_LOOKED_AT = 64  # weights whose bits are compared in one step, at most
 _PARTED = (
     ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
     "from the last checkpoint (halfstep train --resume), and look for memory or network faults, or "
@@ -110,53 +110,55 @@ class ManyRanks(Ranks):
                 f"model_parallel={model_parallel} does not divide the {self._size} ranks; give the "
                 "number of ranks that share one copy of the model"
             )
-        # what one model's Precision knows besides, by bound(): for a GradScaler, nothing
-        self._round = 0  # steps begun
-        self._counts: Sequence[float] = (0.0,) * len(COUNTS[1:])
+        self._at = 0, 0, 0.0
+        # of one model, by bound(): its trained parameters, how each lies over the ranks, and for
+        # those that are split alike, which part each rank has, where some have the same
+        self._named: list[tuple[str, Tensor]] = []
         self._shares: dict[Tensor, Share] = {}
-        self._columns: dict[str, int] = {}  # of parameters that are split alike: which column
-        self._first = torch.zeros(self._size, _FIXED, dtype=torch.int64)
-        self._looks: list[dict[str, Tensor]] = []
-        self._seen: tuple[dict[str, Tensor], Tensor] | None = None
+        self._parts: dict[str, list[int]] = {}
 
     def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
-        """These ranks for one model, whose copies are compared in each step; all call it together.
+        """These ranks for one model, whose copies are compared; all of them call it together.
 
         Raises:
-            PrecisionError: If a parameter is split over ranks that are not all of this group.
+            PrecisionError: As :func:`check_replicas` does.
         """
-        one, named = copy.copy(self), dict(named_parameters)
+        one, every = copy.copy(self), [*named_parameters]
         say("")
         listen()
-        one._shares = {p: self.share_of(p) for p in named.values()}
-        for name, parameter in named.items():
-            if isinstance(parameter, DTensor) and not {*_members(parameter.device_mesh)} <= {
-                *self.members
-            }:
+        one._shares = {p: self.share_of(p) for _, p in every}
+        for name, p in every:
+            ranks = _members(p.device_mesh) if isinstance(p, DTensor) else self.members
+            if not {*ranks} <= {*self.members}:
                 raise PrecisionError(
-                    f"{name} lies over ranks {_members(parameter.device_mesh)}, and ranks= has "
-                    f"only {self.members}; pass ranks={{that mesh}}, parameter.device_mesh"
+                    f"{name} lies over ranks {ranks}, and ranks= has only {self.members}; pass "
+                    "that parameter's device_mesh as ranks=, or a mesh or group with all of them"
                 )
-        trained = {n: p for n, p in named.items() if p.requires_grad}
-        held = {one._shares[p].split: one._shares[p].part for p in trained.values()}
-        digest = hashlib.blake2b(repr([*held]).encode(), digest_size=8).digest()
-        if not all(_alike(self, torch.tensor([int.from_bytes(digest, signed=True)]))):
-            return one  # meshes of another order of ranks: nothing says who holds what
-        one._columns = {split: _FIXED + 2 * number for number, split in enumerate(held)}
-        rows = self._gathered(torch.tensor([*held.values()], dtype=torch.int64)).tolist()
-        for column in zip(*rows, strict=True):
-            firsts: dict[int, int] = {}
-            first = [firsts.setdefault(part, rank) for rank, part in enumerate(column)]
-            pair = torch.tensor([first, first]).T
-            one._first = torch.cat([one._first, pair], dim=1)
-        one._looks = [{}]
-        elements = 0
-        for name, parameter in trained.items():
-            elements += parameter.numel()
-            if one._looks[-1] and (elements > _ELEMENTS or len(one._looks[-1]) == _LOOKED_AT):
-                one._looks.append({})
-                elements = parameter.numel()
-            one._looks[-1][name] = parameter
+        one._named = [(name, p) for name, p in every if p.requires_grad]
+        shares = [one._shares[p] for _, p in one._named]
+        kinds = repr([(name, str(p.dtype), p.requires_grad) for name, p in every])
+        kinds += repr(
+            [s.parts > 1 or p.shape for s, (_, p) in zip(shares, one._named, strict=True)]
+        )
+        held = {share.split: share.part for share in shares}
+        digest = hashlib.blake2b((kinds + repr([*held])).encode(), digest_size=8).digest()
+        if len({*self._gathered(torch.tensor(int.from_bytes(digest, signed=True))).tolist()}) > 1:
+            raise PrecisionError(
+                "the ranks' models have different parameters (names, shapes, dtypes, marks, meshes "
+                "or frozen ones), so the norm of all their gradients is not known; make them alike,"
+                " or pass ranks=halfstep.OneRank() where each process trains a model of its own"
+            )
+        table = self._gathered(torch.tensor([*held.values()], dtype=torch.int64)).T.tolist()
+        parts = zip(held, table, strict=True)
+        one._parts = {split: each for split, each in parts if len({*each}) < self._size}
+        if found := one._differing(one._named):
+            raise PrecisionError(
+                f"{found[0]} differs from rank to rank, and nothing says that ranks hold parts of "
+                f"it: mark it (parameter.{MARK} = True, and ranks=halfstep.ManyRanks(device, "
+                "model_parallel=N) where not all ranks share one copy of the model), broadcast it "
+                "from rank 0 if it is a copy, or pass ranks=halfstep.OneRank() where each process "
+                "trains a model of its own"
+            )
         return one
 
     def parts_of(self, parameter: Tensor) -> int:
@@ -187,13 +189,9 @@ class ManyRanks(Ranks):
         order = (mesh.mesh - mesh.mesh.min()).tolist()  # alike in meshes side by side
         return Share(parts, part, f"{axes} of {order}")
 
-    def begins(self) -> None:
-        """Count a step that begins: the first backward after the last one was taken or dropped."""
-        self._round += 1
-
-    def counts(self, applied: int, scale: float) -> None:
-        """What else all ranks must have in common before they measure."""
-        self._counts = applied, scale
+    def at(self, step: int, applied: int, scale: float) -> None:
+        """Where this rank is: steps begun and applied, and its loss scale."""
+        self._at = step, applied, scale
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The step's loss and gradient norm, summed over ranks in fp64; bit-equal on every rank.
@@ -212,11 +210,11 @@ class ManyRanks(Ranks):
             if some:
                 square = norm(some).double().to(self._device).square()
                 sums[1] += square * share.parts
-                if share.split in self._columns:
-                    mine[self._columns[share.split]] += square
-        if self._looks:
-            self._look(self._looks[self._round % len(self._looks)], mine)
-        value, squares = self._meet(sums)
+                if share.split in self._parts:
+                    mine[len(_FIXED) + 2 * [*self._parts].index(share.split)] += square
+        window = self._window(self._at[0])
+        self._look(window, mine)
+        value, squares = self._meet(sums, window)
         # one device adds micro-batch losses in fp32: rounding gives two ranks the same value
         value = torch.tensor(value, dtype=torch.float32).item()
         return value, math.sqrt(squares / self._size) if squares >= 0 else math.nan
@@ -226,53 +224,50 @@ class ManyRanks(Ranks):
         tell(error)
         with suppress(PeerError):  # this rank's own error is raised
             self._sum(self._row(_CANNOT)[0])
-        say("")
 
     def leave_out(self) -> None:
-        """Agree to leave a step out, which all ranks do or none.
+        """Leave a step out, which all ranks do or none.
 
         Raises:
             PrecisionError: On every rank, if another one takes the step.
         """
-        self._meet(self._row(_LEAVES_OUT)[0])
+        self._meet(self._row(_LEAVES_OUT)[0], [])
 
     def agree(self) -> None:
-        """Compare all weights now, not some of them as in a step; all ranks call it together.
+        """Compare all weights now, where a step looks at some; all ranks call it together.
 
         Raises:
-            PrecisionError: On every rank, naming those that differ, and in what.
+            PrecisionError: On every rank, with the weight and the ranks that differ.
         """
-        sums, mine = self._row(_TAKES)
-        if every := {name: p for look in self._looks for name, p in look.items()}:
-            self._look(every, mine)
-        self._meet(sums)
+        if found := self._differing(self._named):
+            raise PrecisionError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
 
     def lost(self, error: BaseException) -> None:
-        """Raise PeerError if the error means that another rank is gone, with what that one said."""
-        if lost_contact(error) and not isinstance(error, PeerError):
-            say(f"waits for the others in step {self._round}")
-            others = {*self.members} - {dist.get_rank()}
-            words = heard(others, wait=True)
-            words |= {rank: "says nothing, or has ended" for rank in others - {*words}}
-            told = "; ".join(f"rank {rank}: {word}" for rank, word in sorted(words.items()))
-            raise PeerError(f"step {self._round} waits for other ranks in vain: {told}") from error
+        """Raise PeerError with the other ranks' words if the error means that one is gone."""
+        lost(error, self.members, f" at step {self._at[0]}")
 
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
-        columns = self._first.shape[1]
+        columns = len(_FIXED) + 2 * len(self._parts)
         sums = torch.zeros(2 + self._size * columns, dtype=torch.float64, device=self._device)
         mine = sums[2:].view(self._size, columns)[self._rank]
-        fixed = [does, self._round, *self._counts]
-        mine[:_FIXED] = torch.tensor(fixed, dtype=torch.float64)
+        mine[: len(_FIXED)] = torch.tensor([does, *self._at], dtype=torch.float64)
         return sums, mine
 
-    def _look(self, named: dict[str, Tensor], mine: Tensor) -> None:
-        """Write the sums of some weights' bits into this rank's row."""
-        bits = [sum_of_bits(local_part(p)).to(self._device) for p in named.values()]
-        self._seen = named, torch.stack(bits)
-        for split, column in self._columns.items():
-            held = [n for n, p in enumerate(named.values()) if self.share_of(p).split == split]
-            mine[column + 1] = self._seen[1][held].sum() % _PRIME
+    def _window(self, step: int) -> list[tuple[str, Tensor]]:
+        """The weights whose turn it is."""
+        start = step * _LOOKED_AT % max(1, len(self._named))
+        return [*self._named[start:], *self._named[:start]][:_LOOKED_AT]
+
+    def _look(self, window: list[tuple[str, Tensor]], mine: Tensor) -> None:
+        """Write the sums of these weights' bits into this rank's row."""
+        for number, split in enumerate(self._parts):
+            bits = [self._bits(p) for _, p in window if self._shares[p].split == split]
+            if bits:
+                mine[len(_FIXED) + 2 * number + 1] = torch.stack(bits).sum() % _PRIME
+
+    def _bits(self, parameter: Tensor) -> Tensor:
+        return sum_of_bits(local_part(parameter)).to(self._device)
 
     def _sum(self, table: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         try:
@@ -288,76 +283,74 @@ class ManyRanks(Ranks):
         self._sum(rows)
         return rows.cpu()
 
-    def _meet(self, sums: Tensor) -> tuple[float, float]:
-        """Add up all ranks' sums; the first two, if the rows agree."""
+    def _meet(self, sums: Tensor, window: list[tuple[str, Tensor]]) -> tuple[float, float]:
+        """Add up all ranks' sums; the first two, if the rows of ranks with copies are alike."""
         self._sum(sums)
         sums = sums.cpu()
         rows = sums[2:].view(self._size, -1)
-        if not torch.equal(rows, rows.gather(0, self._first)):
-            self._require_alike(rows)
+        if not torch.equal(rows, rows[:1].expand_as(rows)):
+            self._require_alike(rows.T.tolist(), window)
         value, squares = sums[:2].tolist()
         return value, squares
 
-    def _require_alike(self, rows: Tensor) -> None:
-        """Raise, on every rank, what the rows tell; values that are not finite are no matter."""
-        does = rows[:, 0].tolist()
-        unable = [rank for rank, what in zip(self.members, does, strict=True) if what == _CANNOT]
-        if unable:
+    def _require_alike(self, columns: list[list[float]], window: list[tuple[str, Tensor]]) -> None:
+        """Raise, on every rank, what the rows tell."""
+        if unable := [
+            rank for rank, d in zip(self.members, columns[0], strict=True) if d == _CANNOT
+        ]:
             raise PrecisionError(
                 f"{len(unable)} of {self._size} ranks could not take this step, so none does: "
-                f"{told(heard(unable, wait=True))}"
+                f"{heard(unable)}"
             )
-        if out := self._apart(does, [0] * self._size):
-            raise PrecisionError(
-                f"{out} whether to take step {self._round}: one has called discard(); call it on "
-                "all ranks or on none"
-            )
-        for column, what in enumerate(COUNTS, 1):
-            if out := self._apart(rows[:, column].tolist(), [0] * self._size, shown=True):
-                raise PrecisionError(f"{out} in {what}{_PARTED}")
-        for column in self._columns.values():
-            if self._apart(rows[:, column + 1].tolist(), self._first[:, column].tolist()):
-                self._name_weight()
-        for column in self._columns.values():
-            norms = rows[:, column].sqrt().tolist()
-            if out := self._apart(norms, self._first[:, column].tolist(), _ROUNDING, shown=True):
+        for values, what in zip(columns, _FIXED, strict=False):
+            if who := self._apart(values, [0] * self._size, shown=True):
+                raise PrecisionError(f"{who} in {what}{_PARTED}")
+        of_copies = columns[len(_FIXED) :]
+        bits = zip(of_copies[1::2], self._parts.values(), strict=True)
+        if any([self._apart(values, parts) for values, parts in bits]):
+            name, who = self._differing(window) or ("no weight any more", "a rank differed")
+            raise PrecisionError(f"{who} in {name} at step {self._at[0]}{_PARTED}")
+        for squares, parts in zip(of_copies[::2], self._parts.values(), strict=True):
+            norms = [math.sqrt(square) for square in squares]
+            if who := self._apart(norms, parts, _ROUNDING, shown=True):
                 raise PrecisionError(
-                    f"{out} in the norm of its gradients, whose weights are copies: nothing has "
-                    "reduced them. Wrap the model in DistributedDataParallel, leave no_sync() for "
-                    "a step's last micro-batch, or pass ranks=halfstep.OneRank() where each "
-                    "process trains a model of its own"
+                    f"{who} in the norm of gradients of copied weights: nothing has reduced them. "
+                    "Wrap the model in DistributedDataParallel, leave no_sync() for a step's last "
+                    "micro-batch, or pass ranks=halfstep.OneRank() where each process trains a "
+                    "model of its own"
                 )
 
-    def _name_weight(self) -> None:
-        """Raise with the first weight, of those looked at, that differs between ranks."""
-        assert self._seen is not None
-        named, bits = self._seen
-        for (name, p), sums in zip(named.items(), self._gathered(bits).T.tolist(), strict=True):
-            column = self._columns.get(self.share_of(p).split)
-            if column is None:
-                continue
-            if out := self._apart(sums, self._first[:, column].tolist()):
-                raise PrecisionError(f"{out} in {name} at step {self._round}{_PARTED}")
+    def _differing(self, named: list[tuple[str, Tensor]]) -> tuple[str, str] | None:
+        """The first of these weights that ranks with the same part do not hold alike, and who."""
+        some = [(name, p) for name, p in named if self._shares[p].split in self._parts]
+        if some:
+            table = self._gathered(torch.stack([self._bits(p) for _, p in some])).T.tolist()
+            for (name, p), values in zip(some, table, strict=True):
+                if who := self._apart(values, self._parts[self._shares[p].split]):
+                    return name, who
+        return None
 
     def _apart(
         self,
         values: Sequence[float],
-        first: Sequence[int],
+        parts: Sequence[int],
         near: float = 0.0,
         *,
         shown: bool = False,
     ) -> str:
-        """Which rank's value is not that of most ranks with the same part; "" if they are alike."""
-        for holder in {*first}:
-            held = [n for n, f in enumerate(first) if f == holder and math.isfinite(values[n])]
-            if not held:
-                continue
-            known = Counter(values[n] for n in held).most_common(1)[0][0]
-            other = self.members[next(n for n in held if values[n] == known)]
-            for n in held:
-                if abs(values[n] - known) > near * abs(known):
-                    numbers = f" ({values[n]:g} and {known:g})" if shown else ""
-                    return f"rank {self.members[n]} differs from rank {other}{numbers}"
+        """Which rank's finite value is not that of most with the same part; "" if they agree."""
+        for part in {*parts}:
+            held = {
+                rank: value
+                for rank, value, its in zip(self.members, values, parts, strict=True)
+                if its == part and math.isfinite(value)
+            }
+            for known, _ in Counter(held.values()).most_common(1):
+                other = next(rank for rank, value in held.items() if value == known)
+                for rank, value in held.items():
+                    if abs(value - known) > near * abs(known):
+                        numbers = f" ({value:g} and {known:g})" if shown else ""
+                        return f"rank {rank} differs from rank {other}{numbers}"
         return ""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
@@ -457,7 +450,6 @@ def ranks_of_this_process(
     return ManyRanks(device, group=None if crossing else spans.get(widest))
 
 
-@torch.no_grad()
 def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """Refuse trainable parameters that are neither sharded nor marked, and differ between ranks.
 
@@ -474,46 +466,10 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
         PrecisionError: The same error on every rank: it names the first parameter that differs, or
             says that the ranks' models have different parameters.
     """
-    if isinstance(ranks, OneRank):
-        return
-    every = list(named_parameters)
-    plain = [
-        (name, p)
-        for name, p in every
-        if p.requires_grad and not is_sharded(p) and not getattr(p, MARK, False)
-    ]
-    kinds = repr([(name, str(p.dtype), p.requires_grad) for name, p in every])
-    kinds += repr([(name, tuple(p.shape)) for name, p in plain])
-    digest = hashlib.blake2b(kinds.encode(), digest_size=8).digest()
-    if not all(_alike(ranks, torch.tensor([int.from_bytes(digest, signed=True)]))):
-        raise PrecisionError(
-            "the ranks' models have different parameters (names, shapes, dtypes, marks or frozen "
-            "ones), so the norm of all their gradients is not known; make them alike, or pass "
-            "ranks=halfstep.OneRank() where each process trains a model of its own"
-        )
-    sums = [sum_of_bits(p) for _, p in plain]
-    alike = _alike(ranks, torch.stack(sums)) if sums else []
-    for (name, _), same in zip(plain, alike, strict=True):
-        if not same:
-            raise PrecisionError(
-                f"{name} differs from rank to rank, and nothing says that ranks hold parts of it: "
-                f"mark it (parameter.{MARK} = True, and ranks=halfstep.ManyRanks(device, "
-                "model_parallel=N) where not all ranks share one copy of the model), broadcast it "
-                "from rank 0 if it is a copy, or pass ranks=halfstep.OneRank() where each process "
-                "trains a model of its own"
-            )
+    ranks.bound(named_parameters)
 
 
 def sum_of_bits(parameter: Tensor) -> Tensor:
     """The sum, modulo 2^64, of all elements' bit patterns read as integers."""
     bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     return bits.detach().contiguous().view(WORDS[bits.element_size()]).sum(dtype=torch.int64)
-
-
-def _alike(ranks: Ranks, numbers: Tensor) -> list[bool]:
-    """Element-wise, whether all ranks gave the same int64: whether maximum equals minimum."""
-    largest, least = numbers.clone(), -numbers
-    ranks.worst_(largest)
-    ranks.worst_(least)
-    alike: list[bool] = (largest == -least).tolist()
-    return alike

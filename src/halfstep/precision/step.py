@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
-from halfstep.precision.agreement import AnyRanks, check_replicas, ranks_of_this_process
+from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
 from halfstep.precision.casting.autocast import (
     Autocast,
     ForwardWatch,
@@ -121,6 +121,7 @@ class Precision:
         }
         self.clock = Clock()
         self._loss: Tensor | None = None
+        self._begun = 0  # steps, with their first backward
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
         self.ranks = ranks_of_this_process(self.device, ranks, model)
@@ -134,7 +135,6 @@ class Precision:
             reason += f"; {placed.left_out}"
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
-        check_replicas(model.named_parameters(), self.ranks)
         self.ranks = self.ranks.bound(model.named_parameters())
         door = _StepDoor(self.optimizers)
         try:
@@ -217,8 +217,7 @@ class Precision:
                 self.ranks.lost(error)
                 raise
         if inputs is None or self.masters.trains(asked):
-            if self._loss is None:
-                self.ranks.begins()
+            self._begun += self._loss is None
             self._last = weakref.ref(loss)
             value = loss.detach().float().reshape(())
             self._loss = value if self._loss is None else self._loss + value
@@ -238,6 +237,7 @@ class Precision:
         leaves = self.has_loss
         self._drop()
         if leaves:
+            self._meet()
             self.ranks.leave_out()
 
     @outside_graphs
@@ -303,6 +303,7 @@ class Precision:
             total = self._loss
             if total is not None and not self.has_loss:  # as in torch, zero gradients are a step
                 total = torch.zeros_like(total)
+            self._meet()
             return self._steps.take(total, max_norm)
         finally:
             self._drop()
@@ -359,6 +360,10 @@ class Precision:
         self.masters.adopt()
         self.masters.load_(values)
 
+    def _meet(self) -> None:
+        progress = self.outcome.progress
+        self.ranks.at(self._begun, progress.applied_total, progress.loss_scale.value)
+
     def _require_open(self) -> None:
         if not self._released.alive:
             raise PrecisionError(checks.CLOSED)
@@ -386,8 +391,6 @@ class _Steps:
             if self._outcome.waits:
                 path.settle()
             return result
-        progress = self._outcome.progress
-        self._ranks.counts(progress.applied_total, progress.loss_scale.value)
         judged = self._examiner.judge(loss, gradients)
         if judged.broken:
             return self._outcome.skipped(judged)

@@ -1,7 +1,7 @@
-"""What a rank says to the others where no collective can carry it: in the store of the group.
+"""What a rank says to the others where no collective can carry it: in the group's store.
 
-A rank that fails leaves its word before its process ends, and its end is what the others notice:
-their collectives fail, with a text about sockets. They look here for the reason.
+A rank that fails leaves its word before its process ends. The others notice only that end: their
+collectives fail, with a text about sockets. Here they look for the reason.
 """
 
 from __future__ import annotations
@@ -17,52 +17,42 @@ import torch.distributed as dist
 
 from halfstep.errors import PeerError, lost_contact
 
-SECONDS = 3.0  # a word is there before its rank is gone; ranks that wait time out one by one
+_SECONDS = 3.0  # ranks that wait for each other time out one after the other
 
 
 def say(text: str) -> None:
     """Leave this rank's word; "" takes it back. Waits for nobody."""
+    word = text[:2000].encode(errors="replace").decode()  # a path may hold any bytes
     with suppress(RuntimeError):  # the store's process may be gone
-        word = text[:2000].encode(errors="replace").decode()  # a path may hold any bytes
         _store().set(f"halfstep/{dist.get_rank()}", f"={word}")
 
 
 def tell(error: BaseException) -> None:
     """Say why this rank cannot go on; nothing if the reason is another rank."""
-    own = isinstance(error, Exception | KeyboardInterrupt) and not lost_contact(error)
-    if own and dist.is_initialized() and dist.get_world_size() > 1:
+    if isinstance(error, Exception | KeyboardInterrupt) and _many() and not lost_contact(error):
         say(f"{type(error).__name__}: {error}")
 
 
-def heard(ranks: Iterable[int], *, wait: bool = False) -> dict[int, str]:
-    """The words of those of these ranks that have left one; waits a little until all have."""
-    found: dict[int, str] = {}
-    ranks, end = [*ranks], time.monotonic() + SECONDS * wait
+def heard(ranks: Iterable[int], seconds: float = 0.0) -> str:
+    """What these ranks have said, after a wait of at most so long for those that have not."""
+    words, end = dict.fromkeys(ranks, ""), time.monotonic() + seconds
     with suppress(RuntimeError):
-        while len(found) < len(ranks):
-            for rank in ranks:
+        while True:
+            for rank in words:
                 key = f"halfstep/{rank}"
-                word = _store().get(key).decode()[1:] if _store().check([key]) else ""
-                if word:
-                    found[rank] = word
-            if time.monotonic() > end:
+                words[rank] = _store().get(key).decode()[1:] if _store().check([key]) else ""
+            if all(words.values()) or time.monotonic() > end:
                 break
             time.sleep(0.02)
-    return found
+    return "; ".join(f"rank {rank}: {word or 'says nothing'}" for rank, word in words.items())
 
 
-def reason(error: BaseException) -> PeerError | None:
-    """The error to raise in place of lost contact: another rank's own words, if it left some."""
-    if not (dist.is_initialized() and lost_contact(error)) or isinstance(error, PeerError):
-        return None
-    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-    words = heard(others)
-    return PeerError(told(words)) if words else None
-
-
-def told(words: dict[int, str]) -> str:
-    """Words by rank, for a message."""
-    return "; ".join(f"rank {rank}: {word}" for rank, word in sorted(words.items()))
+def lost(error: BaseException, ranks: Iterable[int], at: str = "") -> None:
+    """Raise PeerError with the other ranks' words if the error means that one of them is gone."""
+    if lost_contact(error) and not isinstance(error, PeerError) and _many():
+        say(f"waits for the others{at}")
+        others = heard([rank for rank in ranks if rank != dist.get_rank()], _SECONDS)
+        raise PeerError(f"lost contact with another rank{at}: {others}") from error
 
 
 @cache
@@ -72,12 +62,13 @@ def listen() -> None:
 
     def hook(kind: Any, error: BaseException, traceback: Any) -> None:
         tell(error)
-        if (peer := reason(error)) is not None:
-            peer.__cause__ = error
-            kind, error = PeerError, peer
         before(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _many() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _store() -> Any:

@@ -92,7 +92,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
     settings = session.config.run
-    session.precision.ranks.agree()
     books = _Books(session, path)
     with (
         Interrupt() as interrupt,

@@ -162,11 +162,8 @@ class Ranks:
         """These ranks, for one model; all ranks call it together."""
         return self
 
-    def begins(self) -> None:
-        """Count a step that begins with its first backward."""
-
-    def counts(self, applied: int, scale: float) -> None:
-        """What else must be equal on all ranks when they measure."""
+    def at(self, step: int, applied: int, scale: float) -> None:
+        """What must be equal on all ranks when they measure."""
 
     def cannot(self, error: BaseException) -> None:
         """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
