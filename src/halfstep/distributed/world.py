@@ -76,7 +76,7 @@ class World:
             self.close()
             return
         tell(error)
-        lost(error, range(self.size))
+        lost(error, range(self.size), "waits for the others")
         own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):

@@ -242,9 +242,9 @@ class ManyRanks(Ranks):
         if found := self._differing(self._named):
             raise PrecisionError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
 
-    def lost(self, error: BaseException) -> None:
+    def lost(self, error: BaseException, doing: str) -> None:
         """Raise PeerError with the other ranks' words if the error means that one is gone."""
-        lost(error, self.members, f" at step {self._at[0]}")
+        lost(error, self.members, doing)
 
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
@@ -273,7 +273,7 @@ class ManyRanks(Ranks):
         try:
             dist.all_reduce(table, op=op, group=self._group)
         except RuntimeError as error:
-            self.lost(error)
+            self.lost(error, f"takes step {self._at[0]}")
             raise
 
     def _gathered(self, row: Tensor) -> Tensor:

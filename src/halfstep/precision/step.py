@@ -214,7 +214,7 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
             except RuntimeError as error:
-                self.ranks.lost(error)
+                self.ranks.lost(error, f"runs a backward after step {self.clock.step}")
                 raise
         if inputs is None or self.masters.trains(asked):
             self._begun += self._loss is None
@@ -272,7 +272,7 @@ class Precision:
         try:
             if error is not None and not isinstance(self.ranks, OneRank):
                 tell(error)
-                self.ranks.lost(error)
+                self.ranks.lost(error, f"runs its loop after step {self.clock.step}")
         finally:
             self.close()
 

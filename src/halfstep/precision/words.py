@@ -47,12 +47,12 @@ def heard(ranks: Iterable[int], seconds: float = 0.0) -> str:
     return "; ".join(f"rank {rank}: {word or 'says nothing'}" for rank, word in words.items())
 
 
-def lost(error: BaseException, ranks: Iterable[int], at: str = "") -> None:
+def lost(error: BaseException, ranks: Iterable[int], doing: str) -> None:
     """Raise PeerError with the other ranks' words if the error means that one of them is gone."""
     if lost_contact(error) and not isinstance(error, PeerError) and _many():
-        say(f"waits for the others{at}")
+        say(doing)
         others = heard([rank for rank in ranks if rank != dist.get_rank()], _SECONDS)
-        raise PeerError(f"lost contact with another rank{at}: {others}") from error
+        raise PeerError(f"lost contact with another rank, as this one {doing}: {others}") from error
 
 
 @cache

@@ -174,7 +174,7 @@ class Ranks:
     def agree(self) -> None:
         """Raise if ranks that hold copies of weights do not hold the same."""
 
-    def lost(self, error: BaseException) -> None:
+    def lost(self, error: BaseException, doing: str) -> None:
         """Raise what is to be said in place of an error that another rank's end has caused."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
