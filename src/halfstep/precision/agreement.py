@@ -39,7 +39,7 @@ from halfstep.errors import PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
 from halfstep.precision.masters.local_part import local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
-from halfstep.precision.words import heard, listen, lost, say, tell
+from halfstep.precision.words import heard, listen, lost, say
 
 AnyRanks = Ranks | dist.ProcessGroup | DeviceMesh
 """What ``ranks=`` takes: those of a group, of a mesh, or as an object says."""
@@ -92,15 +92,16 @@ class ManyRanks(Ranks):
             PrecisionError: If ``model_parallel`` does not divide the number of ranks, or this
                 process is not in the group.
         """
+        named = None if device is None else as_device(device)
         self.members = _members(group)
         if dist.get_rank() not in self.members:
             raise PrecisionError(
                 f"ranks= is a group of ranks {self.members}, and this is rank {dist.get_rank()}; "
                 "only the group's own ranks make a Precision or a GradScaler with it"
             )
-        host = "cpu:" in dist.get_backend_config()
-        accelerator = torch.accelerator.current_accelerator()
-        self._device = as_device(device or ("cpu" if host else accelerator) or "cpu")
+        host = torch.device("cpu") if "cpu:" in dist.get_backend_config() else None
+        own = torch.accelerator.current_accelerator()
+        self._device = named or host or own or torch.device("cpu")
         self._group = _line(self.members, self._device, group)
         self._size, self._rank = len(self.members), self.members.index(dist.get_rank())
         self._loss_share = 1 / self._size if loss_share is None else loss_share
@@ -219,9 +220,8 @@ class ManyRanks(Ranks):
         value = torch.tensor(value, dtype=torch.float32).item()
         return value, math.sqrt(squares / self._size) if squares >= 0 else math.nan
 
-    def cannot(self, error: BaseException) -> None:
-        """Tell the other ranks, in :meth:`measure` now or later, why this one cannot step."""
-        tell(error)
+    def cannot(self) -> None:
+        """Tell the other ranks, in :meth:`measure` now or later, that this one cannot step."""
         with suppress(PeerError):  # this rank's own error is raised
             self._sum(self._row(_CANNOT)[0])
 

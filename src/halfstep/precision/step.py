@@ -412,7 +412,8 @@ class _Steps:
             if not gradients:
                 raise PrecisionError(checks.NO_GRADIENTS)
         except PrecisionError as error:
-            self._ranks.cannot(error)
+            tell(error)
+            self._ranks.cannot()
             raise
         return gradients
 

@@ -165,7 +165,7 @@ class Ranks:
     def at(self, step: int, applied: int, scale: float) -> None:
         """What must be equal on all ranks when they measure."""
 
-    def cannot(self, error: BaseException) -> None:
+    def cannot(self) -> None:
         """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
 
     def leave_out(self) -> None:
