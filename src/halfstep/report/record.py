@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from halfstep.diagnostics.lost_updates import lost_share
@@ -149,17 +148,6 @@ class RunRecord:
             for group, (steps, values) in self.groups("lost_updates").items()
         }
         return {group: share for group, share in shares.items() if not math.isnan(share)}
-
-    @property
-    def moved(self) -> float:
-        """The largest share by which a step changed the median layer's weights; or NaN."""
-        found = []
-        for line in self.health:
-            layers = line.get("layers")
-            each = [*layers.values()] if isinstance(layers, dict) else []
-            rates = [number(layer.get("update")) for layer in each if isinstance(layer, dict)]
-            found += [median(rate for rate in rates if rate is not None)] if any(rates) else []
-        return max(filter(math.isfinite, found), default=math.nan)
 
     @property
     def events(self) -> list[Event]:
