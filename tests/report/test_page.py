@@ -132,5 +132,8 @@ def test_several_runs_are_a_table_and_a_page(folder, tmp_path, capsys):
     assert 'lang="zh-CN"' in page.read_text()
     assert main(["report", str(runs[0])]) == 0
     assert capsys.readouterr().out.endswith(f"Written: {runs[0] / 'report.html'}\n")
+    report = make_report([read_run(run) for run in runs])
+    assert report.differs == {"run.max_steps": ["8", "29"]}
+    assert "What differs" in report.to_html()
     assert main(["report"]) == 2
     assert "give the folder of a run" in capsys.readouterr().err

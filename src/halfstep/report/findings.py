@@ -18,7 +18,7 @@ import torch
 from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD
 from halfstep.report import N_, gettext
-from halfstep.report.record import BROKEN, RunRecord, number
+from halfstep.report.record import BROKEN, RunRecord
 from halfstep.shown import typed_trainer
 
 Level = Literal["fault", "warning", "note"]

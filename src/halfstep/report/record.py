@@ -62,7 +62,6 @@ class RunRecord:
         health: The lines of ``health.jsonl``: each layer's numbers, and the alarms.
         causes: What made a step's loss or gradients not finite, where that was found out.
         scores: ``report.json``: a classifier's answers to its validation examples, at their best.
-        made_with: The hashes of data and tokenizer by name, from the newest checkpoint.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -74,7 +73,6 @@ class RunRecord:
     health: Sequence[Line] = ()
     causes: Sequence[Line] = ()
     scores: Line = field(default_factory=dict)
-    made_with: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -191,8 +189,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
-    states = sorted(folder.glob("checkpoints/step-*/state.json"))
-    made_with = _json(states[-1], damaged).get("made_with") if states else {}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -202,7 +198,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         health=lines[HEALTH],
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
-        made_with=made_with if isinstance(made_with, dict) else {},
         damaged=damaged,
         known_policy=policy,
     )
