@@ -243,8 +243,6 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     steps, losses = run.applied.series("loss")
     certain = run.config.get("task") in COMMANDS or _grew(run)
     found = _rose(losses, RISE if certain else 1 / 3)
-    if run.stopped in BROKEN and (exploded := _exploded(run.series("loss")[1])):
-        (steps, losses), found, certain = run.series("loss"), exploded, True
     if found:
         low, last = found
         certain = certain or not math.isfinite(last)
@@ -289,17 +287,6 @@ def _rose(losses: Sequence[float], share: float) -> tuple[int, float] | None:
     between = windows[(peak + len(windows) - 1) // 2]
     back = last < start and between - last > (between - best) / 4
     return (low, last) if last > least and not back else None
-
-
-def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
-    """As :func:`_rose`, of a run that broke: its last two finite losses rose above 20 before."""
-    finite = [i for i, loss in enumerate(losses) if math.isfinite(loss)][-22:]
-    if len(finite) < 3:
-        return None
-    *before, last, end = (losses[i] for i in finite)
-    fell = next(filter(math.isfinite, losses)) - min(losses[i] for i in finite)
-    least = max(before) + RISE * max(abs(max(before)), fell)
-    return (min(finite, key=losses.__getitem__), end) if end > last > least else None
 
 
 def _layer(run: RunRecord) -> Iterator[RunFinding]:
