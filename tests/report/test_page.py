@@ -7,7 +7,6 @@ import re
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.errors import ConfigError
 from halfstep.report.page import make_report
 from halfstep.report.record import read_run
 from report.conftest import line
@@ -114,12 +113,6 @@ def test_a_page_is_written_whole(folder, tmp_path):
     path = report.write(tmp_path / "new" / "r.html")
     assert "healthy" in path.read_text(encoding="utf-8")
     assert not [p for p in path.parent.iterdir() if p != path]
-
-
-def test_a_name_that_cannot_be_written(folder, tmp_path):
-    report = make_report([read_run(folder([line(1)]))])
-    with pytest.raises(ConfigError, match=r"ends in \.html"):
-        report.write(tmp_path / "r.pdf")
 
 
 def test_several_runs_are_a_table_and_a_page(folder, tmp_path, capsys):

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation
-from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
@@ -122,12 +121,7 @@ class Ran:
         Raises:
             PrecisionError: If there is no policy, or a rule matches nothing.
         """
-        value = self.policy if policy is None else parse_policy(policy)
-        if value is None:
-            raise PrecisionError(
-                "differences() needs a policy, as the trace was made without a Precision; allowed: "
-                "differences('bf16-mixed')"
-            )
+        value = parse_policy(policy or self.policy)  # type: ignore[arg-type]  # or it is refused
         placed = place(value, self._model)
         kept = {p.name for p in placed.modules if p.fp32}
         recipes = {p.name: p.recipe for p in placed.low if not stays_bf16(p)}

@@ -21,7 +21,6 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
-from halfstep.errors import ConfigError
 from halfstep.files import write_whole
 from halfstep.report import N_, gettext
 from halfstep.report.findings import COMMANDS, FEW, RunFinding, findings, verdict
@@ -109,13 +108,7 @@ class Report:
         )
 
     def write(self, path: Path) -> Path:
-        """Write the page; whole or not at all.
-
-        Raises:
-            ConfigError: If the path's suffix is not .html.
-        """
-        if path.suffix.lower() != ".html":
-            raise ConfigError(f"--out {path}; allowed: a name that ends in .html")
+        """Write the page; whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_html())
         return path
