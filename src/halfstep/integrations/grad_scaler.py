@@ -127,11 +127,6 @@ class GradScaler(torch.amp.GradScaler):
         self._strict = strict
         self._bounds: tuple[float, float] | None = STRICT_BOUNDS if strict else None
         if self._bounds is not None:
-            if not math.isfinite(growth_factor) or not backoff_factor > 0:
-                raise PrecisionError(
-                    f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; "
-                    "allowed with halfstep's options: a finite growth and a back-off above 0"
-                )
             self._require_within(init_scale, "init_scale")
         # rounds between two updates: skipped in all, skipped in a row, and applied
         self._skipped: _Held = 0
