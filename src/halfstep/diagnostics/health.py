@@ -268,8 +268,7 @@ class _Step:
     def before(self, name: str, weight: Tensor) -> None:
         """Measure a weight's largest magnitude, and keep a sample."""
         if weight.numel():
-            largest = torch.linalg.vector_norm(weight, math.inf)
-            self._add("weight", name.rpartition(".")[0], largest.float())
+            self._add("weight", name.rpartition(".")[0], _magnitude(weight).float())
             self._samples[name] = sampled(weight).clone()
 
     def after(self, name: str, weight: Tensor) -> None:
@@ -302,7 +301,7 @@ class _Step:
     def _ended(self, call: Call, output: Any) -> None:
         for x in tensors_in(output) if call.learns else ():
             if _is_measured(x) and x is not self._last:  # or it is passed on as it came
-                self._largest("activation", call.name, torch.linalg.vector_norm(_bare(x), math.inf))
+                self._largest("activation", call.name, _magnitude(_bare(x)))
                 self._last = x
         if self._modules is not None and self._modules.running is None:
             self._restore()
@@ -314,7 +313,7 @@ class _Step:
     def _begun(self, args: Any) -> None:
         self.called = True
         for x in filter(_is_measured, tensors_in(args)):
-            self._largest("activation", INPUT, torch.linalg.vector_norm(_bare(x), math.inf))
+            self._largest("activation", INPUT, _magnitude(_bare(x)))
         for name, seen in (("scaled_dot_product_attention", self._attend), ("softmax", self._soft)):
             self._replaced.append(Replaced(F, name, seen))
 
@@ -350,6 +349,12 @@ def _is_measured(x: Tensor) -> bool:
 
 def _bare(x: Tensor) -> Tensor:
     return local_part(x.detach())
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    """The largest magnitude; on a CPU the norm of order infinity takes 70 times as long."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
 
 
 def _wide(x: Tensor) -> torch.dtype:
