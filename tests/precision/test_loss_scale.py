@@ -58,6 +58,8 @@ def test_static_scale_never_moves():
     scale.load_state_dict({"value": 1024.0})
     with pytest.raises(PrecisionError, match="another precision policy"):
         scale.load_state_dict({"value": 1024.0, "good_steps": 0, "hysteresis_left": 1})
+    with pytest.raises(PrecisionError, match=r"is \{'value': 512.0\}, and this one"):
+        scale.load_state_dict({"value": 512.0})
     assert scale.value == 1024.0
 
 

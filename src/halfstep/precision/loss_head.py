@@ -248,10 +248,10 @@ def _backward(run: Any, ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[T
     The first backward gives the gradients away, so that no copy of them is made; a second one
     (``retain_graph=True``) computes them anew.
     """
-    if torch.is_grad_enabled():  # only so under create_graph=True
+    if torch.is_grad_enabled():  # only so under create_graph=True, as in torch.func
         raise NotImplementedError(
             "linear_cross_entropy has no second derivative (its gradients are computed in "
-            "forward); for create_graph=True use cross_entropy of the model's logits"
+            "forward); for create_graph=True and torch.func use F.cross_entropy of the logits"
         )
     if grad_loss is None:  # what came after the loss has no gradient for it
         return (None,) * (len(ctx.how) + 4)
