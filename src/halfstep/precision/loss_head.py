@@ -297,11 +297,6 @@ def _require_targets_in_range(targets_N: Tensor, vocab: int, ignore_index: int) 
     )
 
 
-def _autocast_is_on(device_type: str) -> bool:
-    # is_autocast_enabled raises on device types without autocast, such as "meta"
-    return device_type in WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
-
-
 def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which ``x @ weight.T`` must run to honour the caller's autocast.
 
@@ -309,6 +304,9 @@ def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     does not touch either); otherwise it is the smallest dtype that holds both operands exactly.
     """
     promoted = torch.promote_types(x.dtype, weight.dtype)
-    if promoted != torch.float64 and _autocast_is_on(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    # is_autocast_enabled raises on device types without autocast, such as "meta"
+    on = device in WITH_AUTOCAST and torch.is_autocast_enabled(device)
+    if on and promoted != torch.float64:
+        return torch.get_autocast_dtype(device)
     return promoted

@@ -230,16 +230,14 @@ STORED: dict[Function, Cast] = {
 _here = threading.local()  # casting: this thread runs an operation whose casts are kept
 
 
-class _Kept:
+class _Kept(NamedTuple):
     """Of what torch may keep casts, from one drop to the next; other threads drop them, too."""
 
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
-        self.memory: dict[int, StorageWeakRef] = {}  # by where it begins, while these live
-        self.begun = False  # with no casts
+    seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]]  # by id: version and address
+    memory: dict[int, StorageWeakRef]  # by where it begins, while these live
 
 
-_kept = _Kept()
+_kept: _Kept | None = None
 
 
 def _is_plain(value: Any) -> bool:  # of other classes, as fakes, addresses are not to be asked
@@ -254,14 +252,9 @@ def drop_casts() -> None:
     While torch makes one it holds a lock: then they go at the end of the operation.
     """
     global _kept
-    _kept = _Kept()  # first, so that who makes a cast meanwhile finds that it is noted nowhere
-    _begin(_kept)
-
-
-def _begin(kept: _Kept) -> None:
+    _kept = None  # first, so that who makes a cast meanwhile finds that it is noted nowhere
     if not getattr(_here, "casting", False):
         torch.clear_autocast_cache()
-        kept.begun = True
 
 
 def run_native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,7 +267,7 @@ def run_native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return func(*args, **kwargs)
     finally:
         _here.casting = outer
-        if kept is not _kept:
+        if kept is None or kept is not _kept:
             drop_casts()
 
 
@@ -283,9 +276,11 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
 
     Returns where these are noted, or None if one cannot be asked: its casts must not be kept.
     """
+    global _kept
     kept, known = _kept, True
-    if not kept.begun:
-        _begin(kept)
+    if kept is None:
+        drop_casts()  # which somebody else may not have finished
+        kept = _kept = _Kept({}, {})
     for value in values:
         if isinstance(value, list | tuple):
             known = before_use(value) is kept and known
@@ -308,7 +303,8 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
 
 def before_write(values: Iterable[Any]) -> None:
     """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
-    if not _kept.seen or torch.compiler.is_compiling():
+    kept = _kept
+    if kept is None or torch.compiler.is_compiling():
         return
     for value in values:
         if isinstance(value, list | tuple):
@@ -318,7 +314,7 @@ def before_write(values: Iterable[Any]) -> None:
                 if not _is_plain(value):
                     written = value.requires_grad
                 else:
-                    owner = _kept.memory.get(value.untyped_storage().data_ptr())
+                    owner = kept.memory.get(value.untyped_storage().data_ptr())
                     written = owner is not None and not owner.expired()  # type: ignore[no-untyped-call]
                 if written:
                     drop_casts()
