@@ -127,18 +127,11 @@ def by_another_thread(run=drop_casts):
     thread.join()
 
 
-class Own(nn.Parameter):
-    pass
-
-
-class Other(torch.Tensor):
-    pass
-
-
+OTHER = type("Other", (torch.Tensor,), {})
 KINDS = (
     lambda w: w.clone().requires_grad_(),
-    Own,
-    lambda w: torch.Tensor._make_subclass(Other, w, True),
+    type("Own", (nn.Parameter,), {}),
+    lambda w: torch.Tensor._make_subclass(OTHER, w, True),
 )
 
 
@@ -225,7 +218,7 @@ def test_without_a_mode_a_call_of_the_model_looks_at_its_weights():
         model.register_forward_pre_hook(look)
         with torch.autocast("cpu", torch.bfloat16):
             model(X)
-            WRITES[write](model, None)
+            _open = WRITES[write](model, None)
             with torch.set_grad_enabled(write != "numpy"):
                 found = model(X)
             drop_casts()

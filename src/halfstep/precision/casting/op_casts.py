@@ -49,18 +49,13 @@ _OPERATORS = (OpOverload, OpOverloadPacket)  # called as such, by an exported pr
 _entered = threading.local()
 
 
-@cache
-def _is_mutable(func: Any) -> bool:
-    one = func if isinstance(func, OpOverload) else getattr(func, func.overloads()[0])
-    return bool(one._schema.is_mutable)
-
-
 def _before(
-    cast: Cast | None, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cast: Cast | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Cast | None:
     """Let go of the casts that are kept of what a function writes, and say how it is cast."""
     if cast is None and type(func) in _OPERATORS and not torch.compiler.is_compiling():
-        before_write((*args, *kwargs.values()) if _is_mutable(func) else ())
+        one = func if type(func) is OpOverload else getattr(func, func.overloads()[0])
+        before_write((*args, *kwargs.values()) if one._schema.is_mutable else ())
         cast = "operator"
     before_write((kwargs.get("out"), *(args[:1] if cast in _WRITES else ())))
     return None if cast == "write" else cast

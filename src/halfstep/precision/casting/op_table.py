@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 Cast = Literal[
@@ -240,11 +241,6 @@ class _Kept(NamedTuple):
 _kept: _Kept | None = None
 
 
-def _is_plain(value: Any) -> bool:  # of other classes, as fakes, addresses are not to be asked
-    kind = type(value)
-    return kind is nn.Parameter or kind is Tensor or issubclass(kind, nn.Parameter)
-
-
 def drop_casts() -> None:
     """Drop all casts, which torch keeps for the whole process.
 
@@ -284,10 +280,8 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
     for value in values:
         if isinstance(value, list | tuple):
             known = before_use(value) is kept and known
-        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+        elif _is_leaf(value) and value.requires_grad:
             try:
-                if not _is_plain(value):
-                    raise RuntimeError
                 now, seen = (value._version, value.data_ptr()), kept.seen.get(id(value))
                 if seen is None or seen[0]() is not value:  # another may get its id
                     kept.seen[id(value)] = weakref.ref(value), now
@@ -296,9 +290,13 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
                 elif seen[1] != now:
                     drop_casts()
                     return before_use(values)
-            except RuntimeError:  # it has no memory, as in torch.func, or no version
+            except RuntimeError:  # it has no version, or no memory: in torch.func, a DTensor
                 known = False
     return kept if known else None
+
+
+def _is_leaf(value: Any) -> bool:  # a fake's address is not to be asked
+    return isinstance(value, Tensor) and value.is_leaf and type(value) is not FakeTensor
 
 
 def before_write(values: Iterable[Any]) -> None:
@@ -309,21 +307,20 @@ def before_write(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, list | tuple):
             before_write(value)
-        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
-            with suppress(RuntimeError):  # of what has no memory, as in torch.func
-                if not _is_plain(value):
-                    written = value.requires_grad
-                else:
-                    owner = kept.memory.get(value.untyped_storage().data_ptr())
-                    written = owner is not None and not owner.expired()  # type: ignore[no-untyped-call]
-                if written:
+        elif _is_leaf(value):  # what has a graph shares no memory
+            with suppress(RuntimeError):  # of what has no memory no cast is kept
+                owner = kept.memory.get(value.untyped_storage().data_ptr())
+                if owner is not None and not owner.expired():  # type: ignore[no-untyped-call]
                     drop_casts()
 
 
 def before_forward(weights: Iterable[Tensor], seen: list[Any], *_: object) -> None:
     """Drop the casts if weights are not as ``seen``, or gradients were turned on or off since."""
     if not torch.compiler.is_compiling():
-        now = [(id(w), w._version, w.data_ptr() if _is_plain(w) else 0) for w in weights]
+        now = [
+            (id(w), w._version, w.data_ptr() if issubclass(type(w), nn.Parameter) else 0)
+            for w in weights
+        ]
         if seen != [torch.is_grad_enabled(), now]:
             seen[:] = torch.is_grad_enabled(), now
             drop_casts()
