@@ -64,8 +64,6 @@ def test_static_scale_never_moves():
 # --- state ----------------------------------------------------------------------------------------
 
 OPTIONS = {"init_scale": 256.0, "growth_interval": 3, "hysteresis": 2}
-
-
 GOOD = {"value": 64.0, "good_steps": 0, "hysteresis_left": 1}
 BAD_STATES = [
     {},
@@ -114,16 +112,13 @@ def test_contradictions_are_refused():
     every(
         [
             ({"growth_factor": 1.0}, "growth_factor > 1"),
-            ({"growth_factor": 0.5}, "growth_factor > 1"),
             ({"backoff_factor": 1.0}, "> backoff_factor"),
-            ({"backoff_factor": 2.0}, "> backoff_factor"),
             ({"min_scale": 0.5}, "1 <= min_scale"),
             ({"init_scale": 0.5}, "1 <= min_scale"),
             ({"min_scale": 2.0**17}, "min_scale <= init_scale .* got 131072, 65536, "),
             ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
             ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
             ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
-            ({"kind": None}, "allowed: none, static, dynamic"),
         ],
         check,
     )

@@ -115,12 +115,11 @@ def cause_class(
     if kind == "not finite in the input data":
         roles = [operand.role for operand in operands if operand.nan or operand.inf]
         return next((name for role, name in _OF_ROLE.items() if role in roles), "data not finite")
-    invalid = kind == "0 / 0 or invalid"
-    if (zero_divisor and known.base.endswith("addcdiv")) or (
-        invalid and "_fused_adam" in known.base
-    ):
+    if zero_divisor and known.base.endswith("addcdiv"):
         return "eps too small"
-    if invalid:
+    if kind == "0 / 0 or invalid":
+        if known.base.startswith("_fused_adam"):
+            return "eps too small"
         # a mean over the targets' weights; where there is no target, it has no operand
         if known.base.startswith("nll_loss") and "self" in [o.name for o in operands]:
             return "every target is ignored"
