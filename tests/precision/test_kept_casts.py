@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
@@ -111,7 +112,8 @@ def test_a_written_weight_is_used_as_it_is():
 
 
 def by_another_thread():
-    thread = threading.Thread(target=drop_casts)
+    # which uses other weights then
+    thread = threading.Thread(target=lambda: (drop_casts(), op_table.before_use([])))
     thread.start()
     thread.join()
 
@@ -128,6 +130,7 @@ OTHER = type("Other", (torch.Tensor,), {})
 KINDS = (
     lambda w: w.clone().requires_grad_(),
     lambda w: torch.Tensor._make_subclass(OTHER, w, True),
+    lambda w: TwoTensor(w, w.clone()).requires_grad_(),  # as a DTensor, without a memory
     type("Own", (nn.Parameter,), {}),
 )
 
