@@ -280,7 +280,9 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
     for value in values:
         if isinstance(value, list | tuple):
             known = before_use(value) is kept and known
-        elif _is_leaf(value) and value.requires_grad:
+        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            if type(value) is FakeTensor:  # whose address is not to be asked
+                continue
             try:
                 now, seen = (value._version, value.data_ptr()), kept.seen.get(id(value))
                 if seen is None or seen[0]() is not value:  # another may get its id
@@ -295,10 +297,6 @@ def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
     return kept if known else None
 
 
-def _is_leaf(value: Any) -> bool:  # a fake's address is not to be asked
-    return isinstance(value, Tensor) and value.is_leaf and type(value) is not FakeTensor
-
-
 def before_write(values: Iterable[Any]) -> None:
     """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
     kept = _kept
@@ -307,7 +305,8 @@ def before_write(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, list | tuple):
             before_write(value)
-        elif _is_leaf(value):  # what has a graph shares no memory
+        # what has a graph shares no memory
+        elif isinstance(value, Tensor) and value.is_leaf and type(value) is not FakeTensor:
             with suppress(RuntimeError):  # of what has no memory no cast is kept
                 owner = kept.memory.get(value.untyped_storage().data_ptr())
                 if owner is not None and not owner.expired():  # type: ignore[no-untyped-call]
