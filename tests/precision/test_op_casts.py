@@ -18,7 +18,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
 from halfstep.precision.casting import op_casts
 from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.casting.cast import cast_parameters_
+from halfstep.precision.casting.cast import GroupedRegion, cast_parameters_
 from halfstep.precision.casting.op_casts import LEAVES, StoredCasts
 from halfstep.precision.casting.op_table import MIXED_ON_CPU, OPS, STORED, spellings
 
@@ -248,3 +248,36 @@ def test_a_program_that_would_keep_half_of_the_casts_is_refused(policy):
         torch.export.export(model, (x,))
     with torch.no_grad():
         assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@torch.library.custom_op("tests::grouped_mm_fallback", mutates_args=())
+def fallback(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Stands for transformers' own, which a graph has where weights are fp32."""
+    raise AssertionError("nobody saw the call")
+
+
+fallback.register_fake(lambda x, w, offs: x.new_empty(len(x), w.shape[2]))
+
+
+@pytest.mark.parametrize(
+    ("call", "compiles"),
+    [
+        (F.grouped_mm, False),  # of fp32 in a graph torch refuses it before a mode sees it
+        (torch._grouped_mm, False),
+        (torch.ops.tests.grouped_mm_fallback, True),
+    ],
+)
+def test_where_no_mode_is_experts_multiply_in_the_format_of_autocast(call, compiles):
+    class Experts(nn.Module):
+        def forward(self, x, w):
+            return call(x, w, offs=torch.tensor([3, 8], dtype=torch.int32))
+
+    model, x, w = Experts(), torch.randn(8, 16), torch.randn(2, 16, 32, requires_grad=True)
+    GroupedRegion(model).attach()
+    expected = torch.cat([x[:3].to(B16) @ w[0].to(B16), x[3:].to(B16) @ w[1].to(B16)])
+    for run in (model, *[torch.compile(model, backend="aot_eager", fullgraph=True)] * compiles):
+        with torch.autocast("cpu", B16):
+            y = run(x, w)
+        assert y.dtype == B16
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+        assert torch.autograd.grad(y.float().sum(), w)[0].dtype == F32

@@ -21,11 +21,11 @@ import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast, outside_graphs
-from halfstep.precision.casting.op_casts import inside_casts, no_frame
+from halfstep.precision.casting.op_casts import GroupedCasts, inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import PlacedModel, Placement, place
+from halfstep.precision.policy.rules import PlacedModel, Placement, has_stacks, place
 from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
@@ -374,9 +374,24 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
             continue
         low_bit.LowBitLinear(placement, clock).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
+    if placed.policy.casts_per_op and _device_type(placed.model, (), {}) == "cuda":
+        for module in filter(has_stacks, placed.model.modules()):
+            GroupedRegion(module).attach()
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
         FormatRegion(placed.policy, placement).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
+
+
+class GroupedRegion(Region):
+    """The forward of a module with experts, on a device that has no mode for all of torch's calls.
+
+    Without it grouped matmuls under ``*-mixed`` would run in fp32, expert by expert.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, in a mode that sees grouped matmuls."""
+        with GroupedCasts():
+            return self.inside(args, kwargs)
 
 
 def is_cast(value: object) -> bool:
