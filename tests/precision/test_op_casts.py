@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -18,7 +19,7 @@ from halfstep.errors import PrecisionError
 from halfstep.optim import AdamW
 from halfstep.precision.casting import op_casts
 from halfstep.precision.casting.autocast import Autocast
-from halfstep.precision.casting.cast import GroupedRegion, cast_parameters_
+from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.casting.op_casts import LEAVES, StoredCasts
 from halfstep.precision.casting.op_table import MIXED_ON_CPU, OPS, STORED, spellings
 
@@ -256,28 +257,27 @@ def fallback(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     raise AssertionError("nobody saw the call")
 
 
-fallback.register_fake(lambda x, w, offs: x.new_empty(len(x), w.shape[2]))
-
-
-@pytest.mark.parametrize(
-    ("call", "compiles"),
-    [
-        (F.grouped_mm, False),  # of fp32 in a graph torch refuses it before a mode sees it
-        (torch._grouped_mm, False),
-        (torch.ops.tests.grouped_mm_fallback, True),
-    ],
-)
-def test_where_no_mode_is_experts_multiply_in_the_format_of_autocast(call, compiles):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_multiply_in_the_format_of_autocast_on_every_device(compiled):
     class Experts(nn.Module):
-        def forward(self, x, w):
-            return call(x, w, offs=torch.tensor([3, 8], dtype=torch.int32))
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 16, 32))
 
-    model, x, w = Experts(), torch.randn(8, 16), torch.randn(2, 16, 32, requires_grad=True)
-    GroupedRegion(model).attach()
-    expected = torch.cat([x[:3].to(B16) @ w[0].to(B16), x[3:].to(B16) @ w[1].to(B16)])
-    for run in (model, *[torch.compile(model, backend="aot_eager", fullgraph=True)] * compiles):
-        with torch.autocast("cpu", B16):
-            y = run(x, w)
-        assert y.dtype == B16
+        def forward(self, call):
+            return call(x, self.w, offs=torch.tensor([3, 8], dtype=torch.int32))
+
+    model, x = Experts(), torch.randn(8, 16)
+    precision = Precision("bf16-mixed", model, AdamW(model.parameters()))
+    low, w = x.to(B16), model.w.detach().to(B16)
+    expected = torch.cat([low[:3] @ w[0], low[3:] @ w[1]]).float()
+    run, calls = model, (F.grouped_mm, torch._grouped_mm)
+    if compiled:
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        calls = (torch.ops.tests.grouped_mm_fallback,)
+    bare = torch.autocast("cpu", B16)  # as on CUDA, without a mode for all of torch's calls
+    for call, context in itertools.product(calls, (bare, precision.autocast())):
+        with context:
+            y = run(call)
         torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
-        assert torch.autograd.grad(y.float().sum(), w)[0].dtype == F32
+        assert torch.autograd.grad(y.sum(), model.w)[0].dtype == F32

@@ -374,7 +374,7 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
             continue
         low_bit.LowBitLinear(placement, clock).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
-    if placed.policy.casts_per_op and _device_type(placed.model, (), {}) == "cuda":
+    if placed.policy.casts_per_op:
         for module in filter(has_stacks, placed.model.modules()):
             GroupedRegion(module).attach()
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
@@ -383,9 +383,9 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
 
 
 class GroupedRegion(Region):
-    """The forward of a module with experts, on a device that has no mode for all of torch's calls.
+    """The forward of a module with experts, whose grouped matmuls torch's autocast does not cast.
 
-    Without it grouped matmuls under ``*-mixed`` would run in fp32, expert by expert.
+    Without it CUDA runs them in fp32, expert by expert, and so do graphs of transformers' experts.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
