@@ -262,14 +262,14 @@ def test_experts_multiply_in_the_format_of_autocast_on_every_device(compiled):
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = nn.Parameter(torch.randn(2, 16, 32))
+            self.own = nn.ParameterList([torch.randn(2, 16, 32)])
 
         def forward(self, call):
-            return call(x, self.w, offs=torch.tensor([3, 8], dtype=torch.int32))
+            return call(x, self.own[0], offs=torch.tensor([3, 8], dtype=torch.int32))
 
     model, x = Experts(), torch.randn(8, 16)
     precision = Precision("bf16-mixed", model, AdamW(model.parameters()))
-    low, w = x.to(B16), model.w.detach().to(B16)
+    low, w = x.to(B16), model.own[0].detach().to(B16)
     expected = torch.cat([low[:3] @ w[0], low[3:] @ w[1]]).float()
     run, calls = model, (F.grouped_mm, torch._grouped_mm)
     if compiled:
@@ -280,4 +280,4 @@ def test_experts_multiply_in_the_format_of_autocast_on_every_device(compiled):
         with context:
             y = run(call)
         torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
-        assert torch.autograd.grad(y.sum(), model.w)[0].dtype == F32
+        assert torch.autograd.grad(y.sum(), model.own[0])[0].dtype == F32

@@ -42,8 +42,6 @@ _DENSE = (torch.strided, torch.jagged, torch._mkldnn)  # type: ignore[attr-defin
 _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
-_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
-"""The last is transformers', which takes fp32 weights in a graph of torch.compile."""
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _entered = threading.local()
@@ -281,21 +279,6 @@ class StoredCasts(OpCasts):
 
     def _looks_inside(self, func: Function) -> bool:
         return True
-
-
-class GroupedCasts(TorchFunctionMode):
-    """Casts what grouped matmuls multiply, as torch's autocast, which does not know them, would."""
-
-    @no_frame
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _GROUPED:
-            x, weights, *rest = args
-            kind = weights.device.type
-            if torch.is_autocast_enabled(kind):
-                low = torch.get_autocast_dtype(kind)
-                return F.grouped_mm(x.to(low), weights.to(low), *rest, **kwargs)
-        return func(*args, **kwargs)
 
 
 def inside_casts() -> bool:

@@ -79,9 +79,7 @@ class PlacedModel:
 
     @property
     def left_out(self) -> str:
-        """What recipes do not reach, in words; empty if nothing."""
-        if not self.unreached:
-            return ""
+        """What recipes do not reach, in words."""
         return (
             f"modules that multiply by weights of their own ({len(self.unreached)}), not by linear "
             f"layers, stay in bf16: {self.unreached[0]}"
