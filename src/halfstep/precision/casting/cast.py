@@ -51,7 +51,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
     if isinstance(value, MutableMapping):
-        result = copy.copy(value)  # which keeps a subclass's attributes
+        # a copy keeps a subclass's attributes, but torch 2.11 makes no graph of it
+        traced = torch.compiler.is_compiling() and dataclasses.is_dataclass(value)
+        result = dataclasses.replace(value) if traced else copy.copy(value)
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
         return result

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _dynamo
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import (
@@ -76,12 +77,12 @@ class OpCasts(TorchFunctionMode):
     """
 
     table: Mapping[Function, Cast] = {}
-    compute = torch.float32
     as_autocast = False
     """Whether fp64 and the tensors of other devices are left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.compute = compute
         self.covered = False
         self._running: list[Function] = []
 
@@ -115,6 +116,10 @@ class OpCasts(TorchFunctionMode):
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
             if func is Tensor.split:
                 return args[0].split(*args[1:], **(kwargs or {}))
+            if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
+                with OpCasts():  # which Dynamo lets no body be the first to enter
+                    pass
+                return checkpoint(self._within(args[0]), *args[1:], **(kwargs or {}))
         cast = self.table.get(func)
         if (cast in _WRITES if cast else type(func) in _OPERATORS) or (kwargs and "out" in kwargs):
             cast = _before(cast, func, args, kwargs or {})
@@ -137,6 +142,15 @@ class OpCasts(TorchFunctionMode):
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
+
+    def _within(self, function: Function) -> Function:
+        """A function that runs with this mode on, in a graph that has left it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with type(self)(self.compute):
+                return function(*args, **kwargs)
+
+        return run
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
@@ -279,10 +293,6 @@ class StoredCasts(OpCasts):
     """Promotes operands of two dtypes to one under a policy with 16-bit weights."""
 
     table = STORED
-
-    def __init__(self, compute: torch.dtype) -> None:
-        super().__init__()
-        self.compute = compute
 
     def _is_on(self) -> bool:
         return True
