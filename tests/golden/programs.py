@@ -475,7 +475,6 @@ SCALERS: dict[str, Callable[[], Seen]] = {
     "overflows at first": lambda: scaled_loop(init_scale=2.0**30),
     "two optimizers": lambda: scaled_loop(2, spoil=(2, 5)),
     "strict": lambda: scaled_loop(spoil=(2, 3), strict=True),
-    "skips too often": lambda: scaled_loop(spoil=(1, 2, 3, 4), max_consecutive_skips=3),
     "off": lambda: scaled_loop(enabled=False),
 }
 

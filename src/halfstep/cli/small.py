@@ -101,8 +101,8 @@ def _report(arguments: Report) -> None:
     path = report.write(Path(arguments.out) if arguments.out else default)
     for row in report.rows:
         print(f"{row.record.name}: {row.verdict}")
-    if report.comparison:
+    if len(report.rows) > 1:
         heads = [*dict.fromkeys(head for row in report.rows for head in row.card)]
         rows = [[row.card.get(head, "-") for head in heads] for row in report.rows]
-        print("", aligned([heads, *rows]), "", report.comparison.verdict, "", sep="\n")
+        print("", aligned([heads, *rows]), "", sep="\n")
     print(f"Written: {path}")

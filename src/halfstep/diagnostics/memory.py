@@ -32,8 +32,6 @@ PARTS = {
     "batch": "inputs and targets",
 }
 """Part of the memory to its meaning."""
-SAVED = ("cast copies", "activations", "logits")
-"""What lives from the forward to the backward, and grows with the batch but for the casts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +61,6 @@ class Memory:
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(map(self.part, PARTS))
-
-    @property
-    def saved(self) -> int:
-        """Bytes that live from the forward to the backward."""
-        return sum(map(self.part, SAVED))
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]
