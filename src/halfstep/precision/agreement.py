@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import PeerError, PrecisionError
 from halfstep.precision.border import as_device, require
-from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.local_part import fsdp_modules, local_part
 from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
 from halfstep.precision.words import heard, listen, lost, say
 
@@ -442,7 +442,8 @@ def ranks_of_this_process(
     if isinstance(held_by, nn.Module):
         wrappers = [m for m in held_by.modules() if isinstance(m, DistributedDataParallel)]
         found = {wrapper.process_group for wrapper in wrappers}
-        held_by = held_by.parameters()
+        # tensor parallelism alone does not say who sums the gradients of its copies: all may
+        held_by = held_by.parameters() if found or any(fsdp_modules(held_by)) else ()
     found |= {p.device_mesh for p in held_by if isinstance(p, DTensor)}
     spans = {(*_members(group),): group for group in found}
     widest = max(spans, key=len, default=())
