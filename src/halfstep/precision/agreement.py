@@ -55,6 +55,7 @@ _FIXED = ("taking a step, which discard() leaves out on all ranks or on none", "
 _TAKES, _LEAVES_OUT, _CANNOT = range(3)
 _PRIME = 2**52 - 47  # sums of bits modulo a prime below 2^53: fp64 holds them, no bit is lost
 _ROUNDING = 1e-5  # of a norm, which ranks with other kernels or threads add up otherwise
+_SHOWN = " ({:g} and {:g})"
 _LOOKED_AT = 64  # weights whose bits are compared in one step, at most
 _PARTED = (
     ": ranks that hold copies of one model have parted ways, and no later step can mend it; go on "
@@ -242,10 +243,6 @@ class ManyRanks(Ranks):
         if found := self._differing(self._named):
             raise PrecisionError(f"{found[1]} in {found[0]} after step {self._at[0]}{_PARTED}")
 
-    def lost(self, error: BaseException, doing: str) -> None:
-        """Raise PeerError with the other ranks' words if the error means that one is gone."""
-        lost(error, self.members, doing)
-
     def _row(self, does: int) -> tuple[Tensor, Tensor]:
         """The sums of a step, all zero, and this rank's own row of them, which is a view."""
         columns = len(_FIXED) + 2 * len(self._parts)
@@ -262,18 +259,15 @@ class ManyRanks(Ranks):
     def _look(self, window: list[tuple[str, Tensor]], mine: Tensor) -> None:
         """Write the sums of these weights' bits into this rank's row."""
         for number, split in enumerate(self._parts):
-            bits = [self._bits(p) for _, p in window if self._shares[p].split == split]
+            bits = [sum_of_bits(p) for _, p in window if self._shares[p].split == split]
             if bits:
                 mine[len(_FIXED) + 2 * number + 1] = torch.stack(bits).sum() % _PRIME
-
-    def _bits(self, parameter: Tensor) -> Tensor:
-        return sum_of_bits(local_part(parameter)).to(self._device)
 
     def _sum(self, table: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         try:
             dist.all_reduce(table, op=op, group=self._group)
         except RuntimeError as error:
-            self.lost(error, f"takes step {self._at[0]}")
+            lost(error, self.members, f"takes step {self._at[0]}")
             raise
 
     def _gathered(self, row: Tensor) -> Tensor:
@@ -295,15 +289,14 @@ class ManyRanks(Ranks):
 
     def _require_alike(self, columns: list[list[float]], window: list[tuple[str, Tensor]]) -> None:
         """Raise, on every rank, what the rows tell."""
-        if unable := [
-            rank for rank, d in zip(self.members, columns[0], strict=True) if d == _CANNOT
-        ]:
+        unable = [self.members[n] for n, does in enumerate(columns[0]) if does == _CANNOT]
+        if unable:
             raise PrecisionError(
                 f"{len(unable)} of {self._size} ranks could not take this step, so none does: "
                 f"{heard(unable)}"
             )
         for values, what in zip(columns, _FIXED, strict=False):
-            if who := self._apart(values, [0] * self._size, shown=True):
+            if who := self._apart(values, [0] * self._size, shown=_SHOWN):
                 raise PrecisionError(f"{who} in {what}{_PARTED}")
         of_copies = columns[len(_FIXED) :]
         bits = zip(of_copies[1::2], self._parts.values(), strict=True)
@@ -312,7 +305,7 @@ class ManyRanks(Ranks):
             raise PrecisionError(f"{who} in {name} at step {self._at[0]}{_PARTED}")
         for squares, parts in zip(of_copies[::2], self._parts.values(), strict=True):
             norms = [math.sqrt(square) for square in squares]
-            if who := self._apart(norms, parts, _ROUNDING, shown=True):
+            if who := self._apart(norms, parts, _ROUNDING, _SHOWN):
                 raise PrecisionError(
                     f"{who} in the norm of gradients of copied weights: nothing has reduced them. "
                     "Wrap the model in DistributedDataParallel, leave no_sync() for a step's last "
@@ -324,7 +317,7 @@ class ManyRanks(Ranks):
         """The first of these weights that ranks with the same part do not hold alike, and who."""
         some = [(name, p) for name, p in named if self._shares[p].split in self._parts]
         if some:
-            table = self._gathered(torch.stack([self._bits(p) for _, p in some])).T.tolist()
+            table = self._gathered(torch.stack([sum_of_bits(p) for _, p in some])).T.tolist()
             for (name, p), values in zip(some, table, strict=True):
                 if who := self._apart(values, self._parts[self._shares[p].split]):
                     return name, who
@@ -335,22 +328,17 @@ class ManyRanks(Ranks):
         values: Sequence[float],
         parts: Sequence[int],
         near: float = 0.0,
-        *,
-        shown: bool = False,
+        shown: str = "",
     ) -> str:
         """Which rank's finite value is not that of most with the same part; "" if they agree."""
         for part in {*parts}:
-            held = {
-                rank: value
-                for rank, value, its in zip(self.members, values, parts, strict=True)
-                if its == part and math.isfinite(value)
-            }
+            rows = zip(self.members, values, parts, strict=True)
+            held = {rank: v for rank, v, its in rows if its == part and math.isfinite(v)}
             for known, _ in Counter(held.values()).most_common(1):
                 other = next(rank for rank, value in held.items() if value == known)
                 for rank, value in held.items():
                     if abs(value - known) > near * abs(known):
-                        numbers = f" ({value:g} and {known:g})" if shown else ""
-                        return f"rank {rank} differs from rank {other}{numbers}"
+                        return f"rank {rank} differs from rank {other}" + shown.format(value, known)
         return ""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
@@ -471,6 +459,7 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], ranks: Ranks)
 
 
 def sum_of_bits(parameter: Tensor) -> Tensor:
-    """The sum, modulo 2^64, of all elements' bit patterns read as integers."""
-    bits = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    """The sum, modulo 2^64, of all bit patterns of this rank's part, read as integers."""
+    bits = local_part(parameter)
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
     return bits.detach().contiguous().view(WORDS[bits.element_size()]).sum(dtype=torch.int64)

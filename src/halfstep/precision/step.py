@@ -63,7 +63,7 @@ from halfstep.precision.scaling.gradients import (
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
-from halfstep.precision.words import tell
+from halfstep.precision.words import lost, tell
 
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA
@@ -214,7 +214,7 @@ class Precision:
                     retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
                 )
             except RuntimeError as error:
-                self.ranks.lost(error, f"runs a backward after step {self.clock.step}")
+                lost(error, self.ranks.members, f"runs a backward after step {self.clock.step}")
                 raise
         if inputs is None or self.masters.trains(asked):
             self._begun += self._loss is None
@@ -270,9 +270,9 @@ class Precision:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and not isinstance(self.ranks, OneRank):
+            if error is not None and self.ranks.members:
                 tell(error)
-                self.ranks.lost(error, f"runs its loop after step {self.clock.step}")
+                lost(error, self.ranks.members, f"runs its loop after step {self.clock.step}")
         finally:
             self.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -47,12 +47,13 @@ def heard(ranks: Iterable[int], seconds: float = 0.0) -> str:
     return "; ".join(f"rank {rank}: {word or 'says nothing'}" for rank, word in words.items())
 
 
-def lost(error: BaseException, ranks: Iterable[int], doing: str) -> None:
+def lost(error: BaseException, ranks: Sequence[int], doing: str) -> None:
     """Raise PeerError with the other ranks' words if the error means that one of them is gone."""
-    if lost_contact(error) and not isinstance(error, PeerError) and _many():
+    if ranks and lost_contact(error) and not isinstance(error, PeerError) and _many():
         say(doing)
         others = heard([rank for rank in ranks if rank != dist.get_rank()], _SECONDS)
-        raise PeerError(f"lost contact with another rank, as this one {doing}: {others}") from error
+        text = f"lost contact with another rank, as this one {doing}: {others}"
+        raise PeerError(text) from error
 
 
 @cache

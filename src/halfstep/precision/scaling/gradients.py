@@ -149,6 +149,9 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 class Ranks:
     """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
+    members: Sequence[int] = ()
+    """Their numbers, if they are several."""
+
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host."""
         every = [gradient for some in gradients.values() for gradient in some]
@@ -173,9 +176,6 @@ class Ranks:
 
     def agree(self) -> None:
         """Raise if ranks that hold copies of weights do not hold the same."""
-
-    def lost(self, error: BaseException, doing: str) -> None:
-        """Raise what is to be said in place of an error that another rank's end has caused."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
