@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import halfstep
 from distributed import parity
@@ -245,15 +246,18 @@ def norm_of_meshes(rank, seed, shapes):
                     )
                     setattr(layer, name, nn.Parameter(placed))
         precision = Precision("fp32", model, torch.optim.SGD(model.parameters(), lr=0.0))
-        x = torch.ones(3, 7)
-        if all(placement.is_replicate() for p in model.parameters() for placement in p.placements):
-            continue
         precision.backward(sum((p * p * p).sum().full_tensor() for p in model.parameters()))
         whole = [p.grad.full_tensor().double().square().sum() for p in model.parameters()]
         ratios.append(precision.step().grad_norm / math.sqrt(sum(whole)))
         precision.close()
-        del x
     return ratios
+
+
+def strided(rank):
+    """How many parts a parameter has that FSDP2 splits over tensor parallelism."""
+    mesh, placements = init_device_mesh("cpu", (2,)), [_StridedShard(0, split_factor=2)]
+    part = DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+    return ManyRanks("cpu").parts_of(part)
 
 
 def right_norms(pool, seed, shapes):
@@ -265,6 +269,7 @@ def right_norms(pool, seed, shapes):
 @distributed
 def test_the_norm_is_right_on_any_mesh(pool2):
     right_norms(pool2, 1, [(2,), (1, 2), (2, 1)])
+    assert pool2.run(strided) == [2, 2]
 
 
 @distributed
