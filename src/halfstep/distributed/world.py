@@ -169,7 +169,7 @@ class World:
             raise
         failed = self.largest(0, patience)
         if failed:
-            raise PeerError(heard([self.size - failed]))
+            raise PeerError(heard([self.size - failed], 1.0))
         return result
 
     def largest(self, number: int, timeout: timedelta | None = None) -> int:

@@ -293,7 +293,7 @@ class ManyRanks(Ranks):
         if unable:
             raise PrecisionError(
                 f"{len(unable)} of {self._size} ranks could not take this step, so none does: "
-                f"{heard(unable)}"
+                f"{heard(unable, 1.0)}"
             )
         for values, what in zip(columns, _FIXED, strict=False):
             if who := self._apart(values, [0] * self._size, shown=_SHOWN):

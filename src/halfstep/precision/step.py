@@ -236,7 +236,7 @@ class Precision:
         """
         leaves = self.has_loss
         self._drop()
-        if leaves:
+        if leaves and self.ranks.members:
             self._meet()
             self.ranks.leave_out()
 
@@ -303,7 +303,8 @@ class Precision:
             total = self._loss
             if total is not None and not self.has_loss:  # as in torch, zero gradients are a step
                 total = torch.zeros_like(total)
-            self._meet()
+            if self.ranks.members:
+                self._meet()
             return self._steps.take(total, max_norm)
         finally:
             self._drop()
