@@ -78,13 +78,12 @@ class ManyRanks(Ranks):
         """Join the group; all its ranks call this together, and no other rank need.
 
         Args:
-            device: Where the ranks' sums are computed: a device, or its name, that the group's
-                backend supports. None: the CPU if it does support that, else the accelerator.
+            device: Where sums are computed: a device, or its name, that the group's backend
+                supports. None: the CPU if it does support that, else the accelerator.
             group: The ranks that step together: a process group, or a mesh, all of whose ranks are
                 meant. None: the default group, which must exist.
             loss_share: The factor of a rank's loss in the step's loss. None: 1 / number of ranks,
-                so the mean over ranks, as DDP and FSDP2 average gradients. 1 where each rank's loss
-                is a part of a sum.
+                so the mean, as DDP and FSDP2 average gradients. 1 where losses are parts of a sum.
             model_parallel: How many ranks share one copy of the model, where layers are split by
                 hand: each of them holds a different part of a plain parameter with the attribute
                 ``tensor_model_parallel = True``. None: all ranks of the group.
@@ -100,9 +99,9 @@ class ManyRanks(Ranks):
                 f"ranks= is a group of ranks {self.members}, and this is rank {dist.get_rank()}; "
                 "only the group's own ranks make a Precision or a GradScaler with it"
             )
-        host = torch.device("cpu") if "cpu:" in dist.get_backend_config() else None
-        own = torch.accelerator.current_accelerator()
-        self._device = named or host or own or torch.device("cpu")
+        host = "cpu:" in dist.get_backend_config()
+        own = None if host else torch.accelerator.current_accelerator()
+        self._device = named or own or torch.device("cpu")
         self._group = _line(self.members, self._device, group)
         self._size, self._rank = len(self.members), self.members.index(dist.get_rank())
         self._loss_share = 1 / self._size if loss_share is None else loss_share
@@ -113,8 +112,8 @@ class ManyRanks(Ranks):
                 "number of ranks that share one copy of the model"
             )
         self._at = 0, 0, 0.0
-        # of one model, by bound(): its trained parameters, how each lies over the ranks, and for
-        # those that are split alike, which part each rank has, where some have the same
+        # by bound(): a model's trained parameters, how each lies over the ranks, and for those
+        # split alike which part each rank has, where some have the same
         self._named: list[tuple[str, Tensor]] = []
         self._shares: dict[Tensor, Share] = {}
         self._parts: dict[str, list[int]] = {}
