@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
-from halfstep.distributed.world import World
+from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
 from halfstep.precision.casting.autocast import require_support
@@ -185,7 +185,7 @@ class Session:
     def _share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
-            part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
+            broadcast_tensors_(self._buffers().values())
 
     def check_agreement(self, when: str = "") -> None:
         """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
