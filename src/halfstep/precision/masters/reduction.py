@@ -101,9 +101,9 @@ class Reduction:
             take: Any = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
             self._handles.append(take)
             if parameter.grad is not None:  # DDP reads also what this backward does not reach
-                back = partial(self._put_back, parameter, parameter.grad_dtype)
                 self._take(parameter)
-                self._handles.append(parameter.register_hook(back))  # type: ignore[no-untyped-call]
+                back = parameter.register_hook(partial(self._put_back, parameter))  # type: ignore[no-untyped-call]
+                self._handles.append(back)
 
     def _take(self, parameter: Tensor) -> None:
         """Leave what DDP takes for the gradient: one of the weight's dtype, of any values."""
@@ -111,14 +111,14 @@ class Reduction:
         assert gradient is not None
         self.taken[parameter] = gradient
         if gradient.dtype != parameter.dtype:
-            parameter.grad_dtype = None
-            parameter.grad = torch.empty_like(parameter)
+            # grad_dtype stays, in which the next gradient is made
+            parameter.grad = gradient.detach()
+            parameter.grad.data = torch.empty_like(parameter)
 
-    def _put_back(self, parameter: Tensor, dtype: torch.dtype | None, _: Tensor) -> None:
+    def _put_back(self, parameter: Tensor, _: Tensor) -> None:
         """Have autograd add to what earlier backwards have left, as a user's hooks expect."""
         earlier = self.taken.pop(parameter, None)
         if earlier is not None:
-            parameter.grad, parameter.grad_dtype = None, dtype
             parameter.grad = earlier
 
     def end(self) -> None:
