@@ -291,7 +291,7 @@ def ours(job: dict, policy: str, kept: bool = True) -> dict:
     ]  # fmt: skip
     config, watch = load_config("classify-pretrained", settings), Watch(job["count"])
     with open_world(job["device"]) as world:
-        session = open_session(config, lambda *_: None, world=world)
+        session = open_session(config, world=world)
         path = Path(job["scratch"]) / "run"
         run = world.main_only(lambda: create_run(path, session))
         evaluate = session.task.evaluate

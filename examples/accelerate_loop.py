@@ -63,7 +63,7 @@ def main() -> list[float]:
     torch.manual_seed(0)
     on_cpu = not torch.cuda.is_available()
     accelerator = Accelerator(mixed_precision="no" if on_cpu else "fp16", cpu=on_cpu)
-    scaler = attach(accelerator, init_scale=2.0**24, max_consecutive_skips=20)  # 2, before prepare
+    scaler = attach(accelerator, init_scale=2.0**24)  # 2, before prepare
     data, model = examples(), Bag()
     loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

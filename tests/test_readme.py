@@ -131,13 +131,6 @@ def test_the_measured_losses_are_those_of_the_results(name):
                     for policy, run in found.items()}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_the_measured_demo_is_that_of_the_results(name):
-    fp32, bf16, _ = newest("demo")["sides"]
-    assert fp32["precision"], bf16["precision"] == ("fp32", "bf16-mixed")
-    assert f"{1 - bf16['peak_bytes'] / fp32['peak_bytes']:.0%}".replace("%", " %") in MEASURED[name]
-
-
 TWINS = [("README.md", "README.zh.md"), ("docs/measured.md", "docs/measured.zh.md")]
 
 

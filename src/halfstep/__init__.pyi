@@ -11,7 +11,6 @@ from .diagnostics.nonfinite.first_cause import (
     trace_nonfinite as trace_nonfinite,
 )
 from .diagnostics.recorder import Recorder as Recorder
-from .diagnostics.sensitivity import sensitivity as sensitivity
 from .diagnostics.statistics.numerics import load_numerics as load_numerics
 from .diagnostics.statistics.watch import watch as watch
 from .diagnostics.statistics.what_if import what_if as what_if

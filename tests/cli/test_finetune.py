@@ -129,7 +129,7 @@ def test_tasks_do_not_mix(finished, tmp_path, halfstep):
         (("generate", "--run", finished, "--prompt", "x"),
          "a run of finetune classify, for which there is no generate"),
         (("export", "--run", finished, "--to", "hf", "--output", "o"),
-         f"{finished / 'model'} is a Hugging Face folder of its best state already"),
+         "a run of finetune classify, for which there is no export (halfstep export --help)"),
         (("finetune classify", *config, "gpt-tiny"),
          "configuration gpt-tiny is of the task pretrain: use halfstep train"),
         (("finetune classify", *config, "lm-lora"),

@@ -18,7 +18,6 @@ from tests.trainer.classifiers import (
 
 from halfstep.distributed.world import World
 from halfstep.trainer import loop
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import create_run, finish_run, with_run_folder
 from halfstep.trainer.session import open_session
@@ -57,7 +56,7 @@ def run_here(rank, files, path, overrides):
             patch.setattr("halfstep.trainer.tasks.epochs.new_folder", forbidden)
             patch.setattr(loop, "append_line", forbidden)
         config = with_run_folder(classify_config(files, **overrides), path)
-        session = open_session(config, no_progress, world=world)
+        session = open_session(config, world=world)
         folder = world.main_only(lambda: create_run(path, session))
         try:
             ticks = list(train(session, path))

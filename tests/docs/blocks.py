@@ -48,7 +48,7 @@ REASONS = {
 }  # fmt: skip
 """Why a block may not run: what a machine for tests does not have."""
 
-PRINTS = ("explain", "formats", "estimate")
+PRINTS = ("explain", "estimate")
 """Commands that print what is known, and take no time."""
 
 FILES = (

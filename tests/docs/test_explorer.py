@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 
 import pytest
@@ -182,20 +181,3 @@ def test_shares_are_those_of_numbers_spread_evenly(js, name):
         assert found["overflow"] == pytest.approx(beyond.double().mean().item(), abs=1 / cells)
         small = ((x > 0) & (x < form.min_normal)).double().mean().item()
         assert found["subnormal"] == pytest.approx(small, abs=1 / cells)
-
-
-def test_the_explorers_speak_every_language_and_say_only_what_is_in_the_table():
-    context = quickjs.Context()
-    text = (SCRIPTS / "explorer-words.js").read_text(encoding="utf-8").partition("const Explorer =")
-    words = json.loads(context.eval(text[0] + "JSON.stringify(ExplorerWords)"))
-    for name, phrase in words.items():
-        assert set(phrase) == set(LANGUAGES), name
-        inside = [sorted(re.findall(r"\{(\w+)\}", phrase[language])) for language in LANGUAGES]
-        assert inside[0] == inside[1], name
-    names = [SCRIPTS / "number-line.js", SCRIPTS / "loss-scale.js"]
-    scripts = "".join(path.read_text(encoding="utf-8") for path in names)
-    said = set(re.findall(r"say\(\"(\w+)\"", scripts))
-    assert len(said) > 15
-    assert said <= set(words), said - set(words)
-    scripts += (SCRIPTS / "formats.js").read_text(encoding="utf-8")  # what may become of a gradient
-    assert all(re.search(rf"\b{name}\b", scripts) for name in words)

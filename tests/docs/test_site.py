@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import os
 import re
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import quickjs
 import yaml
 from pymdownx.slugs import slugify
 from tests.docs.blocks import DOCS, ROOT, pages
@@ -235,70 +233,6 @@ def test_every_option_and_key_is_in_the_reference(site, language):
                 assert {option_name(action.dest), action.dest.upper()} & commands, action.dest
         if language:
             assert f'id="{name.replace(" ", "-")}"' in site["zh/commands.html"].text
-
-
-# ---- what a browser showed ------------------------------------------------------------------
-
-
-WORKER = """
-const self = globalThis, handlers = [], sent = [], performance = {now: () => 0};
-const console = {warn() {}};  // says that a query is wrong, and finds nothing
-const addEventListener = (_, handler) => handlers.push(handler);
-const postMessage = (message) => sent.push(message);
-const importScripts = (...paths) => paths.forEach((path) => (0, eval)(script(path)));
-const tell = (data) => handlers.forEach((handler) => handler({data}));
-function start(index) { tell({type: 0, data: {...JSON.parse(index), options: {suggest: false}}}); }
-function answer() {
-  const said = sent.find((message) => message.type === 3);
-  return JSON.stringify(said ? said.data.items.map((pages) => pages[0].location) : null);
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def search(folder):
-    """The pages that the theme's own search finds, as the site's scripts ask it."""
-    context = quickjs.Context()
-    scripts = folder / "assets" / "javascripts"
-    (worker,) = (scripts / "workers").glob("search.*.js")
-
-    def finish():
-        while context.execute_pending_job():
-            pass
-
-    context.add_callable("script", lambda path: (worker.parent / path).read_text("utf-8"))
-    context.eval(WORKER)
-    context.eval((folder / "javascripts" / "search.js").read_text("utf-8"))
-    context.eval(worker.read_text("utf-8"))
-    context.get("start")((folder / "search" / "search_index.json").read_text("utf-8"))
-    finish()
-
-    def find(query):
-        context.eval(
-            f"sent.length = 0; tell(Search.message({{type: 2, data: {json.dumps(query)}}}))"
-        )
-        finish()
-        return json.loads(context.eval("answer()"))
-
-    return find
-
-
-@pytest.mark.parametrize(
-    ("query", "page"),
-    [
-        ("loss scale", "loss-scaling.html"),
-        ("stochastic rounding", "optimizers.html"),
-        ("损失缩放", "zh/loss-scaling.html"),
-        ("损失", "zh/loss-scaling.html"),
-        ("混合精度", "zh/concepts.html"),
-        ("次正规数", "zh/glossary.html"),
-        ("fp16 上溢", "zh/concepts.html"),  # the first character is a word that a search leaves out
-    ],
-)
-@built
-def test_the_search_finds_a_page_in_either_language(search, query, page):
-    found = [place.partition("#")[0] for place in search(query)]
-    assert page in found[:12], found[:12]
 
 
 @built

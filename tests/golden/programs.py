@@ -221,10 +221,6 @@ evaluate --run labels
 evaluate --run lora --json
 explain bf16-split fp16-mixed mxfp8 --device cpu
 explain bf16-mixed,reduce=x
-formats 0.1
-formats
-formats 1 0.3 -2 --block mxfp8
-formats abc
 estimate --params 124M --memory 16GB
 estimate --params many
 memory split --precision fp32 bf16-split
@@ -479,7 +475,6 @@ SCALERS: dict[str, Callable[[], Seen]] = {
     "overflows at first": lambda: scaled_loop(init_scale=2.0**30),
     "two optimizers": lambda: scaled_loop(2, spoil=(2, 5)),
     "strict": lambda: scaled_loop(spoil=(2, 3), strict=True),
-    "skips too often": lambda: scaled_loop(spoil=(1, 2, 3, 4), max_consecutive_skips=3),
     "off": lambda: scaled_loop(enabled=False),
 }
 

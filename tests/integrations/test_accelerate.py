@@ -265,8 +265,8 @@ def test_attach_refuses_what_it_cannot_do():
         attach(acc)
 
     acc = accelerator()
-    with pytest.raises(PrecisionError, match="max_consecutive_skips is 0"):
-        attach(acc, max_consecutive_skips=0)
+    with pytest.raises(PrecisionError, match="init_scale=0"):
+        attach(acc, init_scale=0)
     assert acc.scaler is None
     attach(acc)
 

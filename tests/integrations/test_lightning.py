@@ -271,6 +271,17 @@ def test_the_row_that_breaks_a_batch_is_named():
     assert f"at {__file__}:" in str(caught.value)
 
 
+def test_an_overflow_that_fp32_has_not_says_so():
+    class Large(Regression):
+        def training_step(self, batch, index):
+            inputs, targets = batch
+            return mse(self.net(inputs * (1.0 if index < OVERFLOW else 1e5)), targets)
+
+    with pytest.raises(NonFiniteError, match="or train in bf16-mixed") as caught:
+        fit(HalfstepPrecision("fp16-mixed"), Large())
+    assert caught.value.first_cause.fits_fp32
+
+
 def test_no_step_where_training_step_gives_none():
     class Idle(Regression):
         def training_step(self, batch, index):

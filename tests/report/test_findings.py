@@ -97,22 +97,11 @@ def test_a_loss_that_grows_with_its_gradients_diverged(folder):
     assert verdict(read_run(path)).endswith("try: Trainer(learning_rate=1, ...).train()")
 
 
-@pytest.mark.parametrize(
-    ("losses", "rose"),
-    [([6.96, 27, 50], True), ([*noisy(0), 9, 60], True), (noisy(0), False),
-     ([3.0, 3.1, 2.9], False), ([-5.0, -5.5, -5.2], False), ([5.0], False),
-     ([*going(9, 0, noise=0), 3e-5, 9e-5], False)],
-)  # fmt: skip
-def test_a_rise_before_a_nan_asks_for_a_smaller_learning_rate(folder, losses, rose):
-    """Without one in the records nothing is typed."""
-    lines = [line(s, loss=loss, learning_rate=3e-4) for s, loss in enumerate(losses, 1)]
-    last = line(len(lines) + 1, **STOP, loss="nan", skip_reason="nonfinite_loss")
-    path = folder([*lines, last], steps=999)
-    assert names(path) == ["stopped_nonfinite"] + ["diverged"] * rose
-    text = verdict(read_run(path))
-    assert text.endswith(LOWER.replace("0.0001", "3e-05") if rose else "steps skipped)")
+def test_a_step_that_was_not_finite_without_a_cause(folder):
+    last = line(21, **STOP, loss="nan", skip_reason="nonfinite_loss")
+    path = folder([*(line(s) for s in range(1, 21)), last], steps=999)
+    assert names(path) == ["stopped_nonfinite"]
     assert "No first cause was found" in findings(read_run(path))[0].remedy("en")
-    assert names(folder(lines, "whole")) == []  # two batches of a run that went well
 
 
 def test_a_loop_of_ones_own_is_advised_in_its_own_words(folder):
@@ -121,7 +110,7 @@ def test_a_loop_of_ones_own_is_advised_in_its_own_words(folder):
     path = folder([*lines, line(4, **STOP, loss="nan", skip_reason="nonfinite_loss")])
     (path / "config.toml").write_text('precision = "bf16-pure"\n')
     found = findings(read_run(path))
-    assert [f.name for f in found] == ["stopped_nonfinite", "diverged", "lost_updates"]
+    assert [f.name for f in found] == ["stopped_nonfinite", "lost_updates"]
     (path / "metrics.jsonl").write_text(json.dumps(line(4, applied=False, loss_scale=2.0**9)))
     assert names(path) == []  # the loop's last step was skipped, and none ended it
     said = "".join(f.remedy("en") + f.command for f in found)
@@ -281,17 +270,15 @@ def test_lines_that_could_not_be_read_are_a_note(folder):
     assert verdict(read_run(path)).startswith("numerics: ok")
 
 
-@pytest.mark.parametrize("rises", [False, True])
-def test_the_first_layer_that_left_its_past_is_named(folder, rises):
-    path = folder([line(s, loss=9.0 if rises and s >= 70 else 2.0) for s in range(1, 100)])
+def test_the_first_layer_that_left_its_past_is_named(folder):
+    path = folder([line(s) for s in range(1, 100)])
     alarm = {"layer": "h.1", "quantity": "gradient", "since": 51, "step": 53, "times": 40.0}
     later = {**alarm, "layer": "h.2", "since": 52}
     with (path / "health.jsonl").open("w") as file:
         file.write('{"step": 50, "layers": {}, "alarms": []}\n{"step": 51, "alarms": [3]}\n')
         file.write(json.dumps({"step": 53, "alarms": [alarm, later]}) + "\n")
     (found,) = [f for f in findings(read_run(path)) if f.name == "layer_health"]
-    said = "h.1: gradient norm 40 times its median since step 51"
-    assert found.text("en") == said + ("; the loss rises at step 70" if rises else "")
+    assert found.text("en") == "h.1: gradient norm 40 times its median since step 51"
 
 
 # What was learned, which sound numbers do not show
@@ -308,7 +295,7 @@ def curve(checks, losses=300, task="pretrain", words=1024, right=None):
 
 MORE = "try: halfstep train --resume --output-dir run --max-steps 300"
 ANEW = "try: halfstep train --config run/config.toml --output-dir run-2"
-FASTER, FEWER = f"{ANEW} --learning-rate 0.003", f"{ANEW} --max-steps 100"
+FEWER = f"{ANEW} --max-steps 100"
 FLAT, SURE = [7.0] * 300, [0.7 - 0.002 * s for s in range(300)]
 ROSE = {100: 4.0, 200: 4.3, 300: 4.9}
 
@@ -322,15 +309,9 @@ ROSE = {100: 4.0, 200: 4.3, 300: 4.9}
         (curve({40: 6.6}, FLAT[:40]), "guessing", MORE),
         (curve({40: 6.1}, 40), "", ""),
         (curve({300: 6.6}), "", ""),  # so many steps are judged by the guess alone
-        (curve({300: 7.0}, FLAT), "guessing", FASTER),
+        (curve({300: 7.0}, FLAT), "guessing", "a guess among 1,024 tokens has 6.931"),
         (curve({300: 7.0}), "guessing", f"{ANEW} --max-steps 150"),
         (curve({300: 3.0}, words=0), "", ""),
-        (curve({30: 7.6}, FLAT[:30], words=0), "guessing", MORE),
-        # trained weights may be validated on harder data, as long as anything falls
-        (curve({100: 7.9, 300: 7.5}, task="lm"), "", ""),
-        (curve({300: 7.9}, task="lm"), "", ""),
-        (curve({100: 7.9, 300: 8.0}, FLAT, "lm"), "guessing",
-         FASTER.replace("train", "finetune lm")),
         (curve(ROSE), "worsened",
          f"The validation loss rose from 4 at step 100 to 4.9\n{FEWER}"),
         (curve({100: 4.0, 200: 4.1, 300: 4.15}), "", ""),
@@ -350,40 +331,6 @@ def test_what_was_learned_is_said_beside_the_numerics(folder, run, found, ends):
     text = verdict(read_run(path))
     assert text.startswith("numerics: ok: 0 of")
     assert text.endswith(ends)
-
-
-def jumping(share, count=300):
-    return [7 + share * random.Random(step).uniform(-1, 1) for step in range(count)]
-
-
-GROWING = [*jumping(0.1, 30), *jumping(3, 270)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "update", "rate"),
-    [
-        (FLAT, None, "0.003"),
-        (jumping(0.2), None, "0.003"),  # a batch's noise
-        (jumping(0.2), 1e-7, "0.003"),
-        (jumping(0.2), 1e-2, ""),  # the weights moved, so it is not the rate
-        ([7 + s / 999 for s in range(300)], None, "0.003"),
-        ([7, *[60.0] * 30, *jumping(0.2, 269)], None, "0.0001"),  # it blew up, and died
-        (GROWING, None, "0.0001"),
-        (GROWING, 0.5, "0.0001"),
-        (GROWING, 1e-7, ""),  # no small update does that
-        ([7, *[60.0] * 10, *jumping(0.2, 50)], None, "0.0001"),  # more steps do not help
-        (jumping(1.2), None, ""),  # nobody can tell noise from a rate
-        ([*jumping(0.1, 30), *[x - 0.8 for x in jumping(0.8, 270)]], None, ""),  # it fell
-    ],
-)
-def test_the_losses_tell_which_way_the_learning_rate_goes(folder, losses, update, rate):
-    path = folder(**curve({len(losses): 7.5}, losses))
-    if update:
-        table = {"step": 1, "layers": {"a": {"update": update}, "b": {"weight": 1.0}, "c": 3}}
-        (path / "health.jsonl").write_text(json.dumps(table) + "\n")
-    (found,) = [f for f in findings(read_run(path)) if f.name == "guessing"]
-    assert found.command.endswith(f" --learning-rate {rate}" if rate else "")
-    assert bool(found.command) is bool(rate)
 
 
 def test_outputs_that_are_not_finite_in_the_evaluation_alone_are_a_fault(folder):
@@ -417,22 +364,7 @@ def test_a_classifier_that_guesses(folder, rows, steps, says):
     text = verdict(read_run(path))
     assert names(path) == (["guessing"] if says else [])
     assert says in text
-    more = "--resume --output-dir run --max-steps 300" if steps < 200 else "--learning-rate 0.003"
-    assert (more in text) is bool(says)
-
-
-@pytest.mark.parametrize(
-    ("loss", "best", "ends"),
-    [(0.69, 0.5, "--max-steps 100"), (0.8, 0.5, "--best-by loss"), (0.8, 0.75, "--max-steps 150")],
-)
-def test_a_kept_classifier_whose_loss_is_above_that_of_a_guess(folder, loss, best, ends):
-    path = folder(**curve({100: best, 300: 0.9}, SURE, "classify", right={100: 0.8, 300: 0.7}))
-    scores = {"labels": ["bad", "good"], "confusion": [[25, 5], [5, 25]]}
-    scores |= {"loss": loss, "loss_of_a_guess": math.log(2)}
-    (path / "report.json").write_text(json.dumps(scores))
-    text = verdict(read_run(path))
-    assert text.endswith(ends)
-    assert ("is kept is 0.8; a guess among 2 labels has 0.6931" in text) is (loss > 0.7)
+    assert ("--resume --output-dir run --max-steps 300" in text) is (bool(says) and steps < 200)
 
 
 def test_learning_is_not_judged_where_the_numbers_were_not_sound_or_steps_are_missing(folder):

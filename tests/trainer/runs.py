@@ -11,7 +11,6 @@ from halfstep.precision.policy.policy import POLICIES
 from halfstep.trainer.checkpoint import list_checkpoints, load_checkpoint
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import Use
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,
@@ -65,13 +64,13 @@ def overflowing(policy):
 
 
 def start(config, path):
-    session = open_session(with_run_folder(config, path), no_progress)
+    session = open_session(with_run_folder(config, path))
     return session, create_run(path, session)
 
 
 def run(config, path, until=None):
     """Train, or go on with the run in the folder, to the step ``until``; session and ticks."""
-    session = open_session(with_run_folder(config, path), no_progress)
+    session = open_session(with_run_folder(config, path))
     folder = lock_run(path) if path.exists() else create_run(path, session)
     ticks = []
     with closing(folder):

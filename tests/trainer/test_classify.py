@@ -26,7 +26,6 @@ from tests.trainer.runs import assert_same_tensors, metrics, start
 from torch.nn import functional
 
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import finish_run, lock_run, resume, with_run_folder
 from halfstep.trainer.session import open_session
@@ -46,7 +45,7 @@ def bert(tmp_path_factory):
 
 
 def session_of(config):
-    return open_session(config, no_progress)
+    return open_session(config)
 
 
 def model_of(path):

@@ -80,7 +80,6 @@ def test_strings_of_the_command_line_become_the_fields_types():
             ("optimizer.beta2", "1", ["optimizer.beta2", "< 1"]),
             ("run.grad_accum", "3", ["run.batch_size=16", "run.grad_accum=3"]),
             ("run.block_size", "4096", ["run.block_size=4096", "model.block_size=128"]),
-            ("name.x", "3", ["name is a value"]),
         )),
         ("classify-scratch", "run.epochs", 0, ["run.epochs=0.0; allowed: > 0"]),
         ("classify-scratch", "run.best_by", "f1", ["run.best_by: 'f1'; allowed: '', accuracy"]),

@@ -24,7 +24,6 @@ from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.trainer.config.config import load_config
 from halfstep.trainer.config.tasks import LMConfig
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.models.causal_lm import PretrainedLM, add_lora, open_causal_lm
 from halfstep.trainer.models.pretrained import quiet
@@ -287,7 +286,7 @@ def test_resume_is_bit_for_bit(name, bases, data, tmp_path):
             break
     folder.close()
     del session
-    session = open_session(with_run_folder(config, tmp_path / "cut"), no_progress)
+    session = open_session(with_run_folder(config, tmp_path / "cut"))
     folder = lock_run(tmp_path / "cut")
     checkpoints = tmp_path / "cut" / "checkpoints"
     assert resume(session, checkpoints).name in ("step-00000004", "step-00000003")
@@ -354,7 +353,7 @@ def test_a_changed_base_is_noticed(data, tmp_path):
     save_base(base, seed=5)
     with pytest.raises(ConfigError, match=r"the base model .*base has changed since the run"):
         opened(tmp_path / "r")
-    session = open_session(with_run_folder(config, tmp_path / "r"), no_progress)
+    session = open_session(with_run_folder(config, tmp_path / "r"))
     with pytest.raises(CheckpointError, match="made with another base model"):
         resume(session, tmp_path / "r" / "checkpoints")
 

@@ -1,9 +1,8 @@
 """The lost-update meter in whole runs: metrics, and what is said aloud."""
 
-import pytest
-from tests.trainer.runs import assert_same_tensors, metrics, newest, run, small_config
+from tests.trainer.runs import metrics, run, small_config
 
-from halfstep.cli.console import RunDisplay
+from halfstep.cli.train import RunDisplay
 
 DECAY, REST = "group 0 (weight decay 0.1)", "group 1 (weight decay 0)"
 
@@ -36,17 +35,6 @@ def test_measured_steps_are_in_the_metrics_and_told_once(corpus, tmp_path, capsy
     said = [line for line in capsys.readouterr().err.splitlines() if "updates are lost" in line]
     assert len(said) == 2
     assert said[0].startswith(f"step 3: {DECAY}: ")
-
-
-@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
-def test_where_nothing_is_lost_nothing_is_said_and_the_run_is_the_same(corpus, tmp_path, policy):
-    _, ticks = run(config_for(corpus, policy), tmp_path / "measured")
-    # fp32 too has a gap; an update of 1e-4 is below it only where its gradient nearly cancels.
-    assert all(share < 1e-3 for share in ticks[-1].record.lost_updates.values())
-    assert not any(tick.verdicts for tick in ticks)
-    _, ticks = run(config_for(corpus, policy, run__lost_update_every=0), tmp_path / "not")
-    assert not any(tick.record.lost_updates for tick in ticks)
-    assert_same_tensors(newest(tmp_path / "measured").weights, newest(tmp_path / "not").weights)
 
 
 def test_fp32_weights_lose_nothing_to_their_format(corpus, tmp_path):

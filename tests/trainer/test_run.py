@@ -20,7 +20,6 @@ from tests.trainer.runs import (
 
 from halfstep.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from halfstep.trainer.config.config import load_config
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.loop import train
 from halfstep.trainer.run import (
     create_run,
@@ -193,7 +192,7 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, finished, k
     with pytest.raises(ConfigError, match=f"cannot change {key.removeprefix('run.')}="):
         resumed(config, other, path)
     if key in ("model.n_layer", "data.tokenizer"):
-        stranger = open_session(with_run_folder(other, path), no_progress)
+        stranger = open_session(with_run_folder(other, path))
         with pytest.raises(CheckpointError, match=r"made (by|with) another (model|tokenizer)"):
             resume(stranger, path / "checkpoints")
 
@@ -242,7 +241,7 @@ def test_a_resume_may_change_the_precision_where_it_is_asked_for(corpus, tmp_pat
     exact = {n: v.clone() for n, v in session.precision.masters.items()}
     for policy in ("fp32", "bf16-mixed", "bf16-master", "bf16-split", "bf16-sr", "fp16-master"):
         later = small_config(corpus, policy, run__max_steps=12)
-        other = open_session(with_run_folder(later, tmp_path / "r"), no_progress)
+        other = open_session(with_run_folder(later, tmp_path / "r"))
         other.restore(newest(tmp_path / "r"), tmp_path)
         assert other.step == 4
         if policy != "bf16-sr":

@@ -9,7 +9,6 @@ that --help is quick. docs/decisions/0003-command-line.md says why this is not t
 from __future__ import annotations
 
 import argparse
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -107,25 +106,6 @@ class Memory(OneStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Formats:
-    """Show the number formats, and what each makes of a number.
-
-    Without VALUE: range and precision of every format. With VALUE, read as fp64: the number that
-    each format rounds it to, its bits, and the rounding error. With --block: the scales, codes and
-    numbers of a block that begins with the VALUEs.
-    """
-
-    values: tuple[str, ...] = option(
-        (),
-        "Decimal (0.1, -1e-8), hexadecimal (0x1.8p-3), inf or nan; with --block, several.",
-        positional=True,
-    )
-    block: str = option(
-        "", "A format whose numbers share scales: fp8, fp8-block, mxfp8, mxfp4, nvfp4, ..."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Say which precision a machine is good for, and why.
 
@@ -145,13 +125,11 @@ class Estimate:
     """
 
     params: str = option("", "Number of parameters: 1.3B, 124M, 7e9.")
-    lora: str = option("", "Parameters of the adapters, which alone are trained: 40M.")
     precision: tuple[str, ...] = option(
         (),
         "Policies, separated by spaces; default: fp32, fp16-mixed, bf16-mixed, bf16-master and "
         "bf16-split, also with moments=8bit.",
     )
-    optimizer: Literal["adamw", "lion", "muon", "sgd"] = option("adamw", "The optimizer.")
     parallel: str = option(
         "",
         'The layout of the ranks, of each of which the memory is estimated: "shard=4" or '
@@ -160,7 +138,6 @@ class Estimate:
     memory: str = option(
         "", "The device's memory, such as 16GB; default: of the device that this machine trains on."
     )
-    json: bool = option(False, "Print one JSON object on stdout.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +165,6 @@ COMMANDS: Mapping[str, type[Any]] = {
     "explain": Explain,
     "trace": Trace,
     "memory": Memory,
-    "formats": Formats,
     "doctor": Doctor,
     "estimate": Estimate,
     "report": Report,
@@ -196,7 +172,7 @@ COMMANDS: Mapping[str, type[Any]] = {
 """Words of a command to its dataclass of arguments."""
 
 MODULES: Mapping[str, str] = {
-    **dict.fromkeys(("explain", "formats", "doctor", "estimate", "report"), "small"),
+    **dict.fromkeys(("explain", "doctor", "estimate", "report"), "small"),
     **dict.fromkeys(("predict", "generate", "evaluate", "export"), "trained"),
     **dict.fromkeys(("trace", "memory"), "one_step"),
     "finetune": "train",
@@ -287,8 +263,6 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # Not only -1, but also -1e-8, -.5, -0x1p3 and -inf are values, not options.
-    parser._negative_number_matcher = re.compile(r"-\.?\d|-inf|-nan", re.IGNORECASE)
     for each in leaves(Start if runs else kind):
         _add(parser, each, [option_name(each.key)], each.field.default)
     if runs:

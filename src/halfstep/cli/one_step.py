@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.cli.commands import Memory, OneStep, Trace
-from halfstep.cli.console import RunDisplay
 from halfstep.diagnostics.memory import Memory as Held, MemoryMeter, parts_table
 from halfstep.diagnostics.trace import trace
 from halfstep.errors import ConfigError
@@ -60,8 +59,7 @@ def _measured(arguments: Memory, policy: str) -> Held:
 def _opened(arguments: OneStep, precision: str) -> Iterator[Session]:
     """Open a session that is about to take the step, under a policy or, if empty, its own."""
     config = _config(arguments, precision)
-    with RunDisplay("one step") as display:
-        session = open_session(config, display.prepared)
+    session = open_session(config)
     try:
         resume(session, Path(arguments.run) / CHECKPOINTS)
         yield session

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from halfstep.cli.console import RunDisplay
 from halfstep.trainer import part
 from halfstep.trainer.config.tasks import (
     ClassifyConfig,
@@ -61,8 +60,7 @@ def run(arguments: Predicting | Generating | Evaluating | Exporting) -> int:
 
 def _evaluate(arguments: Evaluating) -> None:
     trained = open_trained(arguments)
-    with RunDisplay("evaluate") as display:
-        found = trained.evaluate(arguments, display.prepared)
+    found = trained.evaluate(arguments)
     for note in trained.notes:
         print(f"note: {note}", file=sys.stderr)
     print(json.dumps(found.values, ensure_ascii=False) if arguments.json else found.text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,6 @@ PARTS = {
     "batch": "inputs and targets",
 }
 """Part of the memory to its meaning."""
-SAVED = ("cast copies", "activations", "logits")
-"""What lives from the forward to the backward, and grows with the batch but for the casts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +61,6 @@ class Memory:
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(map(self.part, PARTS))
-
-    @property
-    def saved(self) -> int:
-        """Bytes that live from the forward to the backward."""
-        return sum(map(self.part, SAVED))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields and the total in bytes, as values that JSON has."""
-        return {**asdict(self), "total": self.total}
 
     def __str__(self) -> str:
         rows = [("part", "bytes", "by dtype")]

@@ -9,14 +9,12 @@ kernels, which step aside while any dispatch mode is on, are the operations that
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.diagnostics.module_calls import ModuleCalls
 from halfstep.diagnostics.nonfinite.operations import floating, operation
-from halfstep.errors import PrecisionError
 from halfstep.precision.border import require, require_model
 from halfstep.precision.casting.autocast import SimulatedProducts
 from halfstep.precision.casting.op_table import OPS
@@ -110,10 +107,6 @@ class Ran:
         ]
         return aligned([head, *rows], {6})
 
-    def lines(self) -> list[str]:
-        """Policy and operations, a line each."""
-        return [f"policy {self.policy}", *map(str, self.operations)]
-
     def differences(self, policy: str | PrecisionPolicy | None = None) -> list[str]:
         """Where what ran differs from what the policy says of operations; empty if nowhere.
 
@@ -128,12 +121,7 @@ class Ran:
         Raises:
             PrecisionError: If there is no policy, or a rule matches nothing.
         """
-        value = self.policy if policy is None else parse_policy(policy)
-        if value is None:
-            raise PrecisionError(
-                "differences() needs a policy, as the trace was made without a Precision; allowed: "
-                "differences('bf16-mixed')"
-            )
+        value = parse_policy(policy or self.policy)  # type: ignore[arg-type]  # or it is refused
         placed = place(value, self._model)
         kept = {p.name for p in placed.modules if p.fp32}
         recipes = {p.name: p.recipe for p in placed.low if not stays_bf16(p)}
@@ -157,27 +145,6 @@ class Ran:
             if want and any(form in ("fp32", *_LOW) and form != want for form in inputs):
                 found.append(f"{row}; {value} says {want}")
         return found
-
-    def save(self, path: str | Path) -> None:
-        """Write :meth:`lines` to a file, as a golden one for :meth:`check`."""
-        Path(path).write_text("\n".join([*self.lines(), ""]), encoding="utf-8")
-
-    def check(self, path: str | Path) -> None:
-        """Require that the step ran as a golden file says, which :meth:`save` wrote.
-
-        Raises:
-            PrecisionError: If something differs: with the lines that do, ``-`` for the file's and
-                ``+`` for those of this step.
-            OSError: If the file cannot be read.
-        """
-        before = Path(path).read_text(encoding="utf-8").splitlines()
-        found = [*difflib.unified_diff(before, self.lines(), n=0, lineterm="")]
-        changed = [line for line in found if not line.startswith(("@@", "--- ", "+++ "))]
-        if changed:
-            raise PrecisionError(
-                f"what ran differs from {path} in {len(changed)} lines; where that is meant, write "
-                "it anew by save():\n" + "\n".join(changed)
-            )
 
 
 def _wanted(row: Operation, policy: PrecisionPolicy, compute: str) -> str:

@@ -40,7 +40,6 @@ class ScaleOptions(TypedDict, total=False):
     backoff_factor: float
     growth_interval: int
     strict: bool
-    max_consecutive_skips: int | None
     names: Names | None
     """Parameter names for messages; None: the prepared models' own."""
     ranks: Ranks | None

@@ -4,7 +4,7 @@ With its extra options off, every call behaves as torch's, bit for bit: returned
 types, warnings, scales, states, gradients and weights. It then only adds
 :attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
 
-With any option on, the scale adapts by :meth:`~halfstep.precision.scaling.loss_scale.Limits.after`,
+With ``strict`` the scale adapts by :meth:`~halfstep.precision.scaling.loss_scale.Limits.after`,
 as that of :class:`halfstep.Precision` does, and stays between a floor and a ceiling, which prevents
 two silent failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and applies
 them, and finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host
@@ -53,10 +53,6 @@ from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
 from halfstep.precision.scaling.loss_scale import Limits, ScaleState
 
-NORMAL_BOUNDS = 2.0**-126, 2.0**126
-"""Scales that are, like their reciprocals, normal fp32 numbers. **Source:** IEEE 754 binary32; 1/S
-is infinite in fp32 for every S up to 2^-128, and torch then turns finite gradients into NaN and
-applies them."""
 STRICT_BOUNDS = 1.0, 2.0**24
 """The bounds of ``strict``. **Source:** see :class:`halfstep.LossScaleConfig`."""
 EXTRA_KEY = "halfstep"
@@ -82,9 +78,6 @@ class GradScaler(torch.amp.GradScaler):
         enabled: If False, nothing is scaled and every step is taken.
         strict: Keep the scale from 1 to 2^24, where an overflow at 1 raises, and refuse, at the
             first step, trainable 16-bit weights whose small updates would be lost.
-        max_consecutive_skips: Number of rounds in a row with a skipped step at which ``update``
-            raises; not before the first applied step, while the scale is finding its level. Without
-            ``strict`` the scale stays from 2^-126 to 2^126.
         names: For messages only: ``model.named_parameters()``, or a dict of it.
         ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
             group, if initialised. ``OneRank()`` if each process trains a model of its own.
@@ -118,7 +111,6 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         strict: bool = False,
-        max_consecutive_skips: int | None = None,
         names: Names | None = None,
         ranks: Ranks | None = None,
         allow_pure: bool = False,
@@ -133,20 +125,8 @@ class GradScaler(torch.amp.GradScaler):
         self._names = name_table(names)
         self._allow_pure = allow_pure
         self._strict = strict
-        self._max_skips = max_consecutive_skips
         self._bounds: tuple[float, float] | None = STRICT_BOUNDS if strict else None
-        if max_consecutive_skips is not None:
-            if type(max_consecutive_skips) is not int or max_consecutive_skips < 1:
-                raise PrecisionError(
-                    f"max_consecutive_skips is {max_consecutive_skips!r}; allowed: integers >= 1"
-                )
-            self._bounds = self._bounds or NORMAL_BOUNDS
         if self._bounds is not None:
-            if not math.isfinite(growth_factor) or not backoff_factor > 0:
-                raise PrecisionError(
-                    f"growth_factor is {growth_factor!r} and backoff_factor {backoff_factor!r}; "
-                    "allowed with halfstep's options: a finite growth and a back-off above 0"
-                )
             self._require_within(init_scale, "init_scale")
         # rounds between two updates: skipped in all, skipped in a row, and applied
         self._skipped: _Held = 0
@@ -246,10 +226,10 @@ class GradScaler(torch.amp.GradScaler):
         """Adapt the scale after all optimizers' steps of an iteration, or set it; as torch's.
 
         Raises:
-            NonFiniteError: With an option on: an overflow at the floor (``cause`` is
-                ``"loss_scale_floor"``) or too many skips in a row (``"skip_limit"``). The skipped
-                weights are unchanged and the scaler can still be used.
-            PrecisionError: With an option on: a ``new_scale`` out of bounds.
+            NonFiniteError: With ``strict``: an overflow at the floor (``cause`` is
+                ``"loss_scale_floor"``). The skipped weights are unchanged and the scaler can still
+                be used.
+            PrecisionError: With ``strict``: a ``new_scale`` out of bounds.
         """
         if not self._enabled:
             return
@@ -278,7 +258,7 @@ class GradScaler(torch.amp.GradScaler):
             self._stop_if_hopeless(broken, before, at_floor=at_floor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries, plus one that torch's scaler ignores if an option is on."""
+        """Torch's entries, plus one that torch's scaler ignores with ``strict``."""
         state = super().state_dict()
         if self._enabled and (self._bounds is not None or not self._as_torch):
             state[EXTRA_KEY] = {
@@ -294,7 +274,7 @@ class GradScaler(torch.amp.GradScaler):
         A state without the extra entry counts as a run that has found its scale, without skips.
 
         Raises:
-            PrecisionError: If, with an option on, the scale is out of bounds; nothing is changed.
+            PrecisionError: If, with ``strict``, the scale is out of bounds; nothing is changed.
         """
         if not self._enabled:
             super().load_state_dict(state_dict)
@@ -402,8 +382,7 @@ class GradScaler(torch.amp.GradScaler):
         whose = some(found.names) or (
             "parameters that are not known here: another rank's, or their gradients were cleared"
         )
-        in_a_row = 0 if self.calibrating else int(self._in_a_row)
-        ends = hopeless(scale, at_floor, in_a_row, self._max_skips)
+        ends = hopeless(scale, at_floor, 0, None)
         if ends is not None:
             raise NonFiniteError(
                 f"{found.what} in the gradients of {whose}{ends[1]}; the weights of the skipped "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class HalfstepPrecision(LightningPrecision):
         self.engine: Precision | None = None
         self.last_step: StepResult | None = None
         self._model: nn.Module | None = None
-        self._context: Autocast | None = None
+        self._context: Autocast | nullcontext[None] | None = None
         self._outside = [False]  # whether a step runs, and no submodule's call in it
         self._own_weights: list[tuple[nn.Parameter, Tensor]] = []  # of a model under evaluation
         self._max_norms: dict[Optimizer, float] = {}  # to which the next steps clip
@@ -124,7 +125,10 @@ class HalfstepPrecision(LightningPrecision):
         self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         """Scale the loss and back-propagate, with the options of ``Precision.backward``."""
-        self._ready().backward(tensor, *args, **kwargs)
+        if isinstance(self._context, nullcontext):  # a search of a first cause compares with fp32
+            tensor.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        else:
+            self._ready().backward(tensor, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any]
@@ -149,10 +153,20 @@ class HalfstepPrecision(LightningPrecision):
             if not automatic:  # the closure is empty: the user types it in training_step
                 error.typed = error.typed.replace("(precision, your", "(self, your")
             elif isinstance(self._ready().ranks, OneRank):
+                run, batch = _with_batch(closure)
+                wide = partial(self._in_fp32, run) if self.policy.casts_per_op else None
                 slower = self._ready().progress.slower
-                explain_(error, searched(model, *_with_batch(closure), slower=slower))
+                explain_(error, searched(model, run, batch, wide=wide, slower=slower))
             raise
         return output
+
+    def _in_fp32(self, run: Callable[[int, Any], float], number: int, part: Any) -> float:
+        """Run a part of a batch without the policy's casts; its weights are in fp32."""
+        context, self._context = self._context, nullcontext()
+        try:
+            return run(number, part)
+        finally:
+            self._context = context
 
     def clip_gradients(
         self,
@@ -272,18 +286,18 @@ class HalfstepPrecision(LightningPrecision):
             self.engine.load_state_dict(state_dict)
 
 
-def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], object], list[Any]]:
+def _with_batch(closure: Callable[[], Any]) -> tuple[Callable[[int, Any], float], list[Any]]:
     """How to run a closure of Lightning's on a part of its batch, and the batch, if it is known.
 
     Lightning keeps the arguments of ``training_step``, by name, in the closure.
     """
     given: dict[str, Any] = getattr(getattr(closure, "_step_fn", None), "args", ({},))[0]
 
-    def run(_: int, part: Any) -> None:
+    def run(_: int, part: Any) -> float:
         whole = given.get("batch")
         given.update({"batch": part} if "batch" in given else {})
         try:
-            closure()
+            return float(closure())
         finally:
             given.update({"batch": whole} if "batch" in given else {})
 

@@ -17,7 +17,7 @@ from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.precision.scaling.loss_scale import LOSS_SCALE_FIELDS
 
-_RECIPE = "linear layers' fprop, dgrad and wgrad; halfstep formats shows blocks and scales"
+_RECIPE = "linear layers' fprop, dgrad and wgrad"
 _CASTS = {
     "op": "operation by operation",
     "module": "where FSDP2 gathers them: in sharded runs only",

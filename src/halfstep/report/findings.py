@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from shlex import quote
 from statistics import fmean, median
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import torch
 from halfstep.diagnostics.health import WORDS
 from halfstep.diagnostics.lost_updates import LOUD
 from halfstep.report import N_, gettext
-from halfstep.report.record import BROKEN, RunRecord, number
+from halfstep.report.record import BROKEN, RunRecord
 from halfstep.shown import typed_trainer
 
 Level = Literal["fault", "warning", "note"]
@@ -36,9 +35,6 @@ RISE = 0.2
 """Share of its best value, and of what it had fallen, by which a loss that diverged rose."""
 ENOUGH = 200
 """Steps below which a model that is still near a guess is called short of steps, not wrong."""
-SMALL = 1e-4
-"""Share of a layer's weights below which the updates of a step are small: a tenth of the 1e-3 that
-is usual. **Source:** Karpathy, CS231n, "Ratio of weights:updates"."""
 WORSE = 1.05
 """Factor over another from which on a loss is called worse."""
 WIDER = N_("; or train in bf16-mixed, whose range is that of fp32")
@@ -247,8 +243,6 @@ def _diverged(run: RunRecord) -> Iterator[RunFinding]:
     steps, losses = run.applied.series("loss")
     certain = run.config.get("task") in COMMANDS or _grew(run)
     found = _rose(losses, RISE if certain else 1 / 3)
-    if run.stopped in BROKEN and (exploded := _exploded(run.series("loss")[1])):
-        (steps, losses), found, certain = run.series("loss"), exploded, True
     if found:
         low, last = found
         certain = certain or not math.isfinite(last)
@@ -295,53 +289,25 @@ def _rose(losses: Sequence[float], share: float) -> tuple[int, float] | None:
     return (low, last) if last > least and not back else None
 
 
-def _exploded(losses: Sequence[float]) -> tuple[int, float] | None:
-    """As :func:`_rose`, of a run that broke: its last two finite losses rose above 20 before."""
-    finite = [i for i, loss in enumerate(losses) if math.isfinite(loss)][-22:]
-    if len(finite) < 3:
-        return None
-    *before, last, end = (losses[i] for i in finite)
-    fell = next(filter(math.isfinite, losses)) - min(losses[i] for i in finite)
-    least = max(before) + RISE * max(abs(max(before)), fell)
-    return (min(finite, key=losses.__getitem__), end) if end > last > least else None
-
-
 def _layer(run: RunRecord) -> Iterator[RunFinding]:
-    """The first layer that left its own past, and where the loss rose after it."""
+    """The first layer that left its own past."""
     alarms = [a for line in run.health for a in line.get("alarms") or () if isinstance(a, dict)]
     first = next(iter(alarms), {})
     quantity, times, since = (first.get(key) for key in ("quantity", "times", "since"))
     if quantity not in WORDS or not isinstance(times, float) or not isinstance(since, int):
         return
     values = {"layer": first.get("layer") or "the model", "quantity": WORDS[quantity]}
-    values |= {"times": f"{times:.3g}", "since": f"{since:,}", "rise": f"{_rise(run, since):,}"}
-    text = N_("{layer}: {quantity} {times} times its median since step {since}")
-    if _rise(run, since):
-        text = N_(
-            "{layer}: {quantity} {times} times its median since step {since}; the loss rises at "
-            "step {rise}"
-        )
+    values |= {"times": f"{times:.3g}", "since": f"{since:,}"}
     yield RunFinding(
         "warning",
         "layer_health",
-        text,
+        N_("{layer}: {quantity} {times} times its median since step {since}"),
         N_(
             "Go back to a checkpoint from before it, with a lower learning rate for that layer or "
             "max_norm; health.jsonl has the numbers of all layers."
         ),
         values,
     )
-
-
-def _rise(run: RunRecord, since: int) -> int:
-    """The first of five steps in a row, from ``since`` on, above all of the 50 before; or 0."""
-    steps, losses = run.series("loss")
-    before = [loss for step, loss in zip(steps, losses, strict=True) if step < since][-50:]
-    after = [(s, v) for s, v in zip(steps, losses, strict=True) if s >= since]
-    for i in range(len(after) - 4 if before else 0):
-        if not min(value for _, value in after[i : i + 5]) <= max(before):
-            return after[i][0]
-    return 0
 
 
 def _skips(run: RunRecord) -> Iterator[RunFinding]:
@@ -442,7 +408,7 @@ def _worsened(run: RunRecord) -> RunFinding | None:
     sure = right.get(steps[-1], -1.0) >= right.get(steps[best], 0.0)
     do, command = BY_HEART, _typed(run, False, max_steps=steps[best])
     if not fell:
-        do, command = _rated(run) if _trend(run) == "rose" else (UNSURE, "")
+        do, command = UNSURE, ""
     return RunFinding(
         "note" if sure else "warning",
         "worsened",
@@ -457,60 +423,22 @@ def _above(loss: float, other: float) -> bool:
     return loss > other + (WORSE - 1) * abs(other)
 
 
-def _rated(run: RunRecord) -> tuple[str, str]:
-    """What to do about the learning rate, and what to type for it, as far as the losses tell."""
-    trend = _trend(run)
-    if trend == "rose":
-        do = N_("The training loss rose or jumps: try a smaller learning rate.")
-        return do, _at_rate(run, 1 / 3)
-    if trend == "flat":
-        do = N_("The training loss hardly moved: try a larger learning rate, or more steps.")
-        return do, _at_rate(run, 10)
-    return UNSURE, ""
-
-
-def _trend(run: RunRecord) -> str:
-    """Whether the training loss "rose" above its start, or jumps, or stayed "flat"; or empty.
-
-    Where the size of the updates was recorded, it must agree: no rise is made by small ones.
-    """
-    losses = [*filter(math.isfinite, run.applied.series("loss")[1])]
-    if len(losses) < 2 * FEW:
-        return ""
-    jumps = [abs(b - a) for a, b in pairwise(losses)]
-    width = max(5, len(losses) // 20)
-    windows = [median(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)]
-    first, start, noise = losses[0], windows[0], median(jumps)
-    little, least, most = (WORSE - 1) * abs(start), min(windows), max(windows)
-    moved = run.moved
-    if least < min(first, start) - max(little, noise):
-        return ""
-    grown = median(jumps[len(jumps) // 2 :]) > max(3 * median(jumps[:FEW]), little)
-    if grown or most > start + max(little, 2 * noise) or most > first + abs(first) / 2:
-        return "" if moved < SMALL else "rose"
-    smooth = noise <= little and max(abs(v - start) for v in losses) <= max(2 * little, 6 * noise)
-    return "flat" if smooth and least >= start - little and not moved >= SMALL else ""
-
-
 def _guessing(run: RunRecord) -> RunFinding | None:
     """A model that is no better than knowing nothing, or hardly so after few steps.
 
-    Known are the loss of a uniform guess over a vocabulary, that a classifier's labels can be had
-    by always answering one, and that a text model begins near the former on whatever text.
+    Known are the loss of a uniform guess over a vocabulary, and that a classifier's labels can be
+    had by always answering one.
     """
     count, losses, checked = len(run.steps), run.series("loss")[1], run.series("val_loss")[1]
     found = (_classified if run.scores else _at_start)(run, few=count < ENOUGH)
     if found is None:
         return None
     what, values = found
-    do, command = _rated(run)
+    do, command = UNSURE, ""
     last = median(losses[-max(5, count // 20) :] or [math.inf])
-    if "guess" in values and run.scores and min(checked, default=math.inf) < values["bound"]:
-        do = N_('A state of a lower validation loss was not kept: set best_by="loss".')
-        command = _typed(run, False, best_by="loss")
-    elif checked and losses and _above(min(losses[0], 0.8 * checked[-1]), last):
+    if checked and losses and _above(min(losses[0], 0.8 * checked[-1]), last):
         do, command = BY_HEART, _typed(run, False, max_steps=max(1, count // 2))
-    elif count < ENOUGH and _trend(run) != "rose":
+    elif count < ENOUGH:
         do = N_("{steps} steps are few to learn from: train for {more}.")
         values |= {"steps": count, "more": max(300, 2 * count)}
         command = _typed(run, True, max_steps=values["more"])
@@ -534,44 +462,27 @@ def _classified(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
     recalls = [hit / size for hit, size in zip(hits, sizes, strict=True) if size]
     chance = 1 / len(recalls)
     near = fmean(recalls) - chance <= (0.25 if few else 0.05) * (1 - chance)
-    if near and total - max(sizes) >= 5:
-        said = N_(
-            "The classifier is right for {right} of {count} validation examples, of which {most} "
-            "have one label"
-        )
-        shares = {"right": f"{sum(hits) / total:.1%}", "most": f"{max(sizes) / total:.1%}"}
-        return said, values | shares
-    loss, guess = (number(run.scores.get(key)) for key in ("loss", "loss_of_a_guess"))
-    if loss is None or guess is None or not loss > guess:
+    if not near or total - max(sizes) < 5:
         return None
     said = N_(
-        "The validation loss of the model that is kept is {loss}; a guess among {labels} labels "
-        "has {guess}"
+        "The classifier is right for {right} of {count} validation examples, of which {most} "
+        "have one label"
     )
-    found = {"loss": f"{loss:.4g}", "guess": f"{guess:.4g}", "bound": guess, "labels": len(rows)}
-    return said, found
+    shares = {"right": f"{sum(hits) / total:.1%}", "most": f"{max(sizes) / total:.1%}"}
+    return said, values | shares
 
 
 def _at_start(run: RunRecord, few: bool) -> tuple[str, dict[str, Any]] | None:
-    """Whether the last validation loss is that of a guess, or above where training began."""
-    found, losses = run.series("val_loss")[1], run.series("loss")[1]
-    if not found or len(losses) < FEW:
-        return None
-    text, model = run.config.get("task") == "pretrain", run.config.get("model")
+    """Whether the last validation loss of a text model is that of a guess among its tokens."""
+    found, model = run.series("val_loss")[1], run.config.get("model")
+    text = run.config.get("task") == "pretrain"
     size = model.get("vocab_size") if text and isinstance(model, dict) else None
-    values = {"loss": f"{found[-1]:.4g}"}
-    if isinstance(size, int) and size > 1:
-        guess = math.log(size)
-        values |= {"guess": f"{guess:.4g}", "count": f"{size:,}"}
-        said = N_("The validation loss is {loss}; a guess among {count} tokens has {guess}")
-        return (said, values) if found[-1] >= guess * (0.9 if few else 1.0) else None
-    start = max(losses[:5])
-    # what began with trained weights may be validated on harder data: nothing must have fallen
-    fell = _above(found[0], min(found)) or _above(start, median(losses[-5:]))
-    if (fell and not text) or not _above(found[-1], start):
+    if not found or len(run.steps) < FEW or not isinstance(size, int) or size < 2:
         return None
-    said = N_("The validation loss is {loss}, above the {start} of the first training steps")
-    return said, values | {"start": f"{start:.4g}"}
+    guess = math.log(size)
+    said = N_("The validation loss is {loss}; a guess among {count} tokens has {guess}")
+    values = {"loss": f"{found[-1]:.4g}", "guess": f"{guess:.4g}", "count": f"{size:,}"}
+    return (said, values) if found[-1] >= guess * (0.9 if few else 1.0) else None
 
 
 def _damaged(run: RunRecord) -> Iterator[RunFinding]:

@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from halfstep.diagnostics.lost_updates import lost_share
@@ -63,7 +62,6 @@ class RunRecord:
         health: The lines of ``health.jsonl``: each layer's numbers, and the alarms.
         causes: What made a step's loss or gradients not finite, where that was found out.
         scores: ``report.json``: a classifier's answers to its validation examples, at their best.
-        made_with: The hashes of data and tokenizer by name, from the newest checkpoint.
         damaged: File name to the number of its lines that could not be read.
         known_policy: The policy as a value, where the run itself asks; None: that of ``config``.
     """
@@ -75,7 +73,6 @@ class RunRecord:
     health: Sequence[Line] = ()
     causes: Sequence[Line] = ()
     scores: Line = field(default_factory=dict)
-    made_with: Line = field(default_factory=dict)
     damaged: Mapping[str, int] = field(default_factory=dict)
     known_policy: PrecisionPolicy | None = None
 
@@ -151,17 +148,6 @@ class RunRecord:
         return {group: share for group, share in shares.items() if not math.isnan(share)}
 
     @property
-    def moved(self) -> float:
-        """The largest share by which a step changed the median layer's weights; or NaN."""
-        found = []
-        for line in self.health:
-            layers = line.get("layers")
-            each = [*layers.values()] if isinstance(layers, dict) else []
-            rates = [number(layer.get("update")) for layer in each if isinstance(layer, dict)]
-            found += [median(rate for rate in rates if rate is not None)] if any(rates) else []
-        return max(filter(math.isfinite, found), default=math.nan)
-
-    @property
     def events(self) -> list[Event]:
         """The steps that did not update the weights, in order."""
         return [
@@ -203,8 +189,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         )
     damaged: dict[str, int] = {}
     lines = {name: _lines(folder / name, damaged) for name in (METRICS, CAUSES, HEALTH)}
-    states = sorted(folder.glob("checkpoints/step-*/state.json"))
-    made_with = _json(states[-1], damaged).get("made_with") if states else {}
     by_step = {line["step"]: line for line in lines[METRICS] if _is_count(line.get("step"))}
     return RunRecord(
         name=folder.resolve().name,
@@ -214,7 +198,6 @@ def read_run(folder: Path, policy: PrecisionPolicy | None = None) -> RunRecord:
         health=lines[HEALTH],
         causes=lines[CAUSES],
         scores=_scores(folder / "report.json", damaged),
-        made_with=made_with if isinstance(made_with, dict) else {},
         damaged=damaged,
         known_policy=policy,
     )

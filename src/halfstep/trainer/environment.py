@@ -92,25 +92,6 @@ def memory_bytes(device: torch.device) -> int:
     return found
 
 
-def require_host_room(parameters: int, tokens: int, advice: str) -> None:
-    """Refuse a model, which every rank makes in fp32 on the host, or a batch beyond its memory.
-
-    Args:
-        parameters: Number of parameters of the whole model.
-        tokens: Tokens of one micro-batch; each takes 16 bytes with its target.
-        advice: The options that make the run smaller, for the message.
-
-    Raises:
-        ConfigError: With the bytes that are needed and those that the machine has.
-    """
-    need, have = 4 * parameters + 16 * tokens, memory_bytes(torch.device("cpu"))
-    if need > have:
-        raise ConfigError(
-            f"the run needs at least {need / 1e9:,.3g} GB on the host, for its model in fp32 and a "
-            f"micro-batch; this machine has {have / 1e9:,.3g} GB. Lower {advice}"
-        )
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory: of tensors on CUDA, the process's resident size on the CPU."""
     if device.type == "cuda":

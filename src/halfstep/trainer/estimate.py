@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +13,8 @@ from halfstep.diagnostics.estimate import estimate_state
 from halfstep.diagnostics.memory import Memory
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError
-from halfstep.precision.policy.policy import POLICIES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.recipe import Recipe
-from halfstep.trainer.config.run import OptimizerConfig, OptimizerName
-from halfstep.trainer.step import make_optimizer
 
 _POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}
 """Letter of a unit to its power of 1000."""
@@ -27,29 +24,21 @@ def estimate_count(
     count: int,
     policies: Sequence[PrecisionPolicy],
     layout: Layout,
-    name: OptimizerName = "adamw",
-    adapters: int = 0,
 ) -> list[Memory]:
     """Count what training keeps for that many parameters, under each policy, without a batch.
 
-    All count as hidden matrices, of shapes that are not known. With ``adapters`` those alone are
-    trained, beside a frozen base of ``count``, in the compute dtype.
+    All count as hidden matrices, of shapes that are not known.
     """
-    trained = adapters or count
     with torch.device("meta"):
-        model = nn.Linear(trained, 1, bias=False)
-    optimizer: Any = make_optimizer(model, OptimizerConfig(name=name), POLICIES["bf16-split"])
-    ranks, kept, found = layout.shard * layout.tensor, optimizer.averages(model), []
+        model = nn.Linear(count, 1, bias=False)
+    ranks, found = layout.shard * layout.tensor, []
     for policy in policies:
         # a recipe changes nothing that is kept between steps, and needs layers of a known shape
         stored = dataclasses.replace(policy, recipe=Recipe())
-        parts = dict(estimate_state(model, stored, ranks, averages=kept).bytes)
+        parts = dict(estimate_state(model, stored, ranks).bytes)
         low = policy.compute_dtype
         if low != policy.param_dtype and policy.casts != "module":  # whole where sharded
-            parts["cast copies"] = {dtype_name(low): round(trained * low.itemsize / layout.tensor)}
-        if adapters:
-            frozen = {"frozen " + dtype_name(low): round(count * low.itemsize / ranks)}
-            parts["weights"] = {**parts["weights"], **frozen}
+            parts["cast copies"] = {dtype_name(low): round(count * low.itemsize / layout.tensor)}
         found.append(Memory(str(policy), False, parts, layout.size))
     return found
 

@@ -32,7 +32,6 @@ from halfstep.trainer.compiling import compiled_, tune_, with_choice
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import ClassifyConfig, LMConfig, TrainConfig
-from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.shards import Shard, shard_of
 from halfstep.trainer.step import Ahead, Evaluation, Judge, LossSum, MicroBatches
@@ -41,7 +40,7 @@ from halfstep.trainer.tasks.task import Task, dropout_seed, facts, micro_batches
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA
 
-Opens = Callable[[Any, World, Progress, Layout], Task]
+Opens = Callable[[Any, World, Layout], Task]
 _TASKS: Mapping[type[BaseConfig], str] = {
     TrainConfig: "trainer.tasks.text:TextTask",
     ClassifyConfig: "trainer.tasks.classify:ClassifyTask",
@@ -282,15 +281,14 @@ def convert_optimizer_tensors(
 
 def open_session(
     config: BaseConfig,
-    progress: Progress,
     *,
     world: World = World(),  # noqa: B008  (frozen)
     opens: Opens | None = None,
 ) -> Session:
     """Prepare data and build the model, refusing whatever cannot be run; all ranks call it.
 
-    ``progress`` is called while data is prepared; ``opens`` makes the task, if it is not the one
-    that the configuration names. No run folder exists yet when something is refused.
+    ``opens`` makes the task, if it is not the one that the configuration names. No run folder
+    exists yet when something is refused.
     """
     run, device = config.run, choose_device(config.run.device, world.local_rank)
     auto = choose(device).reason if isinstance(config.precision, str) else ""
@@ -300,7 +298,7 @@ def open_session(
     layout = Layout.choose(run.parallel, world.size)
     world.require_same(facts(config))
     strategy = choose_strategy(layout, policy, device)
-    task = (opens or part(_TASKS[type(config)]))(config, world, progress, layout)
+    task = (opens or part(_TASKS[type(config)]))(config, world, layout)
     _require_rows(task.smallest_batch, task.config, layout)
     config = with_choice(task.config, policy, device, layout)
     task.notes += tune_(task.model, policy, device)

@@ -24,7 +24,6 @@ from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.trainer.config.config import config_from_table
 from halfstep.trainer.config.run import OptimizerConfig, ScheduleConfig, did_you_mean
 from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
-from halfstep.trainer.data.config import no_progress
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
@@ -212,9 +211,7 @@ class Trainer:
         with world if own else nullcontext():
             config, path = self._placed(world, resume)
             keep_freed_memory()
-            self._session = session = open_session(
-                config, no_progress, world=world, opens=self._open
-            )
+            self._session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:
                 outcome = execute(session, path, self._say, self._ticked, resuming=resume)
@@ -244,7 +241,7 @@ class Trainer:
         world.main_only(lambda: require_fresh(path))
         return with_run_folder(self._config, path), path
 
-    def _open(self, config: Any, world: World, _: Any, layout: Layout) -> ModuleTask:
+    def _open(self, config: Any, world: World, layout: Layout) -> ModuleTask:
         self._silent = self._quiet or not world.is_main
         return ModuleTask(self._parts, config, layout, world)
 

@@ -123,12 +123,12 @@ DOCUMENTS = st.lists(st.lists(st.text(min_size=1), min_size=1, max_size=3), max_
 def test_documents_are_separated_by_a_newline_or_by_end_of_text(monkeypatch, texts, batch):
     monkeypatch.setattr(corpus, "BATCH_CHARACTERS", batch)
     pieces = [TextPiece(text, i == 0) for document in texts for i, text in enumerate(document)]
-    found = list(encode_pieces(pieces, ByteTokenizer(), 99))
+    found = list(encode_pieces(pieces, ByteTokenizer()))
     text = "\n".join("".join(document) for document in texts).encode()
     assert np.concatenate([[], *(ids for ids, _ in found)]).tolist() == list(text)
     assert sum(count for _, count in found) == len(text)
 
-    found = list(encode_pieces(pieces, BPE, 99))
+    found = list(encode_pieces(pieces, BPE))
     ids = np.concatenate([[], *(ids for ids, _ in found)]).astype(int).tolist()
     assert ids.count(BPE.end_of_text) == max(len(texts) - 1, 0)
     assert BPE.decode(ids) == "<|endoftext|>".join("".join(d) for d in texts)

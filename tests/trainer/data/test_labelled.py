@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.labelled import (
     _read,
@@ -18,7 +18,6 @@ from halfstep.trainer.data.labelled import (
     stratified_split,
 )
 
-PAIR = "text,label\na,b\n"
 LOOSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 PAIRS = [
     ("I am glad", "joy"),
@@ -58,12 +57,10 @@ def objects(found, text="text", label="label"):
         ("A.TSV", table([("文本", "标签"), *PAIRS], "\t")),
         ("a.jsonl", "\n\n".join(json.dumps(o) for o in objects(PAIRS))),
         ("a.jsonl", "\r\n".join(json.dumps(o, ensure_ascii=False) for o in objects(PAIRS))),
-        ("a.csv", "sep=;\r\n" + table([("text", "label"), *PAIRS], ";")),
         ("a.csv", table([("", "text", "label", ""), *((7, *p, "") for p in PAIRS), ["", ""]], "|")),
         ("a.tsv", table([("Review Text", "STAR_RATING"), *PAIRS])),
         ("a.csv", table([("title", "text", "label", "class"), *((7, *p, 8) for p in PAIRS)])),
         ("a.json", "\n".join(json.dumps(o) for o in objects(PAIRS))),
-        ("a.json", json.dumps(PAIRS)),
         ("a.json", json.dumps(objects(PAIRS, "sentence", "emotion"), indent=1)),
     ],
 )
@@ -99,7 +96,7 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
     elif kind == "jsonl":
         content = "".join(json.dumps(o) + "\n" for o in objects(rows))
     else:
-        content = json.dumps(rows)
+        content = json.dumps(objects(rows))
     assert pairs(write(f"a.{kind}", content)) == rows
     if kind == "jsonl":
         texts = [text for text, _ in rows]
@@ -120,15 +117,11 @@ def test_whatever_can_be_written_is_read_back(write, rows, kind):
         ("a.jsonl", '{"text": "x", "label": "a"}\n{"text": "y"}\n', ":2: no field 'label', which"),
         ("a.jsonl", '\n{"text": "x", "label": 1.5}\n', ":2: the label must be a string or an int"),
         ("a.jsonl", '{"text": "x", "label": null}', ":1: the label must be a string or"),
-        ("a.csv", PAIR.encode("utf-16"), "it may be UTF-16, in which it reads 'te"),
-        ("a.csv", PAIR.encode("utf-16-be"), ": is UTF-16BE; iconv -f UTF-16BE -t UTF-8 OLD"),
-        ("a.csv", "评论,评分\n好,1\n".encode("gbk"), "it may be GBK, in which it reads '评论,评分"),
-        ("a.csv", "text,label\nété größer où,1\n".encode("latin-1"), "f WINDOWS-1252 -t"),
+        ("a.csv", "评论,评分\n好,1\n".encode("gbk"), "iconv -f GBK -t UTF-8 OLD > NEW"),
         ("a.csv", "Title,Body,Y\na,b,c\n", "'Body'); write --text-column Title or another"),
         ("a.csv", "text,stars,score\na,1,2\n", "label ('stars', 'score'); write --label"),
-        ("a.jsonl", '{"text": "x\\ud83d", "label": "a"}\n', ":1: not usable JSON"),
         ("a.json", '"x"', "must hold a JSON list"),
-        ("a.json", '[["x", "a"], "y"]', ': item 2: write [["text", "label"], ...] or'),
+        ("a.json", '[{"text": "x", "label": "a"}, "y"]', ': item 2: write [{"text": ..., "label"'),
         ("a.json", '{"text":\n"x"}', "one object a line in a .jsonl file"),
         ("a.json", "[" * 100_000, "not usable JSON"),
         ("a.txt", "x", "read from .csv, .tsv, .jsonl, .json, .parquet files and datasets:NAME"),
@@ -154,9 +147,8 @@ def test_columns_can_be_named_and_each_input_has_its_own(write, tmp_path):
 
 def test_one_and_one_point_nought_are_a_class_and_what_was_done_is_told(write):
     rows = "\n".join(f"w{i},s{i},{label}" for i, label in enumerate(("1", "1.0", "2.00", "2", "1")))
-    data = load(str(write("a.csv", f"text,summary,label\n{rows}\nx,,\n")), drop_empty=True)
+    data = load(str(write("a.csv", f"text,summary,label\n{rows}\n")))
     assert data.names == ("1", "2")
-    assert data.notes[1:] == ("train: 1 rows without text or label are left out",)
     assert data.notes[0].startswith("of 'text', 'summary' only 'text' is read; --text-column names")
     data = load(str(write("b.jsonl", objects([("x", 1), ("y", 1.0), ("z", 2.0), ("u", 2)]))))
     assert data.names == ("1", "2")
@@ -179,7 +171,6 @@ def test_a_field_may_be_longer_than_pythons_limit(write):
         ("a.jsonl", '\n{"text": "x y", "id": 3}\n\n{"text": "z"}\n', ""),
         ("a.csv", "body,text\nx y,q\nz,q\n", "body"),
         ("a.txt", "\ufeffx y\r\nz", ""),
-        ("a.json", '[["x y"], ["z"]]', ""),
     ],
 )
 def test_every_format_gives_the_same_texts_to_predict(write, name, content, column):
@@ -274,8 +265,6 @@ def test_labels_that_do_not_fit_are_refused(write):
     message = refusal(load, twenty(write), dev=(dev,))
     assert message.startswith(f"{dev}:2: unknown label 'c' (allowed: 'a', 'b')")
     assert "every text has the label 'a'" in refusal(load, twenty(write, labels=("a",)))
-    with pytest.raises(ConfigError, match=r"data\.train is empty; name a file"):
-        read_labelled(LabelledConfig(), 0)
 
 
 def test_the_hash_is_over_names_texts_and_labels(write):
@@ -283,7 +272,7 @@ def test_the_hash_is_over_names_texts_and_labels(write):
     # Pinned: every part with its length as 8 bytes before it, labels as int64.
     assert data.sha256.startswith("b9fe82275885db24")
     # The same content from another file and format has the same hash.
-    other = write("other.json", json.dumps([[f"text {i}", "ba"[i % 2]] for i in range(20)]))
+    other = write("other.json", json.dumps(objects((f"text {i}", "ba"[i % 2]) for i in range(20))))
     assert load(str(other)).sha256 == data.sha256
     others = [
         load(twenty(write), seed=1),

@@ -87,8 +87,6 @@ def test_what_cannot_be_loaded_says_what_to_do(tmp_path):
     assert "cannot be loaded" in refusal(f"datasets:{tmp_path}/e")
 
 
-def test_a_missing_library_is_named_and_never_imported_without_need(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'halfstep[hf]'" in refusal("datasets:a/b")
+def test_the_library_is_never_imported_without_need():
     code = "import sys, halfstep.trainer.data.labelled; sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

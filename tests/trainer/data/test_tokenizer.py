@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from tokenizers import Tokenizer as Engine, models
+from tokenizers import models
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.trainer.data.corpus import (
@@ -57,14 +57,6 @@ def test_a_saved_tokenizer_comes_back_the_same(tmp_path):
             assert loaded.encode(SAMPLE + END_OF_TEXT) == tokenizer.encode(SAMPLE + END_OF_TEXT)
 
 
-def test_a_saved_byte_tokenizer_has_the_same_ids_for_other_programs(tmp_path):
-    ByteTokenizer().save(tmp_path)
-    other = Engine.from_file(str(tmp_path / "tokenizer.json"))
-    text = "".join(map(chr, range(0x800))) + "\u732b\U0001f600"
-    assert other.encode(text).ids == list(text.encode())
-    assert other.decode(list(text.encode())) == text
-
-
 def test_fingerprints_differ_with_anything_that_changes_ids():
     # Pinned: it names what earlier versions left in the cache.
     assert ByteTokenizer().fingerprint.startswith("a7c4f254bc6914cc")
@@ -93,7 +85,6 @@ def test_what_a_file_says_of_its_tokens_padding_and_chance_does_not_touch_the_te
     assert tokenizer.vocab_size == 1 + max(300, tokenizer.end_of_text)  # over gaps
 
 
-@pytest.mark.slow
 def test_transformers_reads_what_save_writes(tmp_path):
     transformers = pytest.importorskip("transformers")
     for name, tokenizer in (("bytes", ByteTokenizer()), ("bpe", TRAINED)):

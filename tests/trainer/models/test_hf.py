@@ -21,23 +21,21 @@ OURS = GPTConfig(
 )
 
 
-def save(model, folder, dtype=torch.float32):
+def save(model, folder):
     with weights.new_folder(folder) as empty:
-        save_gpt2(model, empty, dtype)
+        save_gpt2(model, empty)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_path, dtype):
+def test_transformers_reads_the_same_weights_and_computes_the_same_logits(tmp_path):
     model, g = GPT(OURS, seed=1), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():  # so large that every part of the network shows
             p += 0.2 * torch.randn(p.shape, generator=g)
-            p.copy_(p.to(dtype))
-    save(model, tmp_path / "out", dtype)
+    save(model, tmp_path / "out")
     read = partial(
         transformers.GPT2LMHeadModel.from_pretrained, tmp_path / "out", local_files_only=True
     )
-    assert read(dtype="auto").dtype == dtype
+    assert read(dtype="auto").dtype == torch.float32
     other, info = read(dtype=torch.float32, output_loading_info=True)
     assert not any(info.values())  # nothing missing, unexpected or mismatched
     assert (other.config.bos_token_id, other.config.eos_token_id) == (None, None)
@@ -106,12 +104,7 @@ def test_everything_is_on_the_disk_before_the_name_appears(tmp_path, monkeypatch
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
     model = GPT(OURS)
     with torch.no_grad():
-        model.layers[1].mlp.up.bias[3] = 1e6
-    with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias' holds .* as torch.float16"):
-        save(model, tmp_path / "out", torch.float16)
-    save(model, tmp_path / "wide", torch.bfloat16)
-    with torch.no_grad():
         model.layers[1].mlp.up.bias[3] = float("nan")
     with pytest.raises(CheckpointError, match=r"h\.1\.mlp\.c_fc\.bias'"):
         save(model, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["wide"]
+    assert not any(tmp_path.iterdir())

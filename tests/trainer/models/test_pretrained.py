@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 
 import huggingface_hub
 import pytest
@@ -22,7 +21,6 @@ from halfstep.trainer.models.classifier import open_classifier
 from halfstep.trainer.models.pretrained import (
     open_folder,
     open_tokenizer,
-    require_library,
     resolve_source,
 )
 
@@ -158,9 +156,3 @@ def test_without_the_hub_it_says_what_to_do(tmp_path, monkeypatch):
             resolve_source(path)
     with pytest.raises(ConfigError, match=r"variable\. Where .*hf download tiny/b"):
         resolve_source("tiny/bert")
-
-
-def test_a_missing_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"need peft.*pip install 'halfstep\[hf\]'"):
-        require_library("peft")

@@ -83,19 +83,6 @@ def test_any_encoder_trains_and_comes_back(tmp_path, kind):
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
-def test_the_weights_given_are_the_weights_saved(folder, tmp_path):
-    model = open_classifier(folder, NAMES)
-    weights = {name: torch.full_like(p, 0.5) for name, p in model.named_parameters()}
-    model.save_(tmp_path / "out", weights)
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name.removeprefix("model.") for name in weights} == saved.keys()
-    assert all(bool((tensor == 0.5).all()) for tensor in saved.values())
-    weights["model.classifier.bias"] = torch.tensor([0.0, torch.nan, 0.0])
-    with pytest.raises(CheckpointError, match=r"'classifier\.bias' holds NaN"):
-        model.save_(tmp_path / "other", weights)
-    assert [p.name for p in tmp_path.iterdir() if p.name not in ("bert", "out")] == []
-
-
 def test_the_loss_is_that_of_the_definition(folder):
     model = without_dropout(open_classifier(folder, NAMES, label_smoothing=0.1))
     ids_BT, mask_BT, labels_B = batch()

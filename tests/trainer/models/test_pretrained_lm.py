@@ -133,12 +133,9 @@ def test_weights_come_and_go_as_stored(kind, dtype, tmp_path):
     assert theirs.dtype == torch.float32
     found = dict(theirs.named_parameters())
     assert all(torch.equal(found[n.removeprefix("model.")], w) for n, w in weights.items())
-    lm.save_(tmp_path / "half", weights, dtype=torch.bfloat16)
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert open_causal_lm(tmp_path / "half").stored_dtype == torch.bfloat16
-    lm.model.get_input_embeddings().weight.data[0] = 1e6
-    with pytest.raises(CheckpointError, match=r"' holds NaN or inf as torch.float16"):
-        lm.save_(tmp_path / "overflow", {}, dtype=torch.float16)
+    lm.model.get_input_embeddings().weight.data[0] = torch.inf
+    with pytest.raises(CheckpointError, match=r"' holds NaN or inf as"):
+        lm.save_(tmp_path / "overflow", {})
     assert not (tmp_path / "overflow").exists()
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import transformers
 from tests.trainer.models.pretrained_folders import (
     save_classifier,
     save_lm,
@@ -15,7 +12,7 @@ from tests.trainer.models.pretrained_folders import (
 
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.trainer.models.classifier import open_classifier
-from halfstep.trainer.models.pretrained import open_tokenizer as opened, quiet
+from halfstep.trainer.models.pretrained import open_tokenizer as opened
 
 
 def open_tokenizer(folder, max_length=99, **more):
@@ -130,17 +127,3 @@ def test_a_damaged_tokenizer(folder, text):
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
         open_tokenizer(folder)
-
-
-def test_saved_beside_a_model_it_is_what_transformers_reads(folder, tmp_path, capfd):
-    model = open_classifier(save_classifier(tmp_path / "m"), ("a", "b"))
-    model.save_(tmp_path / "out", {})
-    tokenizer = open_tokenizer(folder, model=model)
-    tokenizer.save(tmp_path / "out")
-    assert capfd.readouterr() == ("", "")
-    with quiet():
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("the cat")["input_ids"] == tokenizer.encode_batch(["the cat"])[0]
-    assert "truncation" not in json.loads((tmp_path / "out" / "tokenizer.json").read_text()) or (
-        json.loads((tmp_path / "out" / "tokenizer.json").read_text())["truncation"] is None
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,12 @@ class StepNumerics:
         low = tuple(one for one in outputs if one.dtype in ("bfloat16", "float16"))
         return (*(low or outputs), *self.of("gradient"))
 
-    def table(self, form: FloatFormat | str = "fp16", rows: int | None = 12) -> str:
+    def table(self, form: FloatFormat | str = "fp16", rows: int = 12) -> str:
         """The tensors that a format would treat worst, and the verdicts.
 
         Args:
             form: The format of the what-if, or its name.
-            rows: How many tensors; None: all, in the order of the step.
+            rows: How many tensors.
 
         Returns:
             Text with one line for each tensor.
@@ -92,9 +92,7 @@ class StepNumerics:
             found = what_if(one, form)
             return (one.nan + one.inf) / max(one.elements, 1), found.overflowed, found.flushed
 
-        chosen: Sequence[TensorStatistics] = self.tensors
-        if rows is not None:
-            chosen = sorted(self.tensors, key=badness, reverse=True)[:rows]
+        chosen = sorted(self.tensors, key=badness, reverse=True)[:rows]
         lines = [
             (
                 *("tensor", "dtype", "elements", "largest", "rms", "zero", "not finite"),

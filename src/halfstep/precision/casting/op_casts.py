@@ -29,9 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import (
     MIXED_ON_CPU,
+    OPERATORS,
     STORED,
+    WRITES,
     Cast,
-    before_write,
+    before_call,
     drop_casts,
     run_native,
 )
@@ -44,7 +46,6 @@ _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _IN_GRAPHS = (checkpoint, Tensor.split, Tensor.unflatten)
 _entered = threading.local()
 
@@ -100,9 +101,8 @@ class OpCasts(TorchFunctionMode):
         if func in _IN_GRAPHS and torch.compiler.is_compiling():
             return self._in_graph(func, args, kwargs or {})
         cast = self.table.get(func)
-        if cast is not None and cast in _WRITES:
-            before_write(args[:1])
-            cast = None if cast == "write" else cast
+        if (cast in WRITES if cast else type(func) in OPERATORS) or (kwargs and "out" in kwargs):
+            cast = before_call(cast, func, args, kwargs or {})
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -164,7 +164,7 @@ class OpCasts(TorchFunctionMode):
             for value in args:  # sparse kernels of 16 bits are few, and of two dtypes none
                 if isinstance(value, Tensor) and value.layout not in _DENSE:
                     cast = "fp32_inside"
-        if cast == "native":
+        if cast in ("native", "operator"):
             return run_native(func, args, kwargs)
         if cast in _FILLS:
             return self._run_filled(cast, func, args, kwargs)

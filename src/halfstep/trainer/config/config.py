@@ -88,8 +88,6 @@ def _insert(table: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for name in parents:
         table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"key {key}: {name} is a value, not a section")
     table[last] = value
 
 

@@ -272,11 +272,11 @@ class Evaluating(Use):
 
 @dataclass(frozen=True, kw_only=True)
 class Exporting:
-    """Write a trained model in another format."""
+    """Write a GPT of ``train`` as a Hugging Face folder.
+
+    What ``finetune`` leaves in ``model/`` is one already, or an adapter for peft.
+    """
 
     run: str = field(metadata={"help": "The run folder."})
     to: Literal["hf"] = field(metadata={"help": "hf: a Hugging Face folder."})
     output: str = field(metadata={"help": "The folder to write."})
-    dtype: Literal["", "fp32", "bf16", "fp16"] = option(
-        "", "Dtype of the weights; default: fp32, or the base model's own for merged adapters."
-    )

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
 from halfstep.option import Range, option
-
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""``progress(what, done_bytes, total_bytes)``."""
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """Reports nothing; the default."""
-
 
 Part: TypeAlias = Annotated[float, Range("0 < x < 1", lambda x: 0 < x < 1)]
 
@@ -60,7 +51,6 @@ class LabelledConfig:
     )
     text_column: str = option("", "Name of the text's column; empty means: look for a usual name.")
     label_column: str = option("", "Name of the label's column; empty means the same.")
-    drop_empty: bool = option(False, "Whether rows without a text or a label are left out.")
     labels: tuple[str, ...] = option(
         (),
         "Names of the classes in the order of their ids; empty means: find them in train. Labels "
@@ -89,4 +79,3 @@ class InstructionsConfig:
         "Maximal number of tokens in a row. Longer records are cut at the right; plain "
         "text is cut into several documents.",
     )
-    drop_empty: bool = option(False, "Whether records with an empty field are left out.")

@@ -32,7 +32,7 @@ from tokenizers import AddedToken, Tokenizer as Engine, decoders, models, pre_to
 from halfstep.errors import ConfigError, DataError
 from halfstep.files import sync_folder
 from halfstep.trainer.data.batches import TokenFile, held_out
-from halfstep.trainer.data.config import DataConfig, Progress, bpe_size, no_progress
+from halfstep.trainer.data.config import DataConfig, bpe_size
 from halfstep.trainer.data.records import (
     Source,
     content_sha256,
@@ -142,18 +142,16 @@ def split_corpus(
     return train, validation
 
 
-def encode_pieces(
-    pieces: Iterable[TextPiece], tokenizer: Tokenizer, total: int, progress: Progress = no_progress
-) -> Iterator[tuple[Ids, int]]:
+def encode_pieces(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> Iterator[tuple[Ids, int]]:
     """Encodes documents batch by batch, with a separator between two of them.
 
-    The tokenizer's end-of-text id, else its ids of a newline, are the separator. ``total`` is the
-    size of the input in bytes. Yields ids, and the UTF-8 bytes that they stand for.
+    The tokenizer's end-of-text id, else its ids of a newline, are the separator. Yields ids, and
+    the UTF-8 bytes that they stand for.
     """
     end = tokenizer.end_of_text
     ids = tokenizer.encode("\n") if end is None else [end]
     separator, separator_bytes = np.array(ids, dtype=np.uint32), 1 if end is None else 0
-    done, first = 0, True
+    first = True
     for batch in in_batches(pieces, lambda piece: len(piece.text)):
         parts: list[Ids] = []
         text_bytes = 0
@@ -166,8 +164,6 @@ def encode_pieces(
             parts.append(ids_of_piece)
             text_bytes += len(piece.text.encode())
         yield np.concatenate(parts), text_bytes
-        done += text_bytes
-        progress("encode", done, total)
 
 
 def in_batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -222,7 +218,7 @@ class PreparedData:
     tokenizer: Tokenizer
 
 
-def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedData:
+def prepare(config: DataConfig) -> PreparedData:
     """Finds or makes the token files that a configuration asks for.
 
     Documents are separated by the tokenizer's end-of-text id, or by one newline if it has none.
@@ -240,15 +236,15 @@ def prepare(config: DataConfig, progress: Progress = no_progress) -> PreparedDat
             )
     if not validation:
         train, validation = split_corpus(train, config.validation_fraction)
-    tokenizer = _tokenizer(config.tokenizer, train, progress)
+    tokenizer = _tokenizer(config.tokenizer, train)
     return PreparedData(
-        train=token_file(train, tokenizer, progress),
-        validation=token_file(validation, tokenizer, progress),
+        train=token_file(train, tokenizer),
+        validation=token_file(validation, tokenizer),
         tokenizer=tokenizer,
     )
 
 
-def _tokenizer(spec: str, sources: tuple[Source, ...], progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, sources: tuple[Source, ...]) -> Tokenizer:
     size = bpe_size(spec)
     if size is None:
         return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec)
@@ -256,7 +252,6 @@ def _tokenizer(spec: str, sources: tuple[Source, ...], progress: Progress) -> To
     every = -(-total // SAMPLE_BYTES)
 
     def build(folder: Path) -> None:
-        progress("train tokenizer", 0, total // every)
         texts = (piece.text for piece in islice(read_pieces(sources), 0, None, every))
         train_bpe(texts, size).save(folder)
 
@@ -268,14 +263,11 @@ def _tokenizer(spec: str, sources: tuple[Source, ...], progress: Progress) -> To
     return _cached("tokenizers", ["bpe", size, every, MIN_FREQUENCY], sources, load, build)
 
 
-def token_file(
-    sources: tuple[Source, ...], tokenizer: Tokenizer, progress: Progress = no_progress
-) -> TokenFile:
+def token_file(sources: tuple[Source, ...], tokenizer: Tokenizer) -> TokenFile:
     """Finds or makes the token file of a text."""
 
     def build(folder: Path) -> None:
-        total = sum(source.size for source in sources)
-        stream = encode_pieces(read_pieces(sources), tokenizer, total, progress)
+        stream = encode_pieces(read_pieces(sources), tokenizer)
         if write_tokens(folder, stream, vocab_size=tokenizer.vocab_size) == 0:
             raise DataError(f"{sources[0].path}: there is no text here, only empty documents")
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.trainer.data.batches import Indices, held_out, padded, permutation
 from halfstep.trainer.data.config import InstructionsConfig
 from halfstep.trainer.data.corpus import in_batches, read_pieces, split_corpus
@@ -130,14 +130,12 @@ def read_instructions(
     With ``packing`` several documents share a row. The same files, configuration, tokenizer and
     seed give the same rows, whatever the paths.
     """
-    if not config.train:
-        raise ConfigError("data.train is empty; name a .jsonl, .json or .txt file by --train")
     train_inputs = find_inputs(config.train)
     dev_inputs = find_inputs(config.dev)
     if not dev_inputs and len(train_inputs) == 1 and isinstance(train_inputs[0], Source):
         # no other documents to draw from
         train_inputs, dev_inputs = split_corpus((train_inputs[0],), config.dev_fraction)
-    writer = _Writer(tokenizer, config.drop_empty)
+    writer = _Writer(tokenizer)
     train = encode_documents(writer.documents(train_inputs, "train"), tokenizer)
     if not writer.format:
         raise DataError("data.train holds no record; fill it or name another file")
@@ -157,8 +155,6 @@ def read_instructions(
         dev = [train[number] for number in np.sort(order[:share])]
         train = [train[number] for number in np.sort(order[share:])]
         notes.append(f"dev: {len(dev)} of {count} documents, drawn by the seed")
-    if writer.dropped:
-        notes.append(f"{writer.dropped} records with an empty field are left out")
     train_rows, dev_rows = (
         _rows(name, part, writer.format == TEXT, config.max_length, packing, notes)
         for name, part in (("train", train), ("dev", dev))
@@ -253,9 +249,8 @@ def find_inputs(paths: tuple[str, ...]) -> tuple[Input, ...]:
 class _Writer:
     """Writes the records of inputs out, all in the format of the first one."""
 
-    def __init__(self, tokenizer: PretrainedTokenizer, drop_empty: bool) -> None:
+    def __init__(self, tokenizer: PretrainedTokenizer) -> None:
         self.format = self.origin = ""  # until the first record is read
-        self.dropped, self._drop_empty = 0, drop_empty
         self._tokenizer = tokenizer
 
     def documents(self, inputs: Iterable[Input], role: str) -> Iterator[Document]:
@@ -272,8 +267,7 @@ class _Writer:
                     document = self._document(record, place)
                 except DataError as error:
                     raise DataError(f"{place}: {error}") from None
-                if document:
-                    yield document
+                yield document
 
     def _document(self, record: Any, place: str) -> Document:
         """Writes a record out; a tuple holds the pieces of a text file."""
@@ -296,15 +290,8 @@ class _Writer:
         values = [record[field] for field in FIELDS[format]]
         context = record.get("input", "") if format == ALPACA else ""
         for field, value in zip((*FIELDS[format], "input"), (*values, context), strict=True):
-            empty = isinstance(value, str) and not value.strip()
-            if empty and field != "input" and self._drop_empty:
-                self.dropped += 1
-                return []
-            if not isinstance(value, str) or (empty and field != "input"):
-                do = "; fill it, or leave such records out by --drop-empty" if empty else ""
-                raise DataError(
-                    f'"{field}" must be a text that is not empty, got {value!r:.50}{do}'
-                )
+            if not isinstance(value, str) or (field != "input" and not value.strip()):
+                raise DataError(f'"{field}" must be a text that is not empty, got {value!r:.50}')
         if format == TEXT:
             return self._text(values)
         _refuse_control([*values, context], self._tokenizer)

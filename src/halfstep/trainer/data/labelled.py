@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 from halfstep.trainer.data.batches import Indices, LabelledTexts, held_out, permutation
 from halfstep.trainer.data.config import LabelledConfig
 from halfstep.trainer.data.records import Rows, decode, open_records, parse_objects, read_lines
@@ -49,8 +49,6 @@ def read_labelled(config: LabelledConfig, seed: int) -> LabelledData:
 
     Texts and class numbers keep the order of the files. The seed decides the split alone.
     """
-    if not config.train:
-        raise ConfigError("data.train is empty; name a file with texts and labels by --train")
     notes = list[str]()
     found = _read(config.train, config, "train", notes)
     names = config.labels or _sorted({label for _, _, label in found})
@@ -112,16 +110,12 @@ def _read(
 ) -> list[tuple[str, str, str]]:
     """Reads (place, text, name of the label) of all inputs; notes what a user should know."""
     columns = {"text": config.text_column, "label": config.label_column}
-    found, dropped = list[tuple[str, str, str]](), 0
+    found = list[tuple[str, str, str]]()
     for given in inputs:
         for place, (text, value) in _values(open_records(given, role), columns, notes):
-            if config.drop_empty and (_is_empty(text) or _is_empty(value)):
-                dropped += 1
-                continue
             found.append((place, _text(text, place), _label(value, place)))
     if not found:
-        raise DataError(f"{role}: no texts in {', '.join(inputs)}; add some")
-    notes += [f"{role}: {dropped} rows without text or label are left out"] * bool(dropped)
+        raise DataError(f"{role}: no texts in {', '.join(inputs) or 'no file'}; see --train")
     return found
 
 
@@ -146,23 +140,17 @@ def _label(value: object, place: str) -> str:
 
 def _unusable(value: object, what: str) -> DataError:
     got = "an empty one" if _is_empty(value) else type(value).__name__
-    return DataError(
-        f"{what}, got {got}; correct or remove it (--drop-empty leaves empty ones out of training)"
-    )
+    return DataError(f"{what}, got {got}; correct or remove it")
 
 
 def _values(
     rows: Rows, columns: dict[str, str], notes: list[str]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yields (place, values of the wanted columns); a JSON list is a text and its label."""
+    """Yields (place, values of the wanted columns)."""
     keys: list[str] = []
     for place, record in rows:
-        if isinstance(record, list) and 1 <= len(record) <= 2:
-            record = dict(zip(("text", "label"), record, strict=False))
         if not isinstance(record, dict):
-            raise DataError(
-                f'{place}: write [["text", "label"], ...] or [{{"text": ..., "label": ...}}, ...]'
-            )
+            raise DataError(f'{place}: write [{{"text": ..., "label": ...}}, ...]')
         keys = keys or [_key(place, record, *column, notes) for column in columns.items()]
         if lost := [key for key in keys if key not in record]:
             raise DataError(

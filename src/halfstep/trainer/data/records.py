@@ -12,14 +12,13 @@ import csv
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import DataError
 
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl", ".py")
 
@@ -86,21 +85,11 @@ def decode(raw: bytes, place: str, offset: int = 0) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        at, name = error.start, _encoding(raw)
-    text = raw.decode(name, "ignore")
-    near = max(len(raw[:at].decode(name, "ignore")) - 10, 0)
-    raise DataError(
-        f"{place}: not UTF-8: byte 0x{raw[at]:02x} at byte offset {offset + at}; it may be {name}, "
-        f"in which it reads {text[near : near + 30]!r}; if so: iconv -f {name} -t UTF-8 OLD > NEW"
-    )
-
-
-def _encoding(raw: bytes) -> str:
-    """Guesses an encoding other than UTF-8: Chinese letters stand side by side, accents alone."""
-    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16"
-    pairs = sum(map(len, re.findall(rb"(?:[\x81-\xfe][\x80-\xfe])+", raw)))
-    return "GBK" if 2 * pairs > sum(byte > 0x7F for byte in raw) else "WINDOWS-1252"
+        at = error.start
+        raise DataError(
+            f"{place}: not UTF-8: byte 0x{raw[at]:02x} at byte offset {offset + at}; convert it: "
+            "iconv -f GBK -t UTF-8 OLD > NEW, if it is GBK"
+        ) from None
 
 
 Rows: TypeAlias = Iterator[tuple[str, Any]]
@@ -135,9 +124,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (number from 1, line with its end)."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if number == 1 and b"\0" in line[:2]:
-                form = "UTF-16LE" if line[0] else "UTF-16BE"
-                raise DataError(f"{path}: is {form}; iconv -f {form} -t UTF-8 OLD > NEW")
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             yield number, decode(content, f"{path}:{number}")
 
@@ -157,8 +143,6 @@ def _parse(text: str, name: Path | str, number: int) -> Any:
     """Parses the JSON that begins at a line of a file."""
     try:
         value = json.loads(text)
-        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text
-            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         why = f"not usable JSON: {error}; correct it"  # such as a number of 5,000 digits
         if isinstance(error, json.JSONDecodeError):
@@ -187,14 +171,12 @@ def _table(path: Path, separator: str) -> Rows:
     """Yields rows with the place where they begin; blank ones are left out.
 
     Quoted fields may hold separators, quotes ("") and line ends. Where the header lacks the usual
-    separator, the one that it has is taken, and Excel's ``sep=;`` before it is followed.
+    separator, the one that it has is taken.
     """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD))
     lines = (line for _, line in read_lines(path))
     head = next(lines, "")
-    if told := re.fullmatch(r'"?sep=(.)"?\s*', head):
-        head, separator = "\n", told[1]
-    elif separator not in head:
+    if separator not in head:
         separator = next((one for one in ",;\t|" if one in head), separator)
     # Without strict, a quote that is never closed would swallow the rest of the file.
     reader = csv.reader(chain([head], lines), delimiter=separator, strict=True)
@@ -228,13 +210,8 @@ def read_dataset(given: str, role: str) -> Rows:
     ``given`` is a ``.parquet`` file, a folder (saved by ``save_to_disk``, or holding data files) or
     a name on the hub; then perhaps ``@split``.
     """
-    try:
-        import datasets  # optional, and slow to import
-    except ImportError:
-        raise ConfigError(
-            f"{given} needs the datasets library; pip install 'halfstep[hf]', or give a .jsonl, "
-            f".json, .csv or .tsv file"
-        ) from None
+    import datasets  # optional, and slow to import
+
     name, _, split = (given, "", "") if os.path.exists(given) else given.partition("@")
     split = split or {"dev": "validation"}.get(role, role)
     path = Path(name).expanduser()

@@ -15,11 +15,9 @@ Shapes: B rows, T positions, N positions with a target, C width, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import json
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,10 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfstep.errors import CheckpointError, ConfigError
+from halfstep.errors import ConfigError
 from halfstep.files import read_json, require_intact
 from halfstep.precision.loss_head import linear_cross_entropy
-from halfstep.precision.policy.policy import dtype_name
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.gpt import GPT, require_finite_logits
 from halfstep.trainer.models.pretrained import (
@@ -39,12 +36,10 @@ from halfstep.trainer.models.pretrained import (
     WEIGHTS,
     Pretrained,
     first_line,
-    new_folder,
     open_folder,
     quiet,
     read_safetensors,
     require_finite,
-    require_library,
 )
 
 LMBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -130,15 +125,6 @@ class PretrainedLM(Pretrained):
     def read_back(self, folder: Path) -> dict[str, Tensor]:
         """Read the weights, in the dtype of the files."""
         return dict(open_causal_lm(folder).named_parameters())
-
-    def probe(self) -> Tensor:
-        """Choose ids, int64 ``(2, T)``: random ones, or those that an adapter changes most."""
-        table, length = self.core.get_input_embeddings(), min(16, self.max_length or 16)
-        adapters = getattr(table, "lora_embedding_A", {})
-        if ADAPTER_NAME in adapters:
-            most: Tensor = adapters[ADAPTER_NAME].norm(dim=0).argsort(descending=True)
-            return most.repeat(2 * length)[: 2 * length].view(2, length)
-        return random_ids(len(table.weight), length)
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor | None) -> Tensor:
         """Compute the model's logits, in its own dtype; no positions: one document a row."""
@@ -229,78 +215,37 @@ def add_lora(
 
 
 def _adapted(model: Any, targets: Sequence[str], settings: Mapping[str, Any]) -> Any:
-    """Put adapters into a model; raise ValueError where one could not be put or merged."""
-    peft, layers = require_library("peft"), _layers(model)
-    for target in set(targets) - {ALL_LINEAR}:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            raise ValueError(f"no linear layer has the target {target!r}, and no embedding")
+    """Put adapters into a model; raise ValueError where a target names no layer."""
+    peft = import_module("peft")
     modules = ALL_LINEAR if ALL_LINEAR in targets else list(targets) or None
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **settings)
     with quiet():
         adapted = peft.get_peft_model(model, config)
-    for name, module in adapted.base_model.model.named_modules():
-        why = layers.get(name, "it is no linear layer or embedding")
-        if why and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
-            raise ValueError(f"an adapter of {name!r} could not be merged: {why}")
+    names = adapted.base_model.targeted_module_names
+    for target in set(targets) - {ALL_LINEAR}:  # peft is content if one of several is there
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            raise ValueError(f"no layer has the target {target!r}")
     return adapted
 
 
-def _layers(model: nn.Module) -> dict[str, str]:
-    """Map the linear layers and embeddings to why an adapter of theirs could not be merged.
-
-    "" means that it can: ``peft`` adds it to a weight that only this layer uses, and only in the
-    way that the layer's class says.
-    """
-    conv1d = require_library("transformers").pytorch_utils.Conv1D  # GPT-2's linear layer
-    modules, found = dict(model.named_modules()), {}
-    held = ((*m._parameters.values(), *m._modules.values()) for m in modules.values())
-    users = Counter(map(id, chain.from_iterable(held)))
-    for name, module in modules.items():
-        if not isinstance(module, nn.Linear | nn.Embedding | conv1d):
-            continue
-        found[name] = ""
-        if max(users[id(module.weight)], users[id(module)]) > 1:
-            found[name] = "another layer has its weight too, as where the head shares its table"
-        elif isinstance(modules[name.rpartition(".")[0]], nn.MultiheadAttention):
-            found[name] = "attention reads its weight and does not call it"
-        elif isinstance(module, nn.Embedding) and type(module).forward != nn.Embedding.forward:
-            found[name] = f"a {type(module).__name__} is more than its table"
-    return found
-
-
 def open_adapted_lm(folder: Path) -> LoraLM:
-    """Load a saved adapter and the base model that it names, ready to be trained further.
+    """Load the adapter that a run left, and the base model that it names.
 
     Of the adapter's settings only those of plain LoRA are passed on: ``peft`` would import a module
     that others name.
     """
-    peft = require_library("peft")
+    peft = import_module("peft")
     require_intact(folder)
-    file = folder / ADAPTER
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        source, targets = found["base_model_name_or_path"], found["target_modules"]
-        r, alpha = int(found["r"]), float(found["lora_alpha"])
-        dropout = float(found["lora_dropout"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
-    if not source or found.get("alpha_pattern") or found.get("use_rslora"):
-        raise ConfigError(
-            f"{file}: only an adapter with one alpha / r on a named base can be opened; merge this "
-            "one into its base with peft (merge_and_unload)"
-        )
-    targets = [targets] if isinstance(targets, str) else targets
-    lora = add_lora(open_causal_lm(source), r, alpha, dropout, targets)
-    weights = folder / ADAPTER_WEIGHTS
-    tensors = read_safetensors(weights)
-    wanted = peft.get_peft_model_state_dict(lora.model, save_embedding_layers=False)
-    if {k: t.shape for k, t in wanted.items()} != {k: t.shape for k, t in tensors.items()}:
-        raise CheckpointError(
-            f"{weights} does not fit plain LoRA on the base {source}: tensors are missing, surplus "
-            "or of another shape"
-        )
+    found = read_json(folder / ADAPTER)
+    lora = add_lora(
+        open_causal_lm(found["base_model_name_or_path"]),
+        found["r"],
+        found["lora_alpha"],
+        found["lora_dropout"],
+        found["target_modules"],
+    )
     with quiet():
-        peft.set_peft_model_state_dict(lora.model, tensors)
+        peft.set_peft_model_state_dict(lora.model, read_safetensors(folder / ADAPTER_WEIGHTS))
     return lora
 
 
@@ -319,108 +264,23 @@ class LoraLM(PretrainedLM):
         """The ``transformers`` module, whose linear layers have been replaced by adapted ones."""
         return self.model.base_model.model
 
-    def save_(
-        self, folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
-    ) -> None:
-        """Write the adapter for ``peft``, in fp32 by default; see :meth:`Pretrained.save_`."""
+    def save_(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write the adapter for ``peft``, in fp32; see :meth:`Pretrained.save_`."""
         state = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
                 own = weights.get(f"model.{name}", parameter).detach()
-                state[name] = own.to("cpu", dtype or torch.float32)
+                state[name] = own.to("cpu", torch.float32)
                 require_finite(state[name], folder, name)
         with quiet():
             self.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
             (folder / "README.md").unlink(missing_ok=True)  # a form of blanks
 
     def read_back(self, folder: Path) -> dict[str, Tensor]:
-        """Read the adapter, if its settings are this one's; its base is not opened."""
-        found, own = read_json(folder / ADAPTER), self.model.peft_config[ADAPTER_NAME]
-        modules: list[Any] = list(self.modules())
-        scales = {m.scaling[ADAPTER_NAME] for m in modules if hasattr(m, "lora_alpha")}
-        same = {*found["target_modules"]} == {*own.target_modules} and not found["use_rslora"]
-        if not same or scales != {found["lora_alpha"] / found["r"]}:
-            raise CheckpointError(f"no model was left: its {ADAPTER} is not what was trained")
+        """Read the adapter; its base is not opened."""
         names = {n.replace(f".{ADAPTER_NAME}", ""): n for n, _ in self.named_parameters()}
         tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
         return {names.get(f"model.{name}", name): tensor for name, tensor in tensors.items()}
-
-    def merge_(self) -> PretrainedLM:
-        """Add the adapters to the base, in fp32; this module must not be used any more."""
-        self.model.float()
-        return PretrainedLM(self.model.merge_and_unload(), self.stored_dtype)
-
-
-# What is delivered is what was trained.
-
-
-def random_ids(vocabulary: int, length: int) -> Tensor:
-    """Draw ids, int64 ``(2, length)``, always the same."""
-    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def require_faithful(
-    folder: Path,
-    dtype: torch.dtype,
-    model: nn.Module,
-    logits: Callable[[Tensor], Tensor],
-    ids_BT: Tensor,
-    trained_BTV: Tensor,
-) -> str:
-    """Refuse a written model whose logits are not those of the trained one; say how near they are.
-
-    ``model`` is what was written to ``folder`` in ``dtype``, itself in fp32 and not rounded; it is
-    used up. ``logits`` computes its logits, fp32, which are compared at the median position, as a
-    last digit may send some through other experts.
-
-    Raises:
-        CheckpointError: If ``model`` is not the trained one, or the folder not ``model``, up to
-            fp32's rounding; or if rounding moves the logits further than the eps of ``dtype``
-            explains, as underflow does; that is measured by small changes of all weights.
-
-    **Source:** to first order; rounding changes a normal number by at most eps / 2 of it (Higham,
-    "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.2).
-    """
-    # that of the rounding, under which experts change as often; for fp32 far above its own
-    share = max(2.0**-12, torch.finfo(dtype).eps / 2)
-
-    exact = logits(ids_BT)
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
-    rounded = logits(ids_BT)
-    _nudge_(model, share)
-    changed = logits(ids_BT)
-    model.to("meta")  # frees its memory for the next
-    written = open_causal_lm(folder).float().eval().logits(ids_BT)
-    size, moved = _distance(trained_BTV, 0 * trained_BTV), _distance(rounded, trained_BTV)
-    slope = _distance(changed, rounded) / share + size
-    # 16: sums in another order come to 4 at most. 2: rounding comes to 0.2, with experts to 0.4.
-    near = 16 * 2.0**-24 * slope
-    for what, found, bound in (
-        ("the merged model is not the trained one", _distance(exact, trained_BTV), near),
-        ("the files are not the model", _distance(written, rounded), near),
-        (f"{dtype_name(dtype)} cannot hold it", moved, near + 2 * torch.finfo(dtype).eps * slope),
-    ):
-        if not found <= bound:  # or it is NaN
-            raise CheckpointError(
-                f"nothing was exported, as {what}: logits are off by {found:.2g}, of which "
-                f"rounding explains {bound:.2g}. Try another --dtype, or please report this"
-            )
-    return f"logits within {moved:.2g} of the trained model's, which are of size {size:.2g}"
-
-
-def _nudge_(model: nn.Module, share: float) -> None:
-    """Change every weight by this share of it, at random signs."""
-    g = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        signs = torch.randint(2, parameter.shape, generator=g, dtype=torch.int8) * 2 - 1
-        parameter.mul_(1 + share * signs)
-
-
-def _distance(a_BTV: Tensor, b_BTV: Tensor) -> float:
-    """Compute the root mean square of a position's differences, at the median position."""
-    return float((a_BTV - b_BTV).square().mean(dim=-1).sqrt().median())
 
 
 # Generation, through ``transformers``' own generate and cache.
@@ -447,9 +307,7 @@ def generate_ids(
             f"the prompt has {len(prompt)} tokens and the model {limit} positions; give at least "
             "one token, and leave a position to write at"
         )
-    if not max_new_tokens:
-        return []
-    settings = require_library("transformers").GenerationConfig
+    settings = import_module("transformers").GenerationConfig
     drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     config = settings(
         max_new_tokens=min(max_new_tokens, limit - len(prompt)),
@@ -491,43 +349,27 @@ _NAMES = {
 """Parts of a parameter's name, ours to theirs."""
 
 
-@torch.no_grad()
-def export_gpt2(
-    model: GPT, folder: Path, dtype: torch.dtype, beside: Callable[[Path], object]
-) -> str:
-    """Write such a folder, and what ``beside`` writes there, if ``transformers`` computes the same.
-
-    The model must be in fp32 and is used up. For result and errors see :func:`require_faithful`.
-    """
-    ids_BT = random_ids(model.config.vocab_size, min(16, model.config.block_size))
-    trained_BTV = model.eval()(ids_BT)
-    with new_folder(folder) as empty:
-        save_gpt2(model, empty, dtype)
-        beside(empty)
-        return require_faithful(empty, dtype, model, model, ids_BT, trained_BTV)
-
-
-def save_gpt2(model: GPT, folder: Path, dtype: torch.dtype) -> None:
-    """Write into an empty folder what ``GPT2LMHeadModel.from_pretrained`` reads.
+def save_gpt2(model: GPT, folder: Path) -> None:
+    """Write into an empty folder, in fp32, what ``GPT2LMHeadModel.from_pretrained`` reads.
 
     Raises:
-        CheckpointError: If a weight is not finite in ``dtype``.
+        CheckpointError: If a weight is not finite.
     """
     shape, tensors = model.config, {}
     # only GPT-2's vocabulary has <|endoftext|> at 50256, where transformers assumes it
     end = 50256 if shape.vocab_size == 50257 else None
-    config = require_library("transformers").GPT2Config(
+    config = import_module("transformers").GPT2Config(
         n_layer=shape.n_layer, n_head=shape.n_head, n_embd=shape.n_embd,
         n_positions=shape.block_size, vocab_size=shape.vocab_size,
         layer_norm_epsilon=shape.layer_norm_eps, attn_pdrop=shape.dropout,
         embd_pdrop=shape.dropout, resid_pdrop=shape.dropout, bos_token_id=end, eos_token_id=end,
-        architectures=["GPT2LMHeadModel"], dtype=dtype,
+        architectures=["GPT2LMHeadModel"], dtype=torch.float32,
     )  # fmt: skip
     for name, parameter in model.named_parameters():
         theirs = f"transformer.{name}"
         for ours, other in _NAMES.items():
             theirs = theirs.replace(ours, other)
-        tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", dtype)
+        tensor = to_hf(name, parameter.detach(), shape.n_head).to("cpu", torch.float32)
         require_finite(tensor, folder, theirs)
         tensors[theirs] = tensor.contiguous()
     config.save_pretrained(folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,14 +20,13 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from torch.nn import functional
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.pretrained import (
     Pretrained,
     PretrainedTokenizer,
     open_folder,
     quiet,
-    require_library,
 )
 
 ClassifierBatch: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -159,7 +159,7 @@ def make_classifier(
     ``max_length`` is the number of positions. The other arguments are those of
     :func:`open_classifier`.
     """
-    transformers = require_library("transformers")
+    transformers = import_module("transformers")
     layers, heads, width, _ = size
     config = transformers.BertConfig(
         vocab_size=vocab_size,
@@ -186,9 +186,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     (BPE) within words, which are separated by spaces, so that a Chinese phrase is one word. Text is
     always data: ``[CLS]`` inside a text never becomes the special id.
 
-    Raises:
-        DataError: If no text holds a character.
-
     **Source:** Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units", ACL
     2016.
     """
@@ -200,10 +197,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     # Select the alphabet here, as the library breaks ties at the limit by the order of a hash map.
     # A character in the initial alphabet counts as more frequent than any other.
     alphabet = _most_frequent(texts, engine.normalizer, max(vocab_size - len(special), 1))
-    if not alphabet:
-        raise DataError(
-            f"no tokenizer can be trained: the {len(texts)} training texts hold no characters"
-        )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,  # a pair seen once says nothing about other texts
@@ -216,7 +209,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_length: int) -> P
     engine.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    tokenizer = require_library("transformers").PreTrainedTokenizerFast(
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(
         tokenizer_object=engine,
         model_max_length=max_length,
         split_special_tokens=True,

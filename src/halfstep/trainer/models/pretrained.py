@@ -44,7 +44,7 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     folder = Path(text).expanduser()
     if text and folder.is_dir():
         return folder
-    hub = require_library("huggingface_hub")
+    hub = import_module("huggingface_hub")
     try:
         with quiet():
             found = hub.snapshot_download(text, allow_patterns=_FILES)
@@ -57,21 +57,10 @@ def resolve_source(source: str | os.PathLike[str]) -> Path:
     return Path(found)
 
 
-def require_library(module: str) -> Any:
-    """Import an optional library, or raise ConfigError that says what to install."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"fine-tuning, pretrained models and export need {module}, which is missing: "
-            "pip install 'halfstep[hf]'"
-        ) from error
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence ``transformers``' load reports, progress bars and warnings within the block."""
-    logging = require_library("transformers").utils.logging
+    logging = import_module("transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -111,7 +100,7 @@ class PretrainedFolder:
 
     def knows(self, auto_class: str) -> bool:
         """Whether an Auto class of ``transformers`` knows the architecture."""
-        auto = getattr(require_library("transformers"), auto_class)
+        auto = getattr(import_module("transformers"), auto_class)
         return type(self.config) in auto._model_mapping
 
     def build(
@@ -156,7 +145,7 @@ class PretrainedFolder:
 
     def _loaded(self, auto_class: str, dtype: torch.dtype, new_head: bool, seed: int) -> Any:
         """Let ``transformers`` rename, split and tie the tensors, and draw what is missing."""
-        transformers = require_library("transformers")
+        transformers = import_module("transformers")
         found = getattr(transformers, auto_class)._model_mapping[type(self.config)]
         model_class = found[0] if isinstance(found, tuple) else found
         tensors = self.tensors
@@ -193,7 +182,7 @@ def open_folder(source: str | os.PathLike[str]) -> PretrainedFolder:
     require_intact(folder)
     if (folder / ADAPTER).exists():
         raise ConfigError(f"{folder} holds an adapter, not a model: merge it into its base first")
-    transformers = require_library("transformers")
+    transformers = import_module("transformers")
     try:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(
@@ -264,13 +253,10 @@ class Pretrained(nn.Module):
         lists = [m for m in self.core.modules() if isinstance(m, nn.ModuleList)]
         return list(max(lists, key=len, default=[]))
 
-    def save_(
-        self, folder: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None
-    ) -> None:
+    def save_(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write into a folder what ``from_pretrained`` and the opener of this model read.
 
-        Parameters that are not in ``weights`` are this module's; without ``dtype`` each keeps its
-        own.
+        Parameters that are not in ``weights`` are this module's.
         """
         given = {id(p): weights.get(f"model.{n}", p) for n, p in self.model.named_parameters()}
         cast: dict[int, Tensor] = {}  # tied weights are one object
@@ -278,7 +264,6 @@ class Pretrained(nn.Module):
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in cast:
                 own = given.get(id(tensor), tensor).detach().cpu()
-                own = own.to(dtype or own.dtype) if own.is_floating_point() else own
                 require_finite(own, folder, name)
                 cast[id(tensor)] = own.contiguous()
             out[name] = cast[id(tensor)]
@@ -389,7 +374,7 @@ def open_tokenizer(
     require_intact(folder, besides=".safetensors")  # weights are checked where they are read
     try:
         with quiet():
-            tokenizer = require_library("transformers").AutoTokenizer.from_pretrained(
+            tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # transformers and tokenizers raise many kinds

@@ -29,7 +29,6 @@ from halfstep.trainer.data.batches import (
     evaluation_shares,
     padded,
 )
-from halfstep.trainer.data.config import Progress
 from halfstep.trainer.data.labelled import read_known, read_labelled
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.classifier import (
@@ -55,9 +54,7 @@ class ClassifyTask(FinetuneTask):
     config: ClassifyConfig
     model: PretrainedClassifier
 
-    def __init__(
-        self, config: ClassifyConfig, world: World, progress: Progress, *_: object
-    ) -> None:
+    def __init__(self, config: ClassifyConfig, world: World, *_: object) -> None:
         """Read the data, make or load tokenizer and model; for arguments see ``open_session``."""
         run, choice = config.run, config.model
         data = read_labelled(config.data, run.seed)
@@ -192,7 +189,7 @@ class TrainedClassifier(Trained):
         """Return (text, label, probability) for each text, in order."""
         return self.open(use).classify(texts, use.batch_size)
 
-    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+    def evaluate(self, use: Evaluating) -> Measured:
         """Report the scores on the run's validation texts, or on ``--data``."""
         self.open(use)
         examples = encode_examples(self.tokenizer.encode_batch, self._texts(use))

@@ -11,15 +11,14 @@ from typing import Any, cast
 import torch
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, ConfigError, PrecisionError
+from halfstep.errors import ConfigError, PrecisionError
+from halfstep.files import read_json
 from halfstep.precision.casting.cast import add_regions_
-from halfstep.precision.policy.policy import DTYPES, PrecisionPolicy, dtype_name
+from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import place
-from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, LMConfig
+from halfstep.trainer.config.tasks import Evaluating, Generating, LMConfig
 from halfstep.trainer.data.batches import Indices, evaluation_shares
-from halfstep.trainer.data.config import Progress
 from halfstep.trainer.data.instructions import (
-    TEMPLATES,
     Rows,
     lm_batch,
     prompt_ids,
@@ -27,15 +26,13 @@ from halfstep.trainer.data.instructions import (
 )
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.models.causal_lm import (
-    LoraLM,
     PretrainedLM,
     add_lora,
     generate_ids,
     open_adapted_lm,
     open_causal_lm,
-    require_faithful,
 )
-from halfstep.trainer.models.pretrained import PretrainedTokenizer, new_folder, open_tokenizer
+from halfstep.trainer.models.pretrained import PretrainedTokenizer, open_tokenizer
 from halfstep.trainer.step import Batch, Evaluation, Judge, mean_loss, perplexity
 from halfstep.trainer.tasks.epochs import FinetuneTask, frozen_fingerprint, model_folder
 from halfstep.trainer.tasks.task import Measured, Trained
@@ -51,14 +48,10 @@ class LMTask(FinetuneTask):
     model: PretrainedLM
     by_block = True  # its loss hooks the head, which would end the graph
 
-    def __init__(self, config: LMConfig, world: World, progress: Progress, *_: object) -> None:
+    def __init__(self, config: LMConfig, world: World, *_: object) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``."""
         if config.run.best_by not in ("", "loss"):
             raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
-        if not config.model.source:
-            raise ConfigError(
-                "model.source is empty; name a model to tune by --model: a folder, or a hub name"
-            )
         choice = config.model
         self.model = open_causal_lm(
             choice.source,
@@ -200,15 +193,10 @@ class TrainedLM(Trained):
 
     def load(self) -> None:
         """Load the best state: the whole model, or the adapter on its base model."""
-        config, folder, file = self.config, model_folder(self.path), self.path / PROMPT_FILE
-        try:
-            about = json.loads(file.read_text(encoding="utf-8"))
-            self.template, base = about["template"], about["base_model"]
-            self.packing = about.get("packing", False)
-            if self.template not in TEMPLATES.values():
-                raise ValueError(f"template {self.template!r}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file} is missing or damaged: {error!r}") from error
+        config, folder = self.config, model_folder(self.path)
+        about = read_json(self.path / PROMPT_FILE)
+        self.template, base = about["template"], about["base_model"]
+        self.packing = about.get("packing", False)
         if config.model.lora_r:
             self.model = open_adapted_lm(folder)
             if frozen_fingerprint(self.model) != base:
@@ -250,11 +238,9 @@ class TrainedLM(Trained):
     def generate(self, use: Generating) -> str:
         """Return the answer to a prompt, or its continuation where there is no template."""
         self.open(use)
-        if not (use.prompt or self.template == "plain"):
-            raise ConfigError("--prompt is empty; give what the model is to answer")
         return self.answer(use.prompt, **use.drawing)
 
-    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+    def evaluate(self, use: Evaluating) -> Measured:
         """Measure loss and perplexity on the run's validation records, or on ``--data``."""
         self.open(use)
         data = self.config.data
@@ -273,20 +259,3 @@ class TrainedLM(Trained):
             "precision": str(self.policy),
         }
         return Measured(found.text.removeprefix("validation "), values)
-
-    @torch.no_grad()
-    def export(self, use: Exporting) -> str:
-        """Write the best state as one model, with the adapter merged in."""
-        self.load()
-        model, target = self.model.float().eval(), Path(use.output)
-        dtype = DTYPES[use.dtype] if use.dtype else model.stored_dtype
-        ids_BT = model.probe()
-        trained_BTV = model.logits(ids_BT)
-        if isinstance(model, LoraLM):
-            model = model.merge_().eval()
-        count = sum(p.numel() for p in model.parameters())
-        with new_folder(target) as empty:
-            model.save_(empty, {}, dtype)
-            self.tokenizer.save(empty)
-            near = require_faithful(empty, dtype, model, model.logits, ids_BT, trained_BTV)
-        return f"{target}: {count:,} parameters in {dtype_name(dtype)}\n{near}"

@@ -57,16 +57,6 @@ class Parts:
     plan: ParallelPlan | None = None
     best_by: str = "loss"
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for data that cannot be shuffled, shared and resumed."""
-        for name in ("train_data", "val_data") if self.val_data is not None else ("train_data",):
-            data = getattr(self, name)
-            if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
-                raise ConfigError(
-                    f"{name} is a {type(data).__name__}; allowed: a dataset with "
-                    "__len__ and __getitem__ that is not empty; put a stream's items into a list"
-                )
-
 
 class ModuleTask(EpochTask):
     """A module, a loss and a dataset: a :class:`~halfstep.trainer.tasks.task.Task`."""
@@ -165,11 +155,6 @@ class ModuleTask(EpochTask):
     def loss_sum(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the user's mean loss times its count."""
         mean, count = self._parts.loss(self.model, batch), self.targets(batch)
-        if not isinstance(mean, Tensor) or mean.dim():
-            raise ConfigError(
-                f"Trainer(loss) gave a {type(mean).__name__} of shape {tuple(np.shape(mean))}; "
-                "allowed: a tensor of no dims, the mean over what targets= counts"
-            )
         if not count:  # a mean over nothing is NaN, and adds nothing
             mean = mean.nan_to_num(0.0, 0.0, 0.0)
         return mean * count, torch.full((), count, device=mean.device)  # not copied from the host
@@ -197,11 +182,6 @@ class ModuleTask(EpochTask):
         means = {n: totals[n] / count for n, count in zip(names, every, strict=True)}
         best_by = self._parts.best_by
         by = best_by.removeprefix("-")
-        for name in ("loss", by):
-            if name not in means:
-                raise ConfigError(
-                    f"Trainer(evaluate) gave {', '.join(means)}; it must give {name!r} too"
-                )
         others = {name: mean for name, mean in means.items() if name != "loss"}
         shown = {"validation loss": means["loss"], **others}
         return Evaluation(

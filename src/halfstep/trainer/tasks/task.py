@@ -25,7 +25,6 @@ from halfstep.trainer.checkpoint import Exported
 from halfstep.trainer.config.config import config_to_table
 from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, Predicting, Use
-from halfstep.trainer.data.config import Progress
 from halfstep.trainer.environment import choose_device
 from halfstep.trainer.models import IGNORE_INDEX
 from halfstep.trainer.step import (
@@ -180,7 +179,7 @@ class Trained:
         """Return the text that the model writes."""
         raise self._without("generate")
 
-    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+    def evaluate(self, use: Evaluating) -> Measured:
         """Evaluate the model on the run's validation data, or on other data."""
         raise self._without("evaluate")
 
@@ -189,13 +188,10 @@ class Trained:
         raise self._without("export")
 
     def _without(self, verb: str) -> ConfigError:
-        verbs = ("predict", "generate", "evaluate", "export")
-        own = [verb for verb in verbs if getattr(type(self), verb) is not getattr(Trained, verb)]
-        by, model = self.config.COMMAND or "halfstep.Trainer", self.path / "model"
-        instead = f"there is {', '.join(own)}" if own else f"load {model} yourself"
-        if own and verb == "export":
-            instead = f"{model} is a Hugging Face folder of its best state already"
-        return ConfigError(f"{self.path} is a run of {by}, for which there is no {verb}; {instead}")
+        by = self.config.COMMAND or "halfstep.Trainer"
+        return ConfigError(
+            f"{self.path} is a run of {by}, for which there is no {verb} (halfstep {verb} --help)"
+        )
 
 
 # What all ranks have in common, and how they share the rows of a batch.

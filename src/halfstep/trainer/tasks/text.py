@@ -8,10 +8,8 @@ from pathlib import Path
 
 import torch
 
-from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.precision.policy.policy import DTYPES
 from halfstep.trainer import part
 from halfstep.trainer.checkpoint import (
     CHECKPOINTS,
@@ -22,7 +20,6 @@ from halfstep.trainer.checkpoint import (
 )
 from halfstep.trainer.config.tasks import Evaluating, Exporting, Generating, TrainConfig
 from halfstep.trainer.data.batches import batch, require_block, validation_batches
-from halfstep.trainer.data.config import Progress
 from halfstep.trainer.data.corpus import (
     PreparedData,
     Tokenizer,
@@ -31,7 +28,6 @@ from halfstep.trainer.data.corpus import (
     token_file,
 )
 from halfstep.trainer.data.records import find_sources
-from halfstep.trainer.environment import require_host_room
 from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 from halfstep.trainer.models.gpt import GPT, generate
 from halfstep.trainer.step import Batch, Evaluation, Judge, evaluate, perplexity
@@ -43,13 +39,9 @@ class TextTask(Task):
 
     keeps_best = False
 
-    def __init__(
-        self, config: TrainConfig, world: World, progress: Progress, layout: Layout
-    ) -> None:
+    def __init__(self, config: TrainConfig, world: World, *_: object) -> None:
         """Prepare the data and build the model; for arguments see ``open_session``."""
-        self.data: PreparedData = world.first_on_machine(
-            lambda: prepare(config.data, progress=progress)
-        )
+        self.data: PreparedData = world.first_on_machine(lambda: prepare(config.data))
         data, run = self.data, config.run
         self.identity: Mapping[str, str] = {
             "training data": data.train.sha256,
@@ -58,12 +50,6 @@ class TextTask(Task):
         }
         world.require_same(self.identity)
         shape = _with_vocabulary(config, data.tokenizer)
-        require_host_room(
-            shape.parameters,
-            run.batch_size // (run.grad_accum * layout.batch_ranks) * config.block_size,
-            "--model.n_layer, --model.n_embd, --model.block_size or --batch-size, or raise "
-            "--grad-accum",
-        )
         self.model = GPT(shape, seed=run.seed)
         warmup = min(config.schedule.warmup_steps, run.max_steps)
         self.notes = shortened(config.schedule.warmup_steps, warmup)
@@ -155,15 +141,15 @@ class TrainedText(Trained):
             ids = generate(self.model, ids, stop_token=end, **use.drawing)
         return tokenizer.decode([i for i in ids if i != end])
 
-    def evaluate(self, use: Evaluating, progress: Progress) -> Measured:
+    def evaluate(self, use: Evaluating) -> Measured:
         """Measure loss, perplexity and bits per byte on the validation text, or on ``--data``."""
         self.open(use)
         config = self.config
         if use.data:
-            tokens = token_file(find_sources(use.data), self.tokenizer, progress)
+            tokens = token_file(find_sources(use.data), self.tokenizer)
         else:
             data = dataclasses.replace(config.data, tokenizer=str(self.path / "tokenizer"))
-            tokens = prepare(data, progress=progress).validation
+            tokens = prepare(data).validation
         batches = validation_batches(
             tokens,
             block_size=config.block_size,
@@ -188,10 +174,11 @@ class TrainedText(Trained):
     def export(self, use: Exporting) -> str:
         """Write the newest checkpoint, with its tokenizer, as a Hugging Face folder."""
         self.load()
-        count, dtype = self.model.config.parameters, use.dtype or "fp32"
-        export = part("trainer.models.causal_lm:export_gpt2")
-        near = export(self.model, Path(use.output), DTYPES[dtype], self.tokenizer.save)
-        return f"{use.output}: {count:,} parameters in {dtype}\n{near}"
+        save = part("trainer.models.causal_lm:save_gpt2")
+        with part("trainer.models.pretrained:new_folder")(Path(use.output)) as empty:
+            save(self.model, empty)
+            self.tokenizer.save(empty)
+        return f"{use.output}: {self.model.config.parameters:,} parameters in fp32"
 
 
 def _with_vocabulary(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
