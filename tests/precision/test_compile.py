@@ -156,8 +156,7 @@ def require_one_graph(policy, way, make=Net, **more):
     if make is not Recurrent:  # which torch compiles in parts
         assert nodes, (policy, way)
         assert len(nodes) <= len(plain), (policy, way)
-    # a break of the model's own, as GPT-2's, counts once for each function around it, and doors are
-    # functions, too: there graphs are compared alone
+    # a break of the model's own counts once for each function around it, doors too: graphs decide
     assert breaks <= plain_breaks or (make is not Net and plain_breaks), (policy, way)
     assert again <= plain_again, (policy, way)
     if "fp16" not in policy:  # whose matmuls on a CPU sum in an order by layout
