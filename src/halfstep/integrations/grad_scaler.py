@@ -48,6 +48,7 @@ from halfstep.precision.agreement import as_ranks, ranks_of_this_process
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.masters.stepping import Movement, with_inner
 from halfstep.precision.recovery import hopeless
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
@@ -136,6 +137,7 @@ class GradScaler(torch.amp.GradScaler):
         self._round: list[_Step] = []  # the steps since the last update
         self._nonfinite: dict[int, _Find] = {}  # by id(optimizer), since the last update
         self._last: _Step | StepResult | None = None
+        self._movement = Movement()
         self._host_flag: float | None = None
         self._stepping = False
 
@@ -215,11 +217,16 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
+        unmoved = self._movement.begin(with_inner([optimizer]))
         try:
             value = super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
         self._remember(optimizer)
+        if not self._host_flag:
+            error = unmoved(lambda target: parameter_names(optimizer, self._names)[target])
+            if error is not None and isinstance(self._last, _Step) and not self._last.skipped:
+                raise error
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -292,6 +299,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         counts = {key: int(state[key]) for key in ("_skipped", "_in_a_row", "_applied")}
         state |= {"_last": self.last_step, "_loss": None, "_host_flag": None}
+        state |= {"_movement": Movement()}
         return state | counts | {"_round": [], "_nonfinite": {}, "_names": {}}
 
     # --- inside of torch's calls ------------------------------------------------------------------

@@ -19,7 +19,7 @@ from halfstep.precision.border import as_number, require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.masters.stepping import require_own_optimizer
+from halfstep.precision.masters.stepping import require_own_optimizer, with_inner
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
@@ -50,12 +50,13 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
                 "Precision steps once after a backward; allowed: an optimizer whose step() needs "
                 "no argument"
             )
-        inner = getattr(one, "optimizer", None)
-        if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
+        hooks, *inner = (vars(o).get("_optimizer_step_pre_hooks") for o in with_inner([one]))
+        if hooks is None or any(hooks is others for others in inner):
+            # of Accelerate, Lightning, Fabric and torchft: it would not see its steps
             raise PrecisionError(
-                f"the optimizer is {type(one).__name__} around {type(inner).__name__}, and "
-                f"Precision takes the steps itself; give it that {type(inner).__name__}, and leave "
-                "it out of the framework's prepare or setup"
+                f"{type(one).__name__} has no hooks of its own, by which Precision sees its steps; "
+                "give the optimizer that it was made from, without the framework's prepare or "
+                "setup, or call Optimizer.__init__ in its __init__"
             )
 
 
@@ -95,7 +96,10 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
     owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if len(set(owned)) < len(owned):
         raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
-    strangers = [i for i, p in enumerate(owned) if p not in names]
+    if policy.has_masters or any(map(is_sharded, names)):
+        _check_shares(optimizers)
+    every = [p for o in with_inner(optimizers) for group in o.param_groups for p in group["params"]]
+    strangers = [i for i, p in enumerate(every) if p not in names]
     if strangers:
         raise PrecisionError(
             f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
@@ -112,6 +116,21 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
         _check_groups(policy, names, optimizers, kept)
     for owner in owners:
         owner.close()  # as in a notebook, whose cell is run again
+
+
+def _check_shares(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that keeps parts of the parameters on ranks, as ZeRO does."""
+    for optimizer in optimizers:
+        held, *inner = (
+            {p for group in o.param_groups for p in group["params"]}
+            for o in with_inner([optimizer])
+        )
+        if inner and set().union(*inner) < held:
+            raise PrecisionError(
+                f"{type(optimizer).__name__} steps only some of its {len(held)} parameters by its "
+                "optimizers on this rank, and cannot do so with fp32 masters or shards in their "
+                "place; use a *-mixed policy, or the optimizer alone with fully_shard"
+            )
 
 
 def _owners(model: nn.Module) -> list[Any]:

@@ -49,6 +49,7 @@ from halfstep.precision.masters.stepping import (
     DevicePath,
     Gradients,
     device_path,
+    with_inner,
 )
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
@@ -134,7 +135,7 @@ class Precision:
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         check_replicas(model.named_parameters(), self.ranks)
-        door = _StepDoor(self.optimizers)
+        door = _StepDoor(with_inner(self.optimizers))
         try:
             self._take(placed, door, ema)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive

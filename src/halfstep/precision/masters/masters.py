@@ -43,9 +43,11 @@ from halfstep.precision.masters.local_part import (
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
+    Movement,
     OwnOptimizer,
     has_users,
     takes_gradients,
+    with_inner,
 )
 from halfstep.precision.policy.policy import LOW
 from halfstep.precision.policy.rules import PlacedModel, place
@@ -100,7 +102,10 @@ class MasterWeights:
             optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
         """
         policy, model = placed.policy, placed.model
-        self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, OwnOptimizer)]
+        self._outer, self._optimizers = optimizers, with_inner(optimizers)
+        self.own_optimizers: list[Any] = [
+            o for o in self._optimizers if isinstance(o, OwnOptimizer)
+        ]
         for optimizer in self.own_optimizers:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
@@ -110,7 +115,6 @@ class MasterWeights:
         self._policy = policy
         self._model = model
         self._device = next(model.parameters()).device
-        self._optimizers = optimizers
         self.weights: dict[Tensor, Weight] = {}
         """Of the trained parameters, by the model's own."""
         self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters, in order
@@ -121,13 +125,16 @@ class MasterWeights:
         self._copies = policy.has_masters
         self._unrounded: set[nn.Parameter] = set()  # of a running step, not yet in their weights
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
-        self._looking = [o for o in optimizers if not takes_gradients(o)]
+        self._looking = [
+            o for o in self._optimizers if o not in optimizers or not takes_gradients(o)
+        ]
+        self._movement = Movement()
         self.handles: list[RemovableHandle] = []
         """Optimizer hooks, to be removed together with this object."""
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             self.handles += _load_into_targets(optimizer, weakref.ref(self))
-            if self._copies:
-                self.handles.append(_push_early(optimizer, weakref.ref(self)))
+        for optimizer in optimizers if self._copies else ():
+            self.handles.append(_push_early(optimizer, weakref.ref(self)))
         self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
@@ -229,7 +236,7 @@ class MasterWeights:
         """The tensors that the optimizers update, by name: masters, local parts or parameters."""
         return {weight.name: weight.target for weight in self._current()}
 
-    def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
+    def parameter_of(self, target: Tensor) -> Tensor:
         """The model's own parameter that a target stands for."""
         return self._to_parameter.get(target, target)
 
@@ -354,19 +361,23 @@ class MasterWeights:
         with self.installed():
             by_host = factor if isinstance(factor, float) else 1.0
             self.hand_over(self._looking, gradients, by_host)
+            unmoved = self._movement.begin(self._looking)
             self._step(gradients, factor)
+            error = unmoved(lambda target: self.weights[self.parameter_of(target)].name)
         if self._copies:
             hooked = len(self._unrounded) < waiting
             self.push_(gradients if not hooked else self._unrounded)
             if hooked:  # a user's hooks may have written weights
                 self.take_written_()
+        if error is not None:
+            raise error
 
     def _step(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
-        if len(self._optimizers) > 1:  # a single one that steps checks for itself
+        if len(self._outer) > 1:  # a single one that steps checks for itself
             for keeper in self.own_optimizers:
                 keeper.check_step(gradients)
-        for optimizer in self._optimizers:
+        for optimizer in self._outer:
             step: Any = optimizer.step
             if optimizer not in self._looking:
                 step(gradients=gradients, multiplier=factor)
@@ -380,33 +391,30 @@ class MasterWeights:
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
     ) -> None:
         """Set ``target.grad`` to the gradient times ``factor``, in the optimizer's dtype."""
-        given, low, wide = list[Tensor](), list[Tensor](), list[Tensor]()
+        given, low, wide = dict[Tensor, Tensor](), list[Tensor](), list[Tensor]()
         for optimizer in optimizers:
             takes_any = optimizer in self.own_optimizers
-            for group in optimizer.param_groups:
-                for target in group["params"]:
-                    gradient = gradients.get(target)
-                    if gradient is None:
-                        continue
-                    if takes_any:
-                        target.grad_dtype = None
-                    elif gradient.dtype is not target.dtype and (
-                        gradient.is_sparse or gradient.is_cpu
-                    ):
-                        gradient = gradient.to(target.dtype)
-                    elif gradient.dtype is not target.dtype:
-                        low.append(gradient)
-                        gradient = torch.empty_like(gradient, dtype=target.dtype)
-                        wide.append(gradient)
-                    if target.grad is not gradient:
-                        target.grad = gradient
-                    given.append(gradient)
-                    if self._to_parameter and target in self._to_parameter:
-                        self._to_parameter[target].grad = None
+            for target in [p for group in optimizer.param_groups for p in group["params"]]:
+                gradient = gradients.get(target)
+                if gradient is None or target in given:  # by the optimizer around this one
+                    continue
+                if takes_any:
+                    target.grad_dtype = None
+                elif gradient.dtype is not target.dtype and (gradient.is_sparse or gradient.is_cpu):
+                    gradient = gradient.to(target.dtype)
+                elif gradient.dtype is not target.dtype:
+                    low.append(gradient)
+                    gradient = torch.empty_like(gradient, dtype=target.dtype)
+                    wide.append(gradient)
+                if target.grad is not gradient:
+                    target.grad = gradient
+                given[target] = gradient
+                if self._to_parameter and target in self._to_parameter:
+                    self._to_parameter[target].grad = None
         if wide:
             torch._foreach_copy_(wide, low)
         if factor != 1.0 and given:
-            torch._foreach_mul_(given, factor)
+            torch._foreach_mul_([*given.values()], factor)
 
     @torch.no_grad()
     def push_(self, targets: Iterable[nn.Parameter]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.masters.local_part import is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 
 Gradients = Mapping[nn.Parameter, Tensor]
+_Name = Callable[[Tensor], str]
+_OF_PARAMETERS = "state", "param_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,102 @@ def _takes_gradients(kind: type[Any]) -> bool:
     return {"gradients", "multiplier"} <= accepted.keys() or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()
     )
+
+
+def with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """These, and then the optimizers that they are made of, under whatever attribute."""
+    found, seen, todo = list[Optimizer](), set[int](), deque[Any](optimizers)
+    while todo:
+        value = todo.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found.append(value)
+            todo += [held for key, held in vars(value).items() if key not in _OF_PARAMETERS]
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple | set):
+            todo += value
+    return found
+
+
+class Movement:
+    """Finds tensors that a step leaves as they were, until each was once seen to change.
+
+    An in-place write counts ``_version`` up, which costs nothing to see. A write through ``.data``,
+    a kernel of a user's or a broadcast does not; so where it stands still, the elements with the
+    largest and the least gradient are compared.
+    """
+
+    def __init__(self) -> None:
+        self._changed = set[int]()  # ids
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> Callable[[_Name], PrecisionError | None]:
+        """Look, before their step, at the tensors of these that have a gradient in ``grad``.
+
+        Returns:
+            What to call after an applied step with a function that names a tensor: it returns the
+            error for what did not change. The host waits only where values must be compared.
+        """
+        # those that heed a flag on the device may have skipped, and are torch's
+        looked = [o for o in optimizers if not _heeds(o)]
+        groups = [group["params"] for o in looked for group in o.param_groups]
+        every = [p for group in groups for p in group if id(p) not in self._changed]
+        before = {p: (p._version, *_sample(p)) for p in every if p.grad is not None}
+        return partial(self._end, optimizers, before)
+
+    def _end(
+        self, optimizers: Sequence[Optimizer], before: Mapping[Tensor, tuple[Any, ...]], name: _Name
+    ) -> PrecisionError | None:
+        still = list[Tensor]()
+        for target, (version, *samples) in before.items():
+            if target._version != version or (samples and _differs(target, *samples)):
+                self._changed.add(id(target))
+            elif samples and _would_show(optimizers, target, *samples):
+                still.append(target)
+        if not still:
+            return None
+        kind = type(next(_holding(optimizers, still[0]))[0]).__name__
+        return PrecisionError(
+            f"{kind}.step() left {len(still)} of {len(before)} tensors that have a gradient as "
+            f"they were (first: {name(still[0])}), so the step was not applied to them. Give the "
+            "optimizers that it should step, in a list, in its place"
+        )
+
+
+def _holding(optimizers: Iterable[Optimizer], target: Tensor) -> Iterator[tuple[Optimizer, Any]]:
+    """The optimizers and their groups that hold a tensor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(p is target for p in group["params"]):
+                yield optimizer, group
+
+
+def _sample(target: Tensor) -> tuple[Tensor, ...]:
+    """Where a dense gradient is largest and least, and the tensor's values there."""
+    gradient = None if target.grad is None else local_part(target.grad)
+    if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+        return ()
+    where = torch.stack([gradient.argmax(), gradient.argmin()])
+    return where, local_part(target.detach()).take(where)
+
+
+def _differs(target: Tensor, where: Tensor, old: Tensor) -> bool:
+    return not torch.equal(local_part(target.detach()).take(where), old)
+
+
+def _would_show(
+    optimizers: Iterable[Optimizer], target: Tensor, where: Tensor, old: Tensor
+) -> bool:
+    """Whether a change by rate x gradient, at most by the rate, is above the values' rounding."""
+    # the least of all groups' rates: a container's own may be stale
+    rates = [group.get("lr") for _, group in _holding(optimizers, target)]
+    rate = min([float(rate) for rate in rates if rate is not None], default=1.0)
+    if target.grad is None:  # cleared by the step
+        return False
+    change = rate * local_part(target.grad).take(where).abs().float().clamp(max=1)
+    return bool((change > old.abs().float() * torch.finfo(old.dtype).eps).any())
 
 
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
