@@ -294,16 +294,21 @@ def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
 
     Gradients may share memory, as those of ``a`` and ``b`` do in ``a.view(-1) + b.view(-1)``.
     """
-    parts = list[Tensor]()
+    parts, shared = list[Tensor](), list[Tensor]()
     for tensor in tensors:
         gradient = tensor.grad
         if gradient is None:
             continue
-        part = local_part(gradient)
-        if part is not gradient or _is_own(gradient):  # FSDP2's are parts of a buffer of its own
-            parts.append(part)
+        if is_sharded(gradient):
+            parts.append(local_part(gradient))  # FSDP2's are parts of a buffer of its own
+        elif _is_own(gradient):
+            parts.append(gradient)
         else:
-            with torch.enable_grad():  # of a backward with create_graph
-                tensor.grad = gradient * factor
+            shared.append(tensor)
     if parts:
         torch._foreach_mul_(parts, factor)
+    if shared:
+        with torch.enable_grad():  # of a backward with create_graph
+            products = torch._foreach_mul([tensor.grad for tensor in shared], factor)
+        for tensor, product in zip(shared, products, strict=True):
+            tensor.grad = product

@@ -9,7 +9,7 @@ memory of the DTensor's local tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,3 +117,24 @@ def storage_key(tensor: Tensor) -> int:
     """An id of the storage of a tensor; views share their base's."""
     key: int = dense(tensor).untyped_storage()._cdata
     return key
+
+
+def runs(tensors: Sequence[Tensor], most: int) -> Iterator[slice]:
+    """Neighbours of one dtype that have at most ``most`` elements together; a larger one alone.
+
+    One call for a run costs the host as much as one for a tensor.
+    """
+    start, size = 0, 0
+    for end, tensor in enumerate(tensors):
+        size += tensor.numel()
+        if end > start and (size > most or tensor.dtype is not tensors[start].dtype):
+            yield slice(start, end)
+            start, size = end, tensor.numel()
+    if tensors:
+        yield slice(start, len(tensors))
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor with the shapes of these, one after the other."""
+    parts = flat.split([*map(Tensor.numel, tensors)])  # torch's own loses the shape of empty ones
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -22,11 +22,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +39,8 @@ from halfstep.precision.masters.local_part import (
     local_gradient,
     local_part,
     place_like,
+    runs,
+    split_like,
 )
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
@@ -335,12 +337,10 @@ class MasterWeights:
         A weight that differs from its rounded master was written by the user. With a remainder no
         comparison is needed: see :func:`rounding.join`.
         """
-        pairs = []
-        for weight in self.weights.values() if self._copies else ():
-            if weight.copied:
-                pairs.append((weight.target.detach(), weight.visible))
-        if pairs:
-            _follow_all_(pairs)
+        copies = [w for w in self.weights.values() if w.copied] if self._copies else []
+        if copies:
+            weights = [w.visible if w.sharded else w.parameter for w in copies]
+            _follow_all_([w.target for w in copies], weights)
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
@@ -391,7 +391,7 @@ class MasterWeights:
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
     ) -> None:
         """Set ``target.grad`` to the gradient times ``factor``, in the optimizer's dtype."""
-        given, low, wide = dict[Tensor, Tensor](), list[Tensor](), list[Tensor]()
+        given, low = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for optimizer in optimizers:
             takes_any = optimizer in self.own_optimizers
             for target in [p for group in optimizer.param_groups for p in group["params"]]:
@@ -400,19 +400,18 @@ class MasterWeights:
                     continue
                 if takes_any:
                     target.grad_dtype = None
-                elif gradient.dtype is not target.dtype and (gradient.is_sparse or gradient.is_cpu):
-                    gradient = gradient.to(target.dtype)
                 elif gradient.dtype is not target.dtype:
-                    low.append(gradient)
-                    gradient = torch.empty_like(gradient, dtype=target.dtype)
-                    wide.append(gradient)
-                if target.grad is not gradient:
+                    if _can_wait(gradient):
+                        low[target] = gradient
+                    else:
+                        gradient = gradient.to(target.dtype)
+                if target.grad is not gradient and target not in low:
                     target.grad = gradient
                 given[target] = gradient
                 if self._to_parameter and target in self._to_parameter:
                     self._to_parameter[target].grad = None
-        if wide:
-            torch._foreach_copy_(wide, low)
+        for target, gradient in zip(low, _widened(low), strict=True):
+            target.grad = given[target] = gradient
         if factor != 1.0 and given:
             torch._foreach_mul_([*given.values()], factor)
 
@@ -537,28 +536,41 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _follow_all_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Have each of these masters follow its weight, on a GPU many small ones at a time."""
-    together = []
-    for master, visible in pairs:
-        if not visible.is_cuda or visible.numel() > _MANY // 4 or visible.shape != master.shape:
-            _follow_(master, visible)
-        else:
-            together.append((master, visible))
-    ends = accumulate(visible.numel() for _, visible in together)
-    placed = zip(ends, together, strict=True)
-    for _, piece in groupby(placed, lambda one: (one[0] // _MANY, one[1][1].dtype)):
-        _follow_together_([pair for _, pair in piece])
+def _can_wait(gradient: Tensor) -> bool:
+    """Whether a gradient is cast together with others, as is best for a GPU, and for small ones."""
+    if gradient.layout is not torch.strided:
+        return False
+    return gradient.is_cuda or (gradient.numel() <= _CHUNK and gradient.is_contiguous())
 
 
-def _follow_together_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Have masters follow weights of one dtype in as many launches as one of them would take."""
-    masters = [master for master, _ in pairs]
-    joined = torch.cat([master.reshape(-1) for master in masters])
-    _follow_(joined, torch.cat([visible.reshape(-1) for _, visible in pairs]))
-    parts = torch.split(joined, [master.numel() for master in masters])
-    shaped = [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
-    torch._foreach_copy_(masters, shaped)
+def _widened(low: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Gradients in the dtypes of their targets, in few calls."""
+    wide, every = list[Tensor](), [*low.values()]
+    if every and every[0].is_cuda:
+        wide = [torch.empty_like(g, dtype=target.dtype) for target, g in low.items()]
+        torch._foreach_copy_(wide, every)
+        return wide
+    dtypes = [target.dtype for target in low]
+    for run in runs(every, 4 * _CHUNK):  # one dtype has one policy's gradients widened to one
+        cast = _flatten_dense_tensors(every[run]).to(dtypes[run.start])
+        wide += split_like(cast, every[run])
+    return wide
+
+
+def _follow_all_(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Have each of these masters follow its weight, many small ones at a time."""
+    alike = [m.shape for m in masters] == [w.shape for w in weights]  # else this raises
+    for run in runs(weights, _MANY if weights[0].is_cuda else 4 * _CHUNK):
+        some = masters[run]
+        if len(some) == 1 or not alike:
+            for master, visible in zip(some, weights[run], strict=True):
+                _follow_(master, visible)
+            continue
+        joined, visible = _flatten_dense_tensors(some), _flatten_dense_tensors(weights[run])
+        before = joined._version
+        _follow_(joined, visible)
+        if joined._version != before:
+            torch._foreach_copy_(some, split_like(joined, some))
 
 
 def _follow_(master: Tensor, visible: Tensor) -> None:
