@@ -51,6 +51,7 @@ from halfstep.precision.masters.stepping import (
     device_path,
     with_inner,
 )
+from halfstep.precision.pipeline import Losses
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -122,6 +123,7 @@ class Precision:
         self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         self.clock = Clock()
         self._loss: Tensor | None = None
+        self._losses = Losses()
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
         placed = place(self.policy, model)
@@ -134,7 +136,7 @@ class Precision:
             reason += f"; {placed.left_out}"
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
-        check_replicas(model.named_parameters(), self.ranks)
+        check_replicas(model.named_parameters(), self.ranks.copies)
         door = _StepDoor(with_inner(self.optimizers))
         try:
             self._take(placed, door, ema)
@@ -198,24 +200,59 @@ class Precision:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise checks.no_loss(loss)
         asked = () if inputs is None else checks.as_inputs(inputs)
-        self.masters.adopt()
-        if not self.has_loss:
-            self._loss = None  # its gradients have been cleared since
-        kind = self.policy.loss_scale.kind
-        if kind == "dynamic":
-            self.settle()  # the last step may have lowered the scale
-        scale, scaled = self.outcome.progress.loss_scale.value, loss.reshape(())
+        scale, scaled = self._scale(), loss.reshape(())
         with self.masters.accumulation.running(scale, loss), self._context.arithmetic():
-            if kind != "none":
+            if self.policy.loss_scale.kind != "none":
                 scaled = scaled.float() * scale
             scaled.backward(  # type: ignore[no-untyped-call]
                 retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
             )
         if inputs is None or self.masters.trains(asked):
             self._last = weakref.ref(loss)
-            value = loss.detach().float().reshape(())
-            self._loss = value if self._loss is None else self._loss + value
-            self.masters.note()
+            self._count(loss.detach().float().reshape(()))
+
+    @contextmanager
+    def scheduled(self, n_microbatches: int) -> Iterator[Losses]:
+        """The context for one run of a schedule of ``torch.distributed.pipelining``.
+
+        The schedule's backwards accumulate unscaled gradients in ``p.grad``, as :meth:`backward`
+        does. The step's loss is the mean over micro-batches, of which a schedule makes gradients
+        where ``scale_grads`` is True, as by default. Hooks on parameters see scaled gradients.
+
+        Args:
+            n_microbatches: The schedule's number of micro-batches.
+
+        Example::
+
+            with precision.scheduled(4) as loss:
+                schedule = schedule or ScheduleGPipe(stage, 4, loss_fn=loss(loss_fn))
+                schedule.step(batch, target=target)
+            precision.step(max_norm=1.0)
+        """
+        self._require_open()
+        scale = self._scale()
+        self._losses.begin(scale)
+        with (
+            self.masters.accumulation.running(scale, None),
+            self._context.arithmetic(),
+            self.autocast(),
+        ):
+            yield self._losses
+        self._count(self._losses.end(n_microbatches, self.device))
+
+    def _scale(self) -> float:
+        """The loss scale of a backward that begins."""
+        self.masters.adopt()
+        if not self.has_loss:
+            self._loss = None  # its gradients have been cleared since
+        if self.policy.loss_scale.kind == "dynamic":
+            self.settle()  # the last step may have lowered the scale
+        return self.outcome.progress.loss_scale.value
+
+    def _count(self, loss: Tensor) -> None:
+        """Count the loss of a backward that has ended."""
+        self._loss = loss if self._loss is None else self._loss + loss
+        self.masters.note()
 
     @property
     def has_loss(self) -> bool:

@@ -117,12 +117,13 @@ class GradientAccumulation:
             self._widen(parameter)
 
     @contextmanager
-    def running(self, scale: float, loss: Tensor) -> Iterator[None]:
+    def running(self, scale: float, loss: Tensor | None) -> Iterator[None]:
         """The context for a backward of ``loss * scale``.
 
-        The graph of the loss is searched for leaves that are not the model's.
+        The graph of the loss is searched for leaves that are not the model's. None: for any number
+        of backwards that others call, with gradients of any origin, which only the end unscales.
         """
-        wide = self._prepare()
+        wide = self._prepare(several=loss is None)
         if scale != 1.0:
             self._unscale(scale, loss, wide)
         self._ends += [partial(setattr, parameter, "grad_dtype", None) for parameter in wide]
@@ -137,9 +138,9 @@ class GradientAccumulation:
             while self._ends and not self._depth:
                 self._ends.pop()()
 
-    def _unscale(self, scale: float, loss: Tensor, wide: list[Tensor]) -> None:
+    def _unscale(self, scale: float, loss: Tensor | None, wide: list[Tensor]) -> None:
         """Have gradients unscaled: by hooks, or when the backward ends if nobody can look."""
-        nodes, looks = _accumulators(loss)
+        nodes, looks = ([], False) if loss is None else _accumulators(loss)
         leaves = set[Tensor]()
         if not self._by_fsdp:
             leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
@@ -147,23 +148,24 @@ class GradientAccumulation:
             theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
             wide += map(_widened, theirs)
         leaves |= self._watched.keys() - _REACHED
-        self._at_once = not (looks or _are_held(nodes) or self._may_look(leaves))
+        self._at_once = loss is None or not (looks or _are_held(nodes) or self._may_look(leaves))
         late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
         _multiply_gradients_(late, scale)
         _REACHED.update(leaves)
         self._ends.append(partial(_multiply_gradients_, late, 1.0 / scale))
         self._ends += [partial(self._widen, leaf) for leaf in late if self._watched.get(leaf)]
-        self._ends += [hook.remove for hook in _unscaling(leaves - late, 1.0 / scale, loss)]
+        if loss is not None:
+            self._ends += [hook.remove for hook in _unscaling(leaves - late, 1.0 / scale, loss)]
         self._ends.append(partial(_REACHED.difference_update, leaves))
 
-    def _prepare(self) -> list[Tensor]:
+    def _prepare(self, *, several: bool) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         wide = []
         for parameter, by_fsdp in self._watched.items():
             if parameter.dtype in LOW:
                 self._widen(parameter)
                 # torch requires that what a user's hook returns has the gradient's dtype
-                at_once = self._widens and parameter.dtype == torch.float16
+                at_once = self._widens and (several or parameter.dtype == torch.float16)
                 if not by_fsdp and (at_once or parameter._backward_hooks):
                     wide.append(_widened(parameter))
         return wide

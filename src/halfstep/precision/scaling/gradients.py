@@ -145,6 +145,11 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 class Ranks:
     """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
+    @property
+    def copies(self) -> Ranks:
+        """Those that hold copies or parts of what this one holds: all but other pipeline stages."""
+        return self
+
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host."""
         every = [gradient for some in gradients.values() for gradient in some]

@@ -1,0 +1,150 @@
+"""Pipelines: stages of one model on ranks of their own, under schedules that own the backward.
+
+The schedules of ``torch.distributed.pipelining`` run the forward and backward of each micro-batch.
+:meth:`Precision.scheduled` does around a schedule what :meth:`Precision.backward` does for a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
+
+
+class Stages(Ranks):
+    """Agreement among pipeline stages, each of which holds other parameters of the model.
+
+    The ranks that share a stage agree first, then the stages add up: the loss is the last stage's,
+    the norm that of all gradients, and all stages step or none does.
+    """
+
+    def __init__(self, group: Any, *, copies: Ranks | None = None) -> None:
+        """Join the stages.
+
+        Args:
+            group: A process group, or a mesh of one axis, of ranks with one stage each.
+            copies: The ranks that have the same stage as this one; None: it is alone.
+        """
+        self._group = group.get_group() if hasattr(group, "get_group") else group
+        self._copies: Ranks = OneRank() if copies is None else copies
+        on_host = "gloo" in dist.get_backend(self._group)
+        self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
+
+    @property
+    def copies(self) -> Ranks:
+        """The ranks that have the same stage."""
+        return self._copies
+
+    def _summed(self, *mine: float) -> list[float]:
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._group)
+        found: list[float] = sums.tolist()
+        return found
+
+    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
+        """The last stage's loss and the norm over all stages; bit-equal on every rank.
+
+        Raises:
+            PrecisionError: If another stage cannot step, or none has computed a loss.
+        """
+        try:
+            value, length = self._copies.measure(loss, gradients, norm)
+        except BaseException:
+            self._summed(0, 0, 1)
+            raise
+        value, squares, unable = self._summed(value, length * length, 0)
+        if unable:
+            raise PrecisionError(
+                f"{unable:g} of {dist.get_world_size(self._group)} pipeline stages could not take "
+                "this step, so none does; the error that was raised there says why"
+            )
+        if value == 0 and math.copysign(1, value) < 0:  # as NO_LOSS on every stage
+            raise PrecisionError(
+                "no stage computed a scaled loss: make the schedule with loss_fn=loss(loss_fn), "
+                "where `with precision.scheduled(n) as loss`"
+            )
+        return value, math.sqrt(squares)
+
+    def cannot(self) -> None:
+        """Join the stages' :meth:`measure` as one that cannot step."""
+        self._copies.cannot()
+        self._summed(0, 0, 1)
+
+    def worst(self, marks: Sequence[int]) -> list[int]:
+        """The element-wise maximum over all stages and their copies."""
+        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
+        self.worst_(table)
+        worst: list[int] = table.tolist()
+        return worst
+
+    def worst_(self, marks: Tensor) -> None:
+        """Like :meth:`worst`, in place."""
+        self._copies.worst_(marks)
+        moved = marks.to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._group)
+        marks.copy_(moved)
+
+    def parts_of(self, parameter: Tensor) -> int:
+        """How many ranks of this stage hold different parts of a parameter."""
+        return self._copies.parts_of(parameter)
+
+    def of_loss(self, loss: Tensor) -> str:
+        """Say whose loss is not finite, where this is known not to hold for one of them."""
+        return self._copies.of_loss(loss) or "the last stage's loss is not finite"
+
+    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
+        """This stage's findings, and which other stages have some."""
+        found, rank = self._copies.union(found, names), dist.get_rank(self._group)
+        flags = [0.0] * 2 * dist.get_world_size(self._group)
+        flags[2 * rank : 2 * rank + 2] = bool(found.nan), bool(found.inf)
+        flags = self._summed(*flags)
+        others = [n for n in range(len(flags) // 2) if n != rank]
+        nan, inf = ((f"stage {n}" for n in others if flags[2 * n + k]) for k in (0, 1))
+        return NonFinite((*found.nan, *nan), (*found.inf, *inf))
+
+
+NO_LOSS = -0.0
+"""A stage's loss where another one computes it: adds nothing, and all of them add up to it."""
+
+
+class Losses:
+    """Scales the losses of a schedule's micro-batches, and adds them up."""
+
+    def __init__(self) -> None:
+        self._scale: float | None = None  # while the schedule may run
+        self._seen: list[Tensor] = []
+
+    def __call__(self, loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The loss function for a schedule, which may be used in later steps, too."""
+
+        def scaled(*args: Any, **options: Any) -> Tensor:
+            if self._scale is None:
+                raise PrecisionError("run the schedule inside `with precision.scheduled(n)`")
+            loss = loss_fn(*args, **options).float()
+            self._seen.append(loss.detach().reshape(()))
+            return loss * self._scale
+
+        return scaled
+
+    def begin(self, scale: float) -> None:
+        """Begin a schedule."""
+        self._scale, self._seen = scale, []
+
+    def end(self, count: int, device: torch.device) -> Tensor:
+        """The mean loss of so many micro-batches; :data:`NO_LOSS` if this stage computed none."""
+        seen, self._scale, self._seen = self._seen, None, []
+        if not seen:
+            return torch.tensor(NO_LOSS, device=device)
+        if not count <= len(seen) <= count + 1:  # a first run has one more, to infer shapes
+            raise PrecisionError(
+                f"scheduled({count}): the loss was computed {len(seen)} times; give the schedule's "
+                "number of micro-batches"
+            )
+        return torch.stack(seen[-count:]).mean() + 0.0  # which -0 would not be told from NO_LOSS
