@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _dynamo
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import (
@@ -44,7 +46,20 @@ _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _WRITES = ("write", "into_self", "fill_self", "rounded_self")
+_OPERATORS = (OpOverload, OpOverloadPacket)  # called as such, by an exported program too
 _entered = threading.local()
+
+
+def _before(
+    cast: Cast | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Cast | None:
+    """Let go of the casts that are kept of what a function writes, and say how it is cast."""
+    if cast is None and type(func) in _OPERATORS and not torch.compiler.is_compiling():
+        one = func if type(func) is OpOverload else getattr(func, func.overloads()[0])
+        before_write((*args, *kwargs.values()) if one._schema.is_mutable else ())
+        cast = "operator"
+    before_write((kwargs.get("out"), *(args[:1] if cast in _WRITES else ())))
+    return None if cast == "write" else cast
 
 
 def no_frame(function: Any) -> Any:
@@ -62,12 +77,12 @@ class OpCasts(TorchFunctionMode):
     """
 
     table: Mapping[Function, Cast] = {}
-    compute = torch.float32
     as_autocast = False
     """Whether fp64 and the tensors of other devices are left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.compute = compute
         self.covered = False
         self._running: list[Function] = []
 
@@ -101,10 +116,13 @@ class OpCasts(TorchFunctionMode):
                 return args[0].unflatten(*args[1:], **(kwargs or {}))
             if func is Tensor.split:
                 return args[0].split(*args[1:], **(kwargs or {}))
+            if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
+                with OpCasts():  # which Dynamo lets no body be the first to enter
+                    pass
+                return checkpoint(self._within(args[0]), *args[1:], **(kwargs or {}))
         cast = self.table.get(func)
-        if cast is not None and cast in _WRITES:
-            before_write(args[:1])
-            cast = None if cast == "write" else cast
+        if (cast in _WRITES if cast else type(func) in _OPERATORS) or (kwargs and "out" in kwargs):
+            cast = _before(cast, func, args, kwargs or {})
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -124,6 +142,15 @@ class OpCasts(TorchFunctionMode):
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
+
+    def _within(self, function: Function) -> Function:
+        """A function that runs with this mode on, in a graph that has left it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with type(self)(self.compute):
+                return function(*args, **kwargs)
+
+        return run
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
@@ -151,7 +178,7 @@ class OpCasts(TorchFunctionMode):
             for value in args:  # sparse kernels of 16 bits are few, and of two dtypes none
                 if isinstance(value, Tensor) and value.layout not in _DENSE:
                     cast = "fp32_inside"
-        if cast == "native":
+        if cast in ("native", "operator"):
             return run_native(func, args, kwargs)
         if cast in _FILLS:
             return self._run_filled(cast, func, args, kwargs)
@@ -266,10 +293,6 @@ class StoredCasts(OpCasts):
     """Promotes operands of two dtypes to one under a policy with 16-bit weights."""
 
     table = STORED
-
-    def __init__(self, compute: torch.dtype) -> None:
-        super().__init__()
-        self.compute = compute
 
     def _is_on(self) -> bool:
         return True
