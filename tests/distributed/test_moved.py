@@ -101,7 +101,7 @@ def sharded(rank, kinds, policies):
             check(policy, kind, shard=True)
     model = nn.Linear(8, 8)
     zero = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2)
-    with pytest.raises(PrecisionError, match="ZeroRedundancyOptimizer steps only some of its 2"):
+    with pytest.raises(PrecisionError, match="ZeroRedundancyOptimizer steps only a part of its 2"):
         Precision("bf16-master", model, zero)
     precision = Precision("fp32", model, zero)
     before = model.weight.detach().clone()

@@ -217,16 +217,18 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
-        unmoved = self._movement.begin(with_inner([optimizer]))
+        heeds = getattr(optimizer, "_step_supports_amp_scaling", False)  # and may skip by itself
+        unmoved = self._movement.begin([] if heeds else with_inner([optimizer]))
         try:
             value = super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
         self._remember(optimizer)
+        error = None
         if not self._host_flag:
             error = unmoved(lambda target: parameter_names(optimizer, self._names)[target])
-            if error is not None and isinstance(self._last, _Step) and not self._last.skipped:
-                raise error
+        if error is not None:
+            raise error
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -104,15 +104,6 @@ class ManyRanks(Ranks):
         """Tell the other ranks, in :meth:`measure` now or later, that this one cannot step."""
         dist.all_reduce(torch.tensor([0, 0, 1], dtype=torch.float64, device=self._device))
 
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
-        if not marks:
-            return []
-        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
-        self.worst_(table)
-        worst: list[int] = table.tolist()
-        return worst
-
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
         moved = marks.to(self._device)

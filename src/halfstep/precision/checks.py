@@ -96,10 +96,19 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
     owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if len(set(owned)) < len(owned):
         raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
-    if policy.has_masters or any(map(is_sharded, names)):
-        _check_shares(optimizers)
-    every = [p for o in with_inner(optimizers) for group in o.param_groups for p in group["params"]]
-    strangers = [i for i, p in enumerate(every) if p not in names]
+    for one in optimizers:
+        held, *inner = (
+            {p for group in o.param_groups for p in group["params"]} for o in with_inner([one])
+        )
+        owned += [p for some in inner for p in some]
+        replaced = policy.has_masters or any(map(is_sharded, held))
+        if inner and replaced and set().union(*inner) < held:
+            raise PrecisionError(
+                f"{type(one).__name__} steps only a part of its {len(held)} parameters on this "
+                "rank, and cannot do so with masters or shards in their place; use a *-mixed "
+                "policy, or fully_shard and an optimizer of torch"
+            )
+    strangers = [i for i, p in enumerate(owned) if p not in names]
     if strangers:
         raise PrecisionError(
             f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
@@ -116,21 +125,6 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
         _check_groups(policy, names, optimizers, kept)
     for owner in owners:
         owner.close()  # as in a notebook, whose cell is run again
-
-
-def _check_shares(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse an optimizer that keeps parts of the parameters on ranks, as ZeRO does."""
-    for optimizer in optimizers:
-        held, *inner = (
-            {p for group in o.param_groups for p in group["params"]}
-            for o in with_inner([optimizer])
-        )
-        if inner and set().union(*inner) < held:
-            raise PrecisionError(
-                f"{type(optimizer).__name__} steps only some of its {len(held)} parameters by its "
-                "optimizers on this rank, and cannot do so with fp32 masters or shards in their "
-                "place; use a *-mixed policy, or the optimizer alone with fully_shard"
-            )
 
 
 def _owners(model: nn.Module) -> list[Any]:
@@ -193,15 +187,10 @@ def _check_groups(
     optimizers: Sequence[Optimizer],
     kept: Collection[str],
 ) -> None:
-    """Refuse a step that moves no 16-bit weight, and an ``eps`` too small beside 16-bit moments."""
+    """Refuse an ``eps`` too small beside 16-bit moments."""
     form, info = dtype_name(policy.master_dtype), torch.finfo(policy.master_dtype)
     for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
         low = [p for p in group["params"] if names[p] not in kept]
-        if low and isinstance(optimizer, torch.optim.SGD) and group["fused"] and not low[0].is_cuda:
-            raise PrecisionError(
-                f"torch's kernel of SGD(fused=True) moves no {form} weight on a CPU; use "
-                f"fused=False, or policy {form}-master"
-            )
         eps = group.get("eps")
         if not low or not isinstance(eps, int | float) or not eps:
             continue

@@ -33,9 +33,10 @@ class Stages(Ranks):
             copies: The ranks that have the same stage as this one; None: it is alone.
         """
         self._group = group.get_group() if hasattr(group, "get_group") else group
-        self._copies: Ranks = OneRank() if copies is None else copies
+        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         on_host = "gloo" in dist.get_backend(self._group)
         self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
+        self._copies: Ranks = OneRank() if copies is None else copies
 
     @property
     def copies(self) -> Ranks:
@@ -62,10 +63,10 @@ class Stages(Ranks):
         value, squares, unable = self._summed(value, length * length, 0)
         if unable:
             raise PrecisionError(
-                f"{unable:g} of {dist.get_world_size(self._group)} pipeline stages could not take "
-                "this step, so none does; the error that was raised there says why"
+                f"{unable:g} of {self._size} pipeline stages could not take this step, so none "
+                "does; the error that was raised there says why"
             )
-        if value == 0 and math.copysign(1, value) < 0:  # as NO_LOSS on every stage
+        if value == 0 and math.copysign(1, value) < 0:  # NO_LOSS on every stage
             raise PrecisionError(
                 "no stage computed a scaled loss: make the schedule with loss_fn=loss(loss_fn), "
                 "where `with precision.scheduled(n) as loss`"
@@ -77,15 +78,8 @@ class Stages(Ranks):
         self._copies.cannot()
         self._summed(0, 0, 1)
 
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The element-wise maximum over all stages and their copies."""
-        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
-        self.worst_(table)
-        worst: list[int] = table.tolist()
-        return worst
-
     def worst_(self, marks: Tensor) -> None:
-        """Like :meth:`worst`, in place."""
+        """The element-wise maximum over all stages and their copies, in place."""
         self._copies.worst_(marks)
         moved = marks.to(self._device)
         dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._group)
@@ -96,18 +90,20 @@ class Stages(Ranks):
         return self._copies.parts_of(parameter)
 
     def of_loss(self, loss: Tensor) -> str:
-        """Say whose loss is not finite, where this is known not to hold for one of them."""
+        """Say whose loss is not finite, where one is known not to be."""
         return self._copies.of_loss(loss) or "the last stage's loss is not finite"
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
         """This stage's findings, and which other stages have some."""
-        found, rank = self._copies.union(found, names), dist.get_rank(self._group)
-        flags = [0.0] * 2 * dist.get_world_size(self._group)
-        flags[2 * rank : 2 * rank + 2] = bool(found.nan), bool(found.inf)
-        flags = self._summed(*flags)
-        others = [n for n in range(len(flags) // 2) if n != rank]
-        nan, inf = ((f"stage {n}" for n in others if flags[2 * n + k]) for k in (0, 1))
-        return NonFinite((*found.nan, *nan), (*found.inf, *inf))
+        found = self._copies.union(found, names)
+        table = torch.zeros(2, self._size)
+        table[:, self._rank] = torch.tensor([bool(found.nan), bool(found.inf)])
+        nan, inf = torch.tensor(self._summed(*table.view(-1))).view(2, self._size).bool()
+        others = [n for n in range(self._size) if n != self._rank]
+        return NonFinite(
+            (*found.nan, *(f"stage {n}" for n in others if nan[n])),
+            (*found.inf, *(f"stage {n}" for n in others if inf[n])),
+        )
 
 
 NO_LOSS = -0.0

@@ -296,7 +296,7 @@ def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
 
     Gradients may share memory, as those of ``a`` and ``b`` do in ``a.view(-1) + b.view(-1)``.
     """
-    parts, shared = list[Tensor](), list[Tensor]()
+    parts, shared = list[Tensor](), dict[Tensor, Tensor]()
     for tensor in tensors:
         gradient = tensor.grad
         if gradient is None:
@@ -306,11 +306,11 @@ def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
         elif _is_own(gradient):
             parts.append(gradient)
         else:
-            shared.append(tensor)
+            shared[tensor] = gradient
     if parts:
         torch._foreach_mul_(parts, factor)
     if shared:
         with torch.enable_grad():  # of a backward with create_graph
-            products = torch._foreach_mul([tensor.grad for tensor in shared], factor)
+            products = torch._foreach_mul([*shared.values()], factor)
         for tensor, product in zip(shared, products, strict=True):
             tensor.grad = product

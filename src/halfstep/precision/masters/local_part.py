@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 _WHOLE = "halfstep_whole"
@@ -134,7 +135,13 @@ def runs(tensors: Sequence[Tensor], most: int) -> Iterator[slice]:
         yield slice(start, len(tensors))
 
 
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of these, one after the other; a contiguous one alone is not copied."""
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor with the shapes of these, one after the other."""
-    parts = flat.split([*map(Tensor.numel, tensors)])  # torch's own loses the shape of empty ones
+    parts = torch.split(flat, [*map(Tensor.numel, tensors)])  # torch's own loses the shape of empty ones
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

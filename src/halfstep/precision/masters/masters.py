@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +34,7 @@ from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
     as_target,
+    flattened,
     is_sharded,
     local_gradient,
     local_part,
@@ -361,7 +361,8 @@ class MasterWeights:
         with self.installed():
             by_host = factor if isinstance(factor, float) else 1.0
             self.hand_over(self._looking, gradients, by_host)
-            unmoved = self._movement.begin(self._looking)
+            # what the device decides it may skip
+            unmoved = self._movement.begin(self._looking if isinstance(factor, float) else ())
             self._step(gradients, factor)
             error = unmoved(lambda target: self.weights[self.parameter_of(target)].name)
         if self._copies:
@@ -552,12 +553,12 @@ def _widened(low: Mapping[Tensor, Tensor]) -> list[Tensor]:
         return wide
     dtypes = [target.dtype for target in low]
     for run in runs(every, 4 * _CHUNK):  # one dtype has one policy's gradients widened to one
-        cast = _flatten_dense_tensors(every[run]).to(dtypes[run.start])
+        cast = flattened(every[run]).to(dtypes[run.start])
         wide += split_like(cast, every[run])
     return wide
 
 
-def _follow_all_(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def _follow_all_(masters: list[Tensor], weights: list[Tensor]) -> None:
     """Have each of these masters follow its weight, many small ones at a time."""
     alike = [m.shape for m in masters] == [w.shape for w in weights]  # else this raises
     for run in runs(weights, _MANY if weights[0].is_cuda else 4 * _CHUNK):
@@ -566,7 +567,7 @@ def _follow_all_(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
             for master, visible in zip(some, weights[run], strict=True):
                 _follow_(master, visible)
             continue
-        joined, visible = _flatten_dense_tensors(some), _flatten_dense_tensors(weights[run])
+        joined, visible = flattened(some), flattened(weights[run])
         before = joined._version
         _follow_(joined, visible)
         if joined._version != before:

@@ -173,8 +173,8 @@ class Movement:
     """Finds tensors that a step leaves as they were, until each was once seen to change.
 
     An in-place write counts ``_version`` up, which costs nothing to see. A write through ``.data``,
-    a kernel of a user's or a broadcast does not; so where it stands still, the elements with the
-    largest and the least gradient are compared.
+    a fused kernel or a broadcast does not; so where it stands still, the elements with the largest
+    and the least gradient are compared.
     """
 
     def __init__(self) -> None:
@@ -187,9 +187,7 @@ class Movement:
             What to call after an applied step with a function that names a tensor: it returns the
             error for what did not change. The host waits only where values must be compared.
         """
-        # those that heed a flag on the device may have skipped, and are torch's
-        looked = [o for o in optimizers if not _heeds(o)]
-        groups = [group["params"] for o in looked for group in o.param_groups]
+        groups = [group["params"] for o in optimizers for group in o.param_groups]
         every = [p for group in groups for p in group if id(p) not in self._changed]
         before = {p: (p._version, *_sample(p)) for p in every if p.grad is not None}
         return partial(self._end, optimizers, before)

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.local_part import runs
+from halfstep.precision.masters.local_part import flattened, runs, split_like
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
@@ -84,11 +83,11 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     narrow = [v for v in values if v.is_cpu and v.element_size() == 2]
     norms = list[Tensor]()
     for run in runs(narrow, _PIECE):
-        flat = _flatten_dense_tensors(narrow[run])
+        flat = flattened(narrow[run])
         if flat.numel() > _PIECE:
-            norms += [torch.linalg.vector_norm(part.float()) for part in flat.split(_PIECE)]
+            norms += [torch.linalg.vector_norm(part.float()) for part in torch.split(flat, _PIECE)]
         else:
-            parts = flat.float().split([*map(Tensor.numel, narrow[run])])
+            parts = split_like(flat.float(), narrow[run])
             norms += torch._foreach_norm(parts, 2)
     if len(narrow) < len(values):
         wide = [v for v in values if not (v.is_cpu and v.element_size() == 2)] if narrow else values
@@ -164,7 +163,10 @@ class Ranks:
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
-        return list(marks)
+        table = torch.tensor(marks, dtype=torch.int64)
+        self.worst_(table)
+        worst: list[int] = table.tolist()
+        return worst
 
     def worst_(self, marks: Tensor) -> None:
         """Like :meth:`worst`, but in place and without waiting for the device."""
