@@ -53,7 +53,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, MutableMapping):
         # a copy keeps a subclass's attributes, but torch 2.11 makes no graph of it
         traced = torch.compiler.is_compiling() and dataclasses.is_dataclass(value)
-        result = dataclasses.replace(value) if traced else copy.copy(value)
+        result: Any = dataclasses.replace(value) if traced else copy.copy(value)  # type: ignore[type-var]
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
         return result

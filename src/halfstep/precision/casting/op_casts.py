@@ -23,16 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _dynamo
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import (
     MIXED_ON_CPU,
+    OPERATORS,
     STORED,
+    WRITES,
     Cast,
-    before_write,
+    before_call,
     drop_casts,
     run_native,
 )
@@ -45,21 +46,7 @@ _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_WRITES = ("write", "into_self", "fill_self", "rounded_self")
-_OPERATORS = (OpOverload, OpOverloadPacket)  # called as such, by an exported program too
 _entered = threading.local()
-
-
-def _before(
-    cast: Cast | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Cast | None:
-    """Let go of the casts that are kept of what a function writes, and say how it is cast."""
-    if cast is None and type(func) in _OPERATORS and not torch.compiler.is_compiling():
-        one = func if type(func) is OpOverload else getattr(func, func.overloads()[0])
-        before_write((*args, *kwargs.values()) if one._schema.is_mutable else ())
-        cast = "operator"
-    before_write((kwargs.get("out"), *(args[:1] if cast in _WRITES else ())))
-    return None if cast == "write" else cast
 
 
 def no_frame(function: Any) -> Any:
@@ -111,18 +98,12 @@ class OpCasts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_compiling():
-            # methods written in Python, which a graph takes, and a cache keeps, as such alone
-            if func is Tensor.unflatten:
-                return args[0].unflatten(*args[1:], **(kwargs or {}))
-            if func is Tensor.split:
-                return args[0].split(*args[1:], **(kwargs or {}))
-            if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
-                with OpCasts():  # which Dynamo lets no body be the first to enter
-                    pass
-                return checkpoint(self._within(args[0]), *args[1:], **(kwargs or {}))
+            made = self._traced(func, args, kwargs or {})
+            if made is not None:
+                return made
         cast = self.table.get(func)
-        if (cast in _WRITES if cast else type(func) in _OPERATORS) or (kwargs and "out" in kwargs):
-            cast = _before(cast, func, args, kwargs or {})
+        if (cast in WRITES if cast else type(func) in OPERATORS) or (kwargs and "out" in kwargs):
+            cast = before_call(cast, func, args, kwargs or {})
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -143,14 +124,22 @@ class OpCasts(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
 
-    def _within(self, function: Function) -> Function:
-        """A function that runs with this mode on, in a graph that has left it."""
+    def _traced(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Methods written in Python, which a graph takes, and a cache keeps, as such alone."""
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is Tensor.split:
+            return args[0].split(*args[1:], **kwargs)
+        if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with type(self)(self.compute):
-                return function(*args, **kwargs)
+            def run(*given: Any, **named: Any) -> Any:
+                with type(self)(self.compute):  # again: inside this call the graph has left it
+                    return args[0](*given, **named)
 
-        return run
+            with OpCasts():  # which Dynamo lets no body be the first to enter
+                pass
+            return checkpoint(run, *args[1:], **kwargs)
+        return None
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""

@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -228,6 +229,8 @@ STORED: dict[Function, Cast] = {
 # and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
 # a version of its own: writes through it are known by their memory alone, and not without a mode.
 
+WRITES = ("write", "into_self", "fill_self", "rounded_self")
+OPERATORS = (OpOverload, OpOverloadPacket)  # called as such, by an exported program too
 _here = threading.local()  # casting: this thread runs an operation whose casts are kept
 
 
@@ -323,3 +326,15 @@ def before_forward(weights: Iterable[Tensor], seen: list[Any], *_: object) -> No
         if seen != [torch.is_grad_enabled(), now]:
             seen[:] = torch.is_grad_enabled(), now
             drop_casts()
+
+
+def before_call(
+    cast: Cast | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Cast | None:
+    """Let go of the casts that are kept of what a function writes, and say how it is cast."""
+    if cast is None and type(func) in OPERATORS and not torch.compiler.is_compiling():
+        one = func if type(func) is OpOverload else getattr(func, func.overloads()[0])
+        before_write((*args, *kwargs.values()) if one._schema.is_mutable else ())
+        cast = "operator"
+    before_write((kwargs.get("out"), *(args[:1] if cast in WRITES else ())))
+    return None if cast == "write" else cast
