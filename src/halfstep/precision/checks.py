@@ -93,6 +93,23 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
                 "halfstep.Precision(...) as precision:` or precision.close() at its end"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
+    _check_held(policy, names, optimizers)
+    _check_kinds(model)
+    kept = placed.kept()
+    if policy.param_dtype == torch.float32:
+        _check_fp32_weights(policy, names, kept)
+    else:
+        check_cast(placed)
+    if policy.is_pure:
+        _check_groups(policy, names, optimizers, kept)
+    for owner in owners:
+        owner.close()  # as in a notebook, whose cell is run again
+
+
+def _check_held(
+    policy: PrecisionPolicy, names: Collection[Tensor], optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse optimizers over other tensors, or that share out the model's among ranks as ZeRO."""
     owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if len(set(owned)) < len(owned):
         raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
@@ -115,16 +132,6 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
             f"(first: number {strangers[0]}); make it from this model's parameters, after the "
             "model is on its device"
         )
-    _check_kinds(model)
-    kept = placed.kept()
-    if policy.param_dtype == torch.float32:
-        _check_fp32_weights(policy, names, kept)
-    else:
-        check_cast(placed)
-    if policy.is_pure:
-        _check_groups(policy, names, optimizers, kept)
-    for owner in owners:
-        owner.close()  # as in a notebook, whose cell is run again
 
 
 def _owners(model: nn.Module) -> list[Any]:

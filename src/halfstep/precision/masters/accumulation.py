@@ -143,13 +143,13 @@ class GradientAccumulation:
         nodes, looks = ([], False) if loss is None else _accumulators(loss)
         leaves = set[Tensor]()
         if not self._by_fsdp:
-            leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
+            leaves = {node.variable for node in nodes}.difference(self._watched, _REACHED)
             # fp16 weights whose gradients another Precision accumulates in fp32
             theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
             wide += map(_widened, theirs)
-        leaves |= self._watched.keys() - _REACHED
+        leaves |= {*self._watched} - _REACHED
         self._at_once = loss is None or not (looks or _are_held(nodes) or self._may_look(leaves))
-        late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
+        late = leaves if self._at_once else {x for x in leaves if self._watched.get(x)}
         _multiply_gradients_(late, scale)
         _REACHED.update(leaves)
         self._ends.append(partial(_multiply_gradients_, late, 1.0 / scale))

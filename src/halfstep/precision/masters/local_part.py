@@ -143,5 +143,7 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor with the shapes of these, one after the other."""
-    parts = torch.split(flat, [*map(Tensor.numel, tensors)])  # torch's own loses the shape of empty ones
+    parts = torch.split(
+        flat, [*map(Tensor.numel, tensors)]
+    )  # torch's own loses the shape of empty ones
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -77,8 +77,8 @@ class Weight:
 
     @property
     def visible(self) -> Tensor:
-        """The tensor that the model computes with on this rank."""
-        return Tensor.detach(local_part(self.parameter) if self.sharded else self.parameter)
+        """The tensor that the model computes with on this rank; to be written without gradients."""
+        return local_part(self.parameter) if self.sharded else self.parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +339,7 @@ class MasterWeights:
         """
         copies = [w for w in self.weights.values() if w.copied] if self._copies else []
         if copies:
-            weights = [w.visible if w.sharded else w.parameter for w in copies]
-            _follow_all_([w.target for w in copies], weights)
+            _follow_all_([w.target for w in copies], [w.visible for w in copies])
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
@@ -356,7 +355,7 @@ class MasterWeights:
 
         A decision on the device knows the factor, and whether the step changes anything.
         """
-        self._unrounded = {*gradients} if self._copies else set()
+        self._unrounded = set(gradients) if self._copies else set()
         waiting = len(self._unrounded)
         with self.installed():
             by_host = factor if isinstance(factor, float) else 1.0
@@ -392,29 +391,29 @@ class MasterWeights:
         self, optimizers: Sequence[Optimizer], gradients: Gradients, factor: float
     ) -> None:
         """Set ``target.grad`` to the gradient times ``factor``, in the optimizer's dtype."""
-        given, low = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
-        for optimizer in optimizers:
-            takes_any = optimizer in self.own_optimizers
-            for target in [p for group in optimizer.param_groups for p in group["params"]]:
-                gradient = gradients.get(target)
-                if gradient is None or target in given:  # by the optimizer around this one
-                    continue
-                if takes_any:
-                    target.grad_dtype = None
-                elif gradient.dtype is not target.dtype:
-                    if _can_wait(gradient):
-                        low[target] = gradient
-                    else:
-                        gradient = gradient.to(target.dtype)
-                if target.grad is not gradient and target not in low:
-                    target.grad = gradient
-                given[target] = gradient
-                if self._to_parameter and target in self._to_parameter:
-                    self._to_parameter[target].grad = None
-        for target, gradient in zip(low, _widened(low), strict=True):
-            target.grad = given[target] = gradient
+        given, low, wide = list[Tensor](), list[Tensor](), list[Tensor]()
+        asked = _ids(optimizers) if len(optimizers) < len(self._optimizers) else None
+        own = _ids(o for o in self._outer if o in self.own_optimizers)
+        for target, gradient in gradients.items():
+            if asked is not None and id(target) not in asked:
+                continue
+            if (parameter := self._to_parameter.get(target)) is not None:
+                parameter.grad = None
+            if id(target) in own:
+                target.grad_dtype = None
+            elif gradient.dtype is not target.dtype and (gradient.is_sparse or gradient.is_cpu):
+                gradient = gradient.to(target.dtype)
+            elif gradient.dtype is not target.dtype:
+                low.append(gradient)
+                gradient = torch.empty_like(gradient, dtype=target.dtype)
+                wide.append(gradient)
+            if target.grad is not gradient:
+                target.grad = gradient
+            given.append(gradient)
+        if wide:
+            torch._foreach_copy_(wide, low)
         if factor != 1.0 and given:
-            torch._foreach_mul_([*given.values()], factor)
+            torch._foreach_mul_(given, factor)
 
     @torch.no_grad()
     def push_(self, targets: Iterable[nn.Parameter]) -> None:
@@ -537,25 +536,9 @@ def _local_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def _can_wait(gradient: Tensor) -> bool:
-    """Whether a gradient is cast together with others, as is best for a GPU, and for small ones."""
-    if gradient.layout is not torch.strided:
-        return False
-    return gradient.is_cuda or (gradient.numel() <= _CHUNK and gradient.is_contiguous())
-
-
-def _widened(low: Mapping[Tensor, Tensor]) -> list[Tensor]:
-    """Gradients in the dtypes of their targets, in few calls."""
-    wide, every = list[Tensor](), [*low.values()]
-    if every and every[0].is_cuda:
-        wide = [torch.empty_like(g, dtype=target.dtype) for target, g in low.items()]
-        torch._foreach_copy_(wide, every)
-        return wide
-    dtypes = [target.dtype for target in low]
-    for run in runs(every, 4 * _CHUNK):  # one dtype has one policy's gradients widened to one
-        cast = flattened(every[run]).to(dtypes[run.start])
-        wide += split_like(cast, every[run])
-    return wide
+def _ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of all tensors that these hold."""
+    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
 def _follow_all_(masters: list[Tensor], weights: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.local_part import flattened, runs, split_like
+from halfstep.precision.masters.local_part import flattened, runs
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
@@ -87,7 +87,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         if flat.numel() > _PIECE:
             norms += [torch.linalg.vector_norm(part.float()) for part in torch.split(flat, _PIECE)]
         else:
-            parts = split_like(flat.float(), narrow[run])
+            parts = torch.split(flat.float(), [*map(Tensor.numel, narrow[run])])
             norms += torch._foreach_norm(parts, 2)
     if len(narrow) < len(values):
         wide = [v for v in values if not (v.is_cpu and v.element_size() == 2)] if narrow else values
