@@ -7,7 +7,8 @@ The schedules of ``torch.distributed.pipelining`` run the forward and backward o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ class Stages(Ranks):
             copies: The ranks that have the same stage as this one; None: it is alone.
         """
         self._group = group.get_group() if hasattr(group, "get_group") else group
-        self._rank, self._size = dist.get_rank(self._group), dist.get_world_size(self._group)
         on_host = "gloo" in dist.get_backend(self._group)
         self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
         self._copies: Ranks = OneRank() if copies is None else copies
@@ -46,8 +46,7 @@ class Stages(Ranks):
     def _summed(self, *mine: float) -> list[float]:
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._group)
-        found: list[float] = sums.tolist()
-        return found
+        return [*map(float, sums)]
 
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The last stage's loss and the norm over all stages; bit-equal on every rank.
@@ -63,8 +62,8 @@ class Stages(Ranks):
         value, squares, unable = self._summed(value, length * length, 0)
         if unable:
             raise PrecisionError(
-                f"{unable:g} of {self._size} pipeline stages could not take this step, so none "
-                "does; the error that was raised there says why"
+                f"{unable:g} pipeline stages could not take this step, so none does; the error "
+                "that was raised there says why"
             )
         if value == 0 and math.copysign(1, value) < 0:  # NO_LOSS on every stage
             raise PrecisionError(
@@ -94,16 +93,11 @@ class Stages(Ranks):
         return self._copies.of_loss(loss) or "the last stage's loss is not finite"
 
     def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
-        """This stage's findings, and which other stages have some."""
+        """This stage's findings, and whether other stages have some."""
         found = self._copies.union(found, names)
-        table = torch.zeros(2, self._size)
-        table[:, self._rank] = torch.tensor([bool(found.nan), bool(found.inf)])
-        nan, inf = torch.tensor(self._summed(*table.view(-1))).view(2, self._size).bool()
-        others = [n for n in range(self._size) if n != self._rank]
-        return NonFinite(
-            (*found.nan, *(f"stage {n}" for n in others if nan[n])),
-            (*found.inf, *(f"stage {n}" for n in others if inf[n])),
-        )
+        nan, inf = self.worst([bool(found.nan), bool(found.inf)])
+        other = ("another stage",)
+        return NonFinite(found.nan or other * nan, found.inf or other * inf)
 
 
 NO_LOSS = -0.0
@@ -129,16 +123,21 @@ class Losses:
 
         return scaled
 
-    def begin(self, scale: float) -> None:
-        """Begin a schedule."""
+    @contextmanager
+    def running(self, scale: float) -> Iterator[None]:
+        """The context for one run of the schedule."""
         self._scale, self._seen = scale, []
+        try:
+            yield
+        finally:
+            self._scale = None
 
-    def end(self, count: int, device: torch.device) -> Tensor:
-        """The mean loss of so many micro-batches; :data:`NO_LOSS` if this stage computed none."""
-        seen, self._scale, self._seen = self._seen, None, []
+    def mean(self, count: int, device: torch.device) -> Tensor:
+        """Of so many micro-batches; :data:`NO_LOSS` if this stage computed none."""
+        seen, self._seen = self._seen, []
         if not seen:
             return torch.tensor(NO_LOSS, device=device)
-        if not count <= len(seen) <= count + 1:  # a first run has one more, to infer shapes
+        if len(seen) - count not in (0, 1):  # a first run has one more, to infer shapes
             raise PrecisionError(
                 f"scheduled({count}): the loss was computed {len(seen)} times; give the schedule's "
                 "number of micro-batches"

@@ -230,15 +230,11 @@ class Precision:
             precision.step(max_norm=1.0)
         """
         self._require_open()
-        scale = self._scale()
-        self._losses.begin(scale)
-        with (
-            self.masters.accumulation.running(scale, None),
-            self._context.arithmetic(),
-            self.autocast(),
-        ):
-            yield self._losses
-        self._count(self._losses.end(n_microbatches, self.device))
+        scale, losses = self._scale(), self._losses
+        accumulating = self.masters.accumulation.running(scale, None)
+        with losses.running(scale), accumulating, self._context.arithmetic(), self.autocast():
+            yield losses
+        self._count(losses.mean(n_microbatches, self.device))
 
     def _scale(self) -> float:
         """The loss scale of a backward that begins."""

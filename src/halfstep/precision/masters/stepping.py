@@ -187,23 +187,24 @@ class Movement:
             What to call after an applied step with a function that names a tensor: it returns the
             error for what did not change. The host waits only where values must be compared.
         """
-        groups = [group["params"] for o in optimizers for group in o.param_groups]
-        every = [p for group in groups for p in group if id(p) not in self._changed]
-        before = {p: (p._version, *_sample(p)) for p in every if p.grad is not None}
+        every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        new = [p for p in every if id(p) not in self._changed and p.grad is not None]
+        before = {p: (p._version, *_sample(p)) for p in new}
         return partial(self._end, optimizers, before)
 
     def _end(
         self, optimizers: Sequence[Optimizer], before: Mapping[Tensor, tuple[Any, ...]], name: _Name
     ) -> PrecisionError | None:
         still = list[Tensor]()
-        for target, (version, *samples) in before.items():
-            if target._version != version or (samples and _differs(target, *samples)):
+        for target, (version, *sample) in before.items():
+            moved = target._version != version or (sample and _moved(target, optimizers, *sample))
+            if moved:
                 self._changed.add(id(target))
-            elif samples and _would_show(optimizers, target, *samples):
+            elif moved is False:
                 still.append(target)
         if not still:
             return None
-        kind = type(next(_holding(optimizers, still[0]))[0]).__name__
+        kind = type(_holding(optimizers, still[0])[0][0]).__name__
         return PrecisionError(
             f"{kind}.step() left {len(still)} of {len(before)} tensors that have a gradient as "
             f"they were (first: {name(still[0])}), so the step was not applied to them. Give the "
@@ -211,12 +212,10 @@ class Movement:
         )
 
 
-def _holding(optimizers: Iterable[Optimizer], target: Tensor) -> Iterator[tuple[Optimizer, Any]]:
+def _holding(optimizers: Iterable[Optimizer], target: Tensor) -> list[tuple[Optimizer, Any]]:
     """The optimizers and their groups that hold a tensor."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(p is target for p in group["params"]):
-                yield optimizer, group
+    every = [(o, group) for o in optimizers for group in o.param_groups]
+    return [(o, group) for o, group in every if any(p is target for p in group["params"])]
 
 
 def _sample(target: Tensor) -> tuple[Tensor, ...]:
@@ -228,21 +227,20 @@ def _sample(target: Tensor) -> tuple[Tensor, ...]:
     return where, local_part(target.detach()).take(where)
 
 
-def _differs(target: Tensor, where: Tensor, old: Tensor) -> bool:
-    return not torch.equal(local_part(target.detach()).take(where), old)
-
-
-def _would_show(
-    optimizers: Iterable[Optimizer], target: Tensor, where: Tensor, old: Tensor
-) -> bool:
-    """Whether a change by rate x gradient, at most by the rate, is above the values' rounding."""
-    # the least of all groups' rates: a container's own may be stale
+def _moved(
+    target: Tensor, optimizers: Sequence[Optimizer], where: Tensor, old: Tensor
+) -> bool | None:
+    """Whether a value changed; None where a change of rate x gradient may have rounded to none."""
+    if not torch.equal(local_part(target.detach()).take(where), old):
+        return True
+    # the least of all groups' rates, as a container's own may be stale
     rates = [group.get("lr") for _, group in _holding(optimizers, target)]
     rate = min([float(rate) for rate in rates if rate is not None], default=1.0)
     if target.grad is None:  # cleared by the step
-        return False
+        return None
     change = rate * local_part(target.grad).take(where).abs().float().clamp(max=1)
-    return bool((change > old.abs().float() * torch.finfo(old.dtype).eps).any())
+    seen = change > old.abs().float() * torch.finfo(old.dtype).eps
+    return False if bool(seen.any()) else None
 
 
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
