@@ -190,6 +190,7 @@ class MasterWeights:
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
     ) -> Weight:
+        self._movement.open = True
         sharded = is_sharded(parameter)
         exact = local_part(parameter).detach()  # before the cast
         low = dtype in LOW
@@ -360,10 +361,11 @@ class MasterWeights:
         with self.installed():
             by_host = factor if isinstance(factor, float) else 1.0
             self.hand_over(self._looking, gradients, by_host)
-            # what the device decides it may skip
-            unmoved = self._movement.begin(self._looking if isinstance(factor, float) else ())
+            unmoved = None  # the device may skip what it decides
+            if self._movement.open and isinstance(factor, float):
+                unmoved = self._movement.begin(self._looking)
             self._step(gradients, factor)
-            error = unmoved(lambda target: self.weights[self.parameter_of(target)].name)
+            error = unmoved and unmoved(lambda t: self.weights[self.parameter_of(t)].name)
         if self._copies:
             hooked = len(self._unrounded) < waiting
             self.push_(gradients if not hooked else self._unrounded)

@@ -179,6 +179,8 @@ class Movement:
 
     def __init__(self) -> None:
         self._changed = set[int]()  # ids
+        self.open = True
+        """Whether some were not seen to change yet; to be set for new ones."""
 
     def begin(self, optimizers: Sequence[Optimizer]) -> Callable[[_Name], PrecisionError | None]:
         """Look, before their step, at the tensors of these that have a gradient in ``grad``.
@@ -202,6 +204,8 @@ class Movement:
                 self._changed.add(id(target))
             elif moved is False:
                 still.append(target)
+        every = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        self.open = any(id(p) not in self._changed for p in every)
         if not still:
             return None
         kind = type(_holding(optimizers, still[0])[0][0]).__name__
