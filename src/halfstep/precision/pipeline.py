@@ -6,17 +6,18 @@ The schedules of ``torch.distributed.pipelining`` run the forward and backward o
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks
+from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
 
 
 class Stages(Ranks):
@@ -34,14 +35,20 @@ class Stages(Ranks):
             copies: The ranks that have the same stage as this one; None: it is alone.
         """
         self._group = group.get_group() if hasattr(group, "get_group") else group
+        self.members = dist.get_process_group_ranks(self._group)
         on_host = "gloo" in dist.get_backend(self._group)
         self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
         self._copies: Ranks = OneRank() if copies is None else copies
 
-    @property
-    def copies(self) -> Ranks:
-        """The ranks that have the same stage."""
-        return self._copies
+    def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
+        """These ranks for one model, of whose stages copies are compared."""
+        one = copy.copy(self)
+        one._copies = self._copies.bound(named_parameters)
+        return one
+
+    def at(self, step: int, applied: int, scale: float) -> None:
+        """Where this rank is: steps begun and applied, and its loss scale."""
+        self._copies.at(step, applied, scale)
 
     def _summed(self, *mine: float) -> list[float]:
         sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
@@ -77,6 +84,16 @@ class Stages(Ranks):
         self._copies.cannot()
         self._summed(0, 0, 1)
 
+    def leave_out(self) -> None:
+        """Leave a step out, which all stages do or none."""
+        self._copies.leave_out()
+        if self._summed(0, 0, 1)[2] < len(self.members):
+            raise PrecisionError("another pipeline stage takes a step that this one leaves out")
+
+    def agree(self) -> None:
+        """Raise if ranks that hold copies of this stage's weights do not hold the same."""
+        self._copies.agree()
+
     def worst_(self, marks: Tensor) -> None:
         """The element-wise maximum over all stages and their copies, in place."""
         self._copies.worst_(marks)
@@ -87,6 +104,10 @@ class Stages(Ranks):
     def parts_of(self, parameter: Tensor) -> int:
         """How many ranks of this stage hold different parts of a parameter."""
         return self._copies.parts_of(parameter)
+
+    def share_of(self, parameter: Tensor) -> Share:
+        """Which of them this rank holds."""
+        return self._copies.share_of(parameter)
 
     def of_loss(self, loss: Tensor) -> str:
         """Say whose loss is not finite, where one is known not to be."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
+from halfstep.distributed.strategy import Strategy, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.state import CODES, REMAINDER, in_dtype
@@ -186,12 +186,6 @@ class Session:
         """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
             part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
-
-    def check_agreement(self, when: str = "") -> None:
-        """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
-        check_agreement(
-            self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
-        )
 
     def report_best(self, folder: Path) -> None:
         """Write the task's report of the best evaluation so far into the run folder; on rank 0."""
