@@ -17,7 +17,7 @@ On CUDA the device takes these steps alone where it can: ``masters/stepping.py``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -150,6 +150,7 @@ class Precision:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         policy, model = self.policy, self.model
         self.masters = MasterWeights(placed, self.optimizers)
+        door.begins = weakref.WeakMethod(self.masters.exchange.begins)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self.outcome = Outcome(policy, model, self.masters, self.ranks, self.recovery, ema)
         self.path: DevicePath | None = None  # the steps that are decided on the device
@@ -174,7 +175,6 @@ class Precision:
         make_portable_(model, low, weakref.WeakMethod(self.masters.exact))
         back = (None, None) if stays else (door, model)
         self._released = weakref.finalize(self, _release, hooks, *back)
-        self.masters.divide_states_()
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
@@ -285,7 +285,8 @@ class Precision:
     def close(self) -> None:
         """Release model and optimizers, whose hooks go; so does the end of a ``with`` block.
 
-        Weights stay in the policy's format; gradients and the masters' extra bits are dropped.
+        Weights stay in the policy's format; gradients are dropped. Masters stay in the optimizers'
+        states, which can still be saved, and nowhere else.
         """
         try:
             self.settle()
@@ -387,8 +388,7 @@ class Precision:
         self.outcome.load(state)
         self.clock.step = self.outcome.progress.steps
         if masters:
-            self.masters.load_(masters)
-        self.masters.divide_states_()
+            self.masters.load_(masters, saved=True)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
@@ -468,10 +468,13 @@ class _StepDoor:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._is_open = False
+        self.begins: weakref.WeakMethod[Callable[[Optimizer], bool]] | None = None
+        """Lets torch's initialisation step pass: :meth:`Exchange.begins`."""
         self._handles = [optimizer.register_step_pre_hook(self) for optimizer in optimizers]
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_open:
+        begins = self.begins and self.begins()
+        if not self._is_open and not (begins and begins(optimizer)):
             raise PrecisionError(
                 f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
                 "this optimizer belongs to a Precision, which checks, clips, rounds and scales the "

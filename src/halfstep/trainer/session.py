@@ -18,9 +18,10 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim.state import CODES, REMAINDER, in_dtype
+from halfstep.optim.state import CODES, in_dtype
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
+from halfstep.precision.masters.rounding import REMAINDER
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -155,7 +156,8 @@ class Session:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
         precision = self.precision.state_dict()
-        masters = precision.pop("masters") or dict(self.precision.masters.items())  # the weights
+        self.precision.masters.take_written_()
+        masters = dict(self.precision.masters.items())
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
@@ -217,9 +219,8 @@ class Session:
             states = convert_optimizer_tensors(used, names, moments)
             used.state.clear()
             used.state.update(states)
-        precision = {**state["precision"], "masters": {}}
         # after the moments: it puts the remainders of 16-bit weights beside them
-        self.precision.load_state_dict(precision, weights=checkpoint.weights)
+        self.precision.load_state_dict(state["precision"], weights=checkpoint.weights)
         if self.ema is not None:
             self.ema.load_state_dict({"updates": state["ema_updates"], "averages": averages})
         for name, buffer in self._buffers().items():
