@@ -33,12 +33,12 @@ from .precision.casting.cast import autocast as autocast
 from .precision.ema import EMA as EMA
 from .precision.explain import explain as explain
 from .precision.loss_head import linear_cross_entropy as linear_cross_entropy
-from .precision.pipeline import Stages as Stages
 from .precision.policy.policy import POLICIES as POLICIES, PrecisionPolicy as PrecisionPolicy
 from .precision.policy.spelling import parse_policy as parse_policy
 from .precision.result import StepResult as StepResult
 from .precision.scaling.gradients import OneRank as OneRank
 from .precision.scaling.loss_scale import LossScaleConfig as LossScaleConfig
+from .precision.scaling.pipeline import Stages as Stages
 from .precision.step import Precision as Precision
 from .trainer.trainer import Trainer as Trainer, TrainResult as TrainResult
 

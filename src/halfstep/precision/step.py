@@ -51,7 +51,6 @@ from halfstep.precision.masters.stepping import (
     device_path,
     with_inner,
 )
-from halfstep.precision.pipeline import Losses
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
 from halfstep.precision.policy.spelling import parse_policy
@@ -65,6 +64,7 @@ from halfstep.precision.scaling.gradients import (
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.scaling.pipeline import Losses
 from halfstep.precision.words import lost, tell
 
 if TYPE_CHECKING:
