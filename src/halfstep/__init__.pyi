@@ -38,6 +38,7 @@ from .precision.policy.spelling import parse_policy as parse_policy
 from .precision.result import StepResult as StepResult
 from .precision.scaling.gradients import OneRank as OneRank
 from .precision.scaling.loss_scale import LossScaleConfig as LossScaleConfig
+from .precision.scaling.pipeline import Stages as Stages
 from .precision.step import Precision as Precision
 from .trainer.trainer import Trainer as Trainer, TrainResult as TrainResult
 

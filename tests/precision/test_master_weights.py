@@ -8,7 +8,7 @@ from torch import nn
 
 from halfstep import Precision, PrecisionError
 from halfstep.optim import SGD
-from halfstep.precision.masters.masters import _follow_, _follow_together_
+from halfstep.precision.masters.masters import _follow_, _follow_all_
 from reference.training import (
     MASTERS,
     STORED,
@@ -83,7 +83,7 @@ def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_c
 
 def test_masters_follow_their_weights_together_as_each_would_alone():
     torch.manual_seed(0)
-    shapes = (3, 5), (7,), (0,), (4, 3, 2, 2), ()
+    shapes = (3, 5), (7,), (0, 2), (4, 3, 2, 2), ()
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     weights[3] = weights[3].to(memory_format=torch.channels_last)
     masters = [w.float() + 1e-5 for w in weights]
@@ -92,7 +92,7 @@ def test_masters_follow_their_weights_together_as_each_would_alone():
     alone = [m.clone() for m in masters]
     for master, weight in zip(alone, weights, strict=True):
         _follow_(master, weight)
-    _follow_together_([*zip(masters, weights, strict=True)])
+    _follow_all_(masters, weights)
     for a, b in zip(masters, alone, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
     assert alone[0][1].eq(0).all()

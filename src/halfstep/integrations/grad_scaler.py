@@ -48,6 +48,7 @@ from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.masters.stepping import Movement, with_inner
 from halfstep.precision.recovery import hopeless
 from halfstep.precision.result import StepResult
 from halfstep.precision.scaling.gradients import NonFinite, OneRank, Ranks
@@ -137,6 +138,7 @@ class GradScaler(torch.amp.GradScaler):
         self._round: list[_Step] = []  # the steps since the last update
         self._nonfinite: dict[int, _Find] = {}  # by id(optimizer), since the last update
         self._last: _Step | StepResult | None = None
+        self._movement = Movement()
         self._host_flag: float | None = None
         self._stepping = False
 
@@ -216,11 +218,18 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._host_flag, self._stepping = None, True
+        heeds = getattr(optimizer, "_step_supports_amp_scaling", False)  # and may skip by itself
+        unmoved = self._movement.begin([] if heeds else with_inner([optimizer]))
         try:
             value = super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
         self._remember(optimizer)
+        error = None
+        if not self._host_flag:
+            error = unmoved(lambda target: parameter_names(optimizer, self._names)[target])
+        if error is not None:
+            raise error
         return value
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -293,6 +302,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         counts = {key: int(state[key]) for key in ("_skipped", "_in_a_row", "_applied")}
         state |= {"_last": self.last_step, "_loss": None, "_host_flag": None}
+        state |= {"_movement": Movement()}
         return state | counts | {"_round": [], "_nonfinite": {}, "_names": {}}
 
     def _agreeing(self, *optimizers: Optimizer) -> Ranks:

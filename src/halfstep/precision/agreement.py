@@ -340,15 +340,6 @@ class ManyRanks(Ranks):
                         return f"rank {rank} differs from rank {other}" + shown.format(value, known)
         return ""
 
-    def worst(self, marks: Sequence[int]) -> list[int]:
-        """The element-wise maximum over ranks; sent as a tensor, so that nothing is unpickled."""
-        if not marks:
-            return []
-        table = torch.tensor(marks, dtype=torch.int64, device=self._device)
-        self.worst_(table)
-        worst: list[int] = table.tolist()
-        return worst
-
     def worst_(self, marks: Tensor) -> None:
         """Replace ``marks`` by their element-wise maximum over ranks, in place."""
         moved = marks.to(self._device)

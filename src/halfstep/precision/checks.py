@@ -18,8 +18,12 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
-from halfstep.precision.masters.local_part import fsdp_groups, local_part
-from halfstep.precision.masters.stepping import require_elementwise, require_own_optimizer
+from halfstep.precision.masters.local_part import fsdp_groups, is_sharded, local_part
+from halfstep.precision.masters.stepping import (
+    require_elementwise,
+    require_own_optimizer,
+    with_inner,
+)
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
@@ -50,12 +54,13 @@ def check_arguments(model: object, optimizers: object, ema: Any) -> None:
                 "Precision steps once after a backward; allowed: an optimizer whose step() needs "
                 "no argument"
             )
-        inner = getattr(one, "optimizer", None)
-        if isinstance(inner, Optimizer):  # of Accelerate, Lightning or Fabric, which have no hooks
+        hooks, *inner = (vars(o).get("_optimizer_step_pre_hooks") for o in with_inner([one]))
+        if hooks is None or any(hooks is others for others in inner):
+            # of Accelerate, Lightning, Fabric and torchft: it would not see its steps
             raise PrecisionError(
-                f"the optimizer is {type(one).__name__} around {type(inner).__name__}, and "
-                f"Precision takes the steps itself; give it that {type(inner).__name__}, and leave "
-                "it out of the framework's prepare or setup"
+                f"{type(one).__name__} has no hooks of its own, by which Precision sees its steps; "
+                "give the optimizer that it was made from, without the framework's prepare or "
+                "setup, or call Optimizer.__init__ in its __init__"
             )
 
 
@@ -93,16 +98,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
                 "halfstep.Precision(...) as precision:` or precision.close() at its end"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    if len(set(owned)) < len(owned):
-        raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
-    strangers = [i for i, p in enumerate(owned) if p not in names]
-    if strangers:
-        raise PrecisionError(
-            f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
-            f"(first: number {strangers[0]}); make it from this model's parameters, after the "
-            "model is on its device"
-        )
+    _check_held(policy, names, optimizers)
     _check_kinds(model)
     kept = placed.kept()
     if policy.param_dtype == torch.float32:
@@ -113,6 +109,34 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
         _check_groups(policy, names, optimizers, kept)
     for owner in owners:
         owner.close()  # as in a notebook, whose cell is run again
+
+
+def _check_held(
+    policy: PrecisionPolicy, names: Collection[Tensor], optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse optimizers over other tensors, or that share out the model's among ranks as ZeRO."""
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if len(set(owned)) < len(owned):
+        raise PrecisionError("a parameter is in two optimizers; give each parameter to one")
+    for one in optimizers:
+        held, *inner = (
+            {p for group in o.param_groups for p in group["params"]} for o in with_inner([one])
+        )
+        owned += [p for some in inner for p in some]
+        replaced = policy.has_masters or any(map(is_sharded, held))
+        if inner and replaced and set().union(*inner) < held:
+            raise PrecisionError(
+                f"{type(one).__name__} steps only a part of its {len(held)} parameters on this "
+                "rank, and cannot do so with masters or shards in their place; use a *-mixed "
+                "policy, or fully_shard and an optimizer of torch"
+            )
+    strangers = [i for i, p in enumerate(owned) if p not in names]
+    if strangers:
+        raise PrecisionError(
+            f"the optimizer holds {len(strangers)} tensors that are not parameters of the model "
+            f"(first: number {strangers[0]}); make it from this model's parameters, after the "
+            "model is on its device"
+        )
 
 
 def _owners(model: nn.Module) -> list[Any]:
@@ -175,15 +199,10 @@ def _check_groups(
     optimizers: Sequence[Optimizer],
     kept: Collection[str],
 ) -> None:
-    """Refuse a step that moves no 16-bit weight, and an ``eps`` too small beside 16-bit moments."""
+    """Refuse an ``eps`` too small beside 16-bit moments."""
     form, info = dtype_name(policy.master_dtype), torch.finfo(policy.master_dtype)
     for optimizer, group in ((o, group) for o in optimizers for group in o.param_groups):
         low = [p for p in group["params"] if names[p] not in kept]
-        if low and isinstance(optimizer, torch.optim.SGD) and group["fused"] and not low[0].is_cuda:
-            raise PrecisionError(
-                f"torch's kernel of SGD(fused=True) moves no {form} weight on a CPU; use "
-                f"fused=False, or policy {form}-master"
-            )
         eps = group.get("eps")
         if not low or not isinstance(eps, int | float) or not eps:
             continue

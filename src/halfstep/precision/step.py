@@ -49,6 +49,7 @@ from halfstep.precision.masters.stepping import (
     DevicePath,
     Gradients,
     device_path,
+    with_inner,
 )
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 from halfstep.precision.policy.rules import PlacedModel, place
@@ -63,6 +64,7 @@ from halfstep.precision.scaling.gradients import (
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.scaling.pipeline import Losses
 from halfstep.precision.words import lost, tell
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ class Precision:
         }
         self.clock = Clock()
         self._loss: Tensor | None = None
+        self._losses = Losses()
         self._begun = 0  # steps, with their first backward
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
@@ -136,7 +139,7 @@ class Precision:
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
         self.ranks = self.ranks.bound(model.named_parameters())
-        door = _StepDoor(self.optimizers)
+        door = _StepDoor(with_inner(self.optimizers))
         try:
             self._take(placed, door, ema)
         except BaseException:  # a stored error, as in a notebook, would keep this object alive
@@ -199,15 +202,9 @@ class Precision:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise checks.no_loss(loss)
         asked = () if inputs is None else checks.as_inputs(inputs)
-        self.masters.adopt()
-        if not self.has_loss:
-            self._loss = None  # its gradients have been cleared since
-        kind = self.policy.loss_scale.kind
-        if kind == "dynamic":
-            self.settle()  # the last step may have lowered the scale
-        scale, scaled = self.outcome.progress.loss_scale.value, loss.reshape(())
+        scale, scaled = self._scale(), loss.reshape(())
         with self.masters.accumulation.running(scale, loss), self._context.arithmetic():
-            if kind != "none":
+            if self.policy.loss_scale.kind != "none":
                 scaled = scaled.float() * scale
             try:
                 scaled.backward(  # type: ignore[no-untyped-call]
@@ -217,11 +214,48 @@ class Precision:
                 lost(error, self.ranks.members, f"runs a backward after step {self.clock.step}")
                 raise
         if inputs is None or self.masters.trains(asked):
-            self._begun += self._loss is None
             self._last = weakref.ref(loss)
-            value = loss.detach().float().reshape(())
-            self._loss = value if self._loss is None else self._loss + value
-            self.masters.note()
+            self._count(loss.detach().float().reshape(()))
+
+    @contextmanager
+    def scheduled(self, n_microbatches: int) -> Iterator[Losses]:
+        """The context for one run of a schedule of ``torch.distributed.pipelining``.
+
+        The schedule's backwards accumulate unscaled gradients in ``p.grad``, as :meth:`backward`
+        does. The step's loss is the mean over micro-batches, of which a schedule makes gradients
+        where ``scale_grads`` is True, as by default. Hooks on parameters see scaled gradients.
+
+        Args:
+            n_microbatches: The schedule's number of micro-batches.
+
+        Example::
+
+            with precision.scheduled(4) as loss:
+                schedule = schedule or ScheduleGPipe(stage, 4, loss_fn=loss(loss_fn))
+                schedule.step(batch, target=target)
+            precision.step(max_norm=1.0)
+        """
+        self._require_open()
+        scale, losses = self._scale(), self._losses
+        accumulating = self.masters.accumulation.running(scale, None)
+        with losses.running(scale), accumulating, self._context.arithmetic(), self.autocast():
+            yield losses
+        self._count(losses.mean(n_microbatches, self.device))
+
+    def _scale(self) -> float:
+        """The loss scale of a backward that begins."""
+        self.masters.adopt()
+        if not self.has_loss:
+            self._loss = None  # its gradients have been cleared since
+        if self.policy.loss_scale.kind == "dynamic":
+            self.settle()  # the last step may have lowered the scale
+        return self.outcome.progress.loss_scale.value
+
+    def _count(self, loss: Tensor) -> None:
+        """Count the loss of a backward that has ended."""
+        self._begun += self._loss is None
+        self._loss = loss if self._loss is None else self._loss + loss
+        self.masters.note()
 
     @property
     def has_loss(self) -> bool:

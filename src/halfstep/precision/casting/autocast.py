@@ -551,6 +551,8 @@ class SimulatedProducts(TorchDispatchMode):
             return NotImplemented  # its class has kernels, whose products come here again
         # the casting modes have already seen this call; what it runs is not the model's own call
         with torch._C.DisableTorchFunction():
+            if func not in _REROUTED and not _is_composite(func):  # nearly all
+                return func(*args, **(kwargs or {}))
             return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

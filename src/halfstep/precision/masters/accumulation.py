@@ -120,12 +120,13 @@ class GradientAccumulation:
             self._widen(parameter)
 
     @contextmanager
-    def running(self, scale: float, loss: Tensor) -> Iterator[None]:
+    def running(self, scale: float, loss: Tensor | None) -> Iterator[None]:
         """The context for a backward of ``loss * scale``.
 
-        The graph of the loss is searched for leaves that are not the model's.
+        The graph of the loss is searched for leaves that are not the model's. None: for any number
+        of backwards that others call, with gradients of any origin, which only the end unscales.
         """
-        wide = self._prepare()
+        wide = self._prepare(several=loss is None)
         if not self._depth and dist.is_available() and dist.is_initialized():
             self.reduction.begin(loss, scale, self._watched)
             self._ends.append(self.reduction.end)
@@ -143,33 +144,34 @@ class GradientAccumulation:
             while self._ends and not self._depth:
                 self._ends.pop()()
 
-    def _unscale(self, scale: float, loss: Tensor, wide: list[Tensor]) -> None:
+    def _unscale(self, scale: float, loss: Tensor | None, wide: list[Tensor]) -> None:
         """Have gradients unscaled: by hooks, or when the backward ends if nobody can look."""
-        nodes, looks = _accumulators(loss)
+        nodes, looks = ([], False) if loss is None else _accumulators(loss)
         leaves = set[Tensor]()
         if not self._by_fsdp:
-            leaves = {node.variable for node in nodes} - self._watched.keys() - _REACHED
+            leaves = {node.variable for node in nodes}.difference(self._watched, _REACHED)
             # fp16 weights whose gradients another Precision accumulates in fp32
             theirs = (x for x in leaves if x.dtype == torch.float16 and x.grad_dtype is None)
             wide += map(_widened, theirs)
-        leaves |= self._watched.keys() - _REACHED
-        self._at_once = not (looks or _are_held(nodes) or self._may_look(leaves))
-        late = {leaf for leaf in leaves if self._at_once or self._watched.get(leaf)}
+        leaves |= {*self._watched} - _REACHED
+        self._at_once = loss is None or not (looks or _are_held(nodes) or self._may_look(leaves))
+        late = leaves if self._at_once else {x for x in leaves if self._watched.get(x)}
         _multiply_gradients_(late, scale)
         _REACHED.update(leaves)
         self._ends.append(partial(_multiply_gradients_, late, 1.0 / scale))
         self._ends += [partial(self._widen, leaf) for leaf in late if self._watched.get(leaf)]
-        self._ends += [hook.remove for hook in _unscaling(leaves - late, 1.0 / scale, loss)]
+        if loss is not None:
+            self._ends += [hook.remove for hook in _unscaling(leaves - late, 1.0 / scale, loss)]
         self._ends.append(partial(_REACHED.difference_update, leaves))
 
-    def _prepare(self) -> list[Tensor]:
+    def _prepare(self, *, several: bool) -> list[Tensor]:
         """Prepare present gradients for autograd to add to; return those that get fp32 ones."""
         wide = []
         for parameter, by_fsdp in self._watched.items():
             if parameter.dtype in LOW:
                 self._widen(parameter)
                 # torch requires that what a user's hook returns has the gradient's dtype
-                at_once = self._widens and parameter.dtype == torch.float16
+                at_once = self._widens and (several or parameter.dtype == torch.float16)
                 if not by_fsdp and (at_once or parameter._backward_hooks):
                     wide.append(_widened(parameter))
         return wide
@@ -301,16 +303,21 @@ def _multiply_gradients_(tensors: Iterable[Tensor], factor: float) -> None:
 
     Gradients may share memory, as those of ``a`` and ``b`` do in ``a.view(-1) + b.view(-1)``.
     """
-    parts = list[Tensor]()
+    parts, shared = list[Tensor](), dict[Tensor, Tensor]()
     for tensor in tensors:
         gradient = tensor.grad
         if gradient is None:
             continue
-        part = local_part(gradient)
-        if part is not gradient or _is_own(gradient):  # FSDP2's are parts of a buffer of its own
-            parts.append(part)
+        if is_sharded(gradient):
+            parts.append(local_part(gradient))  # FSDP2's are parts of a buffer of its own
+        elif _is_own(gradient):
+            parts.append(gradient)
         else:
-            with torch.enable_grad():  # of a backward with create_graph
-                tensor.grad = gradient * factor
+            shared[tensor] = gradient
     if parts:
         torch._foreach_mul_(parts, factor)
+    if shared:
+        with torch.enable_grad():  # of a backward with create_graph
+            products = torch._foreach_mul([*shared.values()], factor)
+        for tensor, product in zip(shared, products, strict=True):
+            tensor.grad = product

@@ -9,12 +9,13 @@ memory of the DTensor's local tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 _WHOLE = "halfstep_whole"
@@ -184,3 +185,32 @@ def storage_key(tensor: Tensor) -> int:
     """An id of the storage of a tensor; views share their base's."""
     key: int = dense(tensor).untyped_storage()._cdata
     return key
+
+
+def runs(tensors: Sequence[Tensor], most: int) -> Iterator[slice]:
+    """Neighbours of one dtype that have at most ``most`` elements together; a larger one alone.
+
+    One call for a run costs the host as much as one for a tensor.
+    """
+    start, size = 0, 0
+    for end, tensor in enumerate(tensors):
+        size += tensor.numel()
+        if end > start and (size > most or tensor.dtype is not tensors[start].dtype):
+            yield slice(start, end)
+            start, size = end, tensor.numel()
+    if tensors:
+        yield slice(start, len(tensors))
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of these, one after the other; a contiguous one alone is not copied."""
+    flat: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor with the shapes of these, one after the other."""
+    parts = torch.split(
+        flat, [*map(Tensor.numel, tensors)]
+    )  # torch's own loses the shape of empty ones
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

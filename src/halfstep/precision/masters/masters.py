@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -36,11 +35,14 @@ from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
     as_target,
     cast_,
+    flattened,
     fsdp_parameters,
     is_sharded,
     local_gradient,
     local_part,
     place_like,
+    runs,
+    split_like,
     sum_in_,
 )
 from halfstep.precision.masters.rounding import REMAINDER, exact
@@ -48,9 +50,11 @@ from halfstep.precision.masters.states import MASTER, Exchange
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
+    Movement,
     OwnOptimizer,
     has_users,
     takes_gradients,
+    with_inner,
 )
 from halfstep.precision.policy.policy import LOW
 from halfstep.precision.policy.rules import PlacedModel, place
@@ -78,8 +82,8 @@ class Weight:
 
     @property
     def visible(self) -> Tensor:
-        """The tensor that the model computes with on this rank."""
-        return Tensor.detach(local_part(self.parameter) if self.sharded else self.parameter)
+        """The tensor that the model computes with on this rank; to be written without gradients."""
+        return local_part(self.parameter) if self.sharded else self.parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,10 @@ class MasterWeights:
             optimizers: halfstep's own among them are set to the policy's rounding mode and moments.
         """
         policy, model = placed.policy, placed.model
-        self.own_optimizers: list[Any] = [o for o in optimizers if isinstance(o, OwnOptimizer)]
+        self._outer, self._optimizers = optimizers, with_inner(optimizers)
+        self.own_optimizers: list[Any] = [
+            o for o in self._optimizers if isinstance(o, OwnOptimizer)
+        ]
         for optimizer in self.own_optimizers:
             optimizer.check_precision(policy.update, policy.moment_format)
         for optimizer in self.own_optimizers:
@@ -116,17 +123,19 @@ class MasterWeights:
         self._policy = policy
         self._model = model
         self._device = next(model.parameters()).device
-        self._optimizers = optimizers
         self.weights: dict[Tensor, Weight] = {}
         """Of the trained parameters, by the model's own."""
         self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters, in order
         self._last: _Held | None = None  # what was last found to be held
-        self.exchange = Exchange(optimizers, policy.update)
+        self.exchange = Exchange(self._optimizers, policy.update)
         self._to_target, self._to_parameter = self.exchange.to_target, self.exchange.to_parameter
         self._copies = policy.has_masters
         self._unrounded: set[nn.Parameter] = set()  # of a running step, not yet in their weights
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
-        self._looking = [o for o in optimizers if not takes_gradients(o)]
+        self._looking = [
+            o for o in self._optimizers if o not in optimizers or not takes_gradients(o)
+        ]
+        self._movement = Movement()
         self.handles = self.exchange.handles
         """Optimizer hooks, to be removed together with this object."""
         for optimizer in optimizers if self._copies else ():
@@ -191,6 +200,7 @@ class MasterWeights:
         held: Mapping[Tensor, Any],
         by_fsdp: Mapping[Tensor, Any],
     ) -> Weight:
+        self._movement.open = True
         sharded = is_sharded(parameter)
         exact = local_part(parameter).detach()  # before the cast
         low = dtype in LOW
@@ -239,7 +249,7 @@ class MasterWeights:
         """The tensors that the optimizers update, by name: masters, local parts or parameters."""
         return {weight.name: weight.target for weight in self._current()}
 
-    def parameter_of(self, target: nn.Parameter) -> nn.Parameter:
+    def parameter_of(self, target: Tensor) -> Tensor:
         """The model's own parameter that a target stands for."""
         return self._to_parameter.get(target, target)
 
@@ -311,12 +321,9 @@ class MasterWeights:
         A weight that differs from its rounded master was written by the user. With a remainder no
         comparison is needed: see :func:`rounding.join`.
         """
-        pairs = []
-        for weight in self.weights.values() if self._copies else ():
-            if weight.copied:
-                pairs.append((weight.target.detach(), weight.visible))
-        if pairs:
-            _follow_all_(pairs)
+        copies = [w for w in self.weights.values() if w.copied] if self._copies else []
+        if copies:
+            _follow_all_([w.target for w in copies], [w.visible for w in copies])
 
     def _set_saved_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight to what a model's saved state has, which lacks bits if it is 16-bit.
@@ -350,24 +357,30 @@ class MasterWeights:
 
         A decision on the device knows the factor, and whether the step changes anything.
         """
-        self._unrounded = {*gradients} if self._copies else set()
+        self._unrounded = set(gradients) if self._copies else set()
         waiting = len(self._unrounded)
         with self.installed():
             by_host = factor if isinstance(factor, float) else 1.0
             self.hand_over(self._looking, gradients, by_host)
+            unmoved = None  # the device may skip what it decides
+            if self._movement.open and isinstance(factor, float):
+                unmoved = self._movement.begin(self._looking)
             self._step(gradients, factor)
+            error = unmoved and unmoved(lambda t: self.weights[self.parameter_of(t)].name)
         if self._copies:
             hooked = len(self._unrounded) < waiting
             self.push_(gradients if not hooked else self._unrounded)
             if hooked:  # a user's hooks may have written weights
                 self.take_written_()
+        if error is not None:
+            raise error
 
     def _step(self, gradients: Gradients, factor: float | DeviceDecision) -> None:
         """Step the optimizers; pass gradients and ``factor`` to those that accept them."""
-        if len(self._optimizers) > 1:  # a single one that steps checks for itself
+        if len(self._outer) > 1:  # a single one that steps checks for itself
             for keeper in self.own_optimizers:
                 keeper.check_step(gradients)
-        for optimizer in self._optimizers:
+        for optimizer in self._outer:
             step: Any = optimizer.step
             if optimizer not in self._looking:
                 step(gradients=gradients, multiplier=factor)
@@ -382,28 +395,24 @@ class MasterWeights:
     ) -> None:
         """Set ``target.grad`` to the gradient times ``factor``, in the optimizer's dtype."""
         given, low, wide = list[Tensor](), list[Tensor](), list[Tensor]()
-        for optimizer in optimizers:
-            takes_any = optimizer in self.own_optimizers
-            for group in optimizer.param_groups:
-                for target in group["params"]:
-                    gradient = gradients.get(target)
-                    if gradient is None:
-                        continue
-                    if takes_any:
-                        target.grad_dtype = None
-                    elif gradient.dtype is not target.dtype and (
-                        gradient.is_sparse or gradient.is_cpu
-                    ):
-                        gradient = gradient.to(target.dtype)
-                    elif gradient.dtype is not target.dtype:
-                        low.append(gradient)
-                        gradient = torch.empty_like(gradient, dtype=target.dtype)
-                        wide.append(gradient)
-                    if target.grad is not gradient:
-                        target.grad = gradient
-                    given.append(gradient)
-                    if self._to_parameter and target in self._to_parameter:
-                        self._to_parameter[target].grad = None
+        asked = _ids(optimizers) if len(optimizers) < len(self._optimizers) else None
+        own = _ids(o for o in self._outer if o in self.own_optimizers)
+        for target, gradient in gradients.items():
+            if asked is not None and id(target) not in asked:
+                continue
+            if (parameter := self._to_parameter.get(target)) is not None:
+                parameter.grad = None
+            if id(target) in own:
+                target.grad_dtype = None
+            elif gradient.dtype is not target.dtype and (gradient.is_sparse or gradient.is_cpu):
+                gradient = gradient.to(target.dtype)
+            elif gradient.dtype is not target.dtype:
+                low.append(gradient)
+                gradient = torch.empty_like(gradient, dtype=target.dtype)
+                wide.append(gradient)
+            if target.grad is not gradient:
+                target.grad = gradient
+            given.append(gradient)
         if wide:
             torch._foreach_copy_(wide, low)
         if factor != 1.0 and given:
@@ -511,28 +520,25 @@ def _push_early(optimizer: Optimizer, masters: weakref.ref[MasterWeights]) -> Re
     return handle
 
 
-def _follow_all_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Have each of these masters follow its weight, on a GPU many small ones at a time."""
-    together = []
-    for master, visible in pairs:
-        if not visible.is_cuda or visible.numel() > _MANY // 4 or visible.shape != master.shape:
-            _follow_(master, visible)
-        else:
-            together.append((master, visible))
-    ends = accumulate(visible.numel() for _, visible in together)
-    placed = zip(ends, together, strict=True)
-    for _, piece in groupby(placed, lambda one: (one[0] // _MANY, one[1][1].dtype)):
-        _follow_together_([pair for _, pair in piece])
+def _ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ids of all tensors that these hold."""
+    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
-def _follow_together_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Have masters follow weights of one dtype in as many launches as one of them would take."""
-    masters = [master for master, _ in pairs]
-    joined = torch.cat([master.reshape(-1) for master in masters])
-    _follow_(joined, torch.cat([visible.reshape(-1) for _, visible in pairs]))
-    parts = torch.split(joined, [master.numel() for master in masters])
-    shaped = [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
-    torch._foreach_copy_(masters, shaped)
+def _follow_all_(masters: list[Tensor], weights: list[Tensor]) -> None:
+    """Have each of these masters follow its weight, many small ones at a time."""
+    alike = [m.shape for m in masters] == [w.shape for w in weights]  # else this raises
+    for run in runs(weights, _MANY if weights[0].is_cuda else 4 * _CHUNK):
+        some = masters[run]
+        if len(some) == 1 or not alike:
+            for master, visible in zip(some, weights[run], strict=True):
+                _follow_(master, visible)
+            continue
+        joined, visible = flattened(some), flattened(weights[run])
+        before = joined._version
+        _follow_(joined, visible)
+        if joined._version != before:
+            torch._foreach_copy_(some, split_like(joined, some))
 
 
 def _follow_(master: Tensor, visible: Tensor) -> None:

@@ -82,12 +82,12 @@ class Reduction:
         wrapper._comm_hooks.pop()  # DDP is pickled with them
         self._hooked.append(hook)
 
-    def begin(self, loss: Tensor, scale: float, parameters: Collection[Tensor]) -> None:
+    def begin(self, loss: Tensor | None, scale: float, parameters: Collection[Tensor]) -> None:
         """Prepare for a backward: take what earlier ones have left, and then what it makes."""
         if not self._looked:
             self._looked = True
             self.find(parameters, renew=False)
-        if self.prepare is not None:
+        if self.prepare is not None and loss is not None:
             self.prepare(loss)
         self._hooked = [hook for hook in self._hooked if hook.wrapper() is not None]
         self.running = self.prepare is not None or any(hook.mean for hook in self._hooked)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.local_part import is_divided, is_sharded
+from halfstep.precision.masters.local_part import is_divided, is_sharded, local_part
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 
 Gradients = Mapping[nn.Parameter, Tensor]
+_Name = Callable[[Tensor], str]
+_OF_PARAMETERS = "state", "param_groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,102 @@ def _takes_gradients(kind: type[Any]) -> bool:
     )
 
 
+def with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """These, and then the optimizers that they are made of, under whatever attribute."""
+    found, seen, todo = list[Optimizer](), set[int](), deque[Any](optimizers)
+    while todo:
+        value = todo.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found.append(value)
+            todo += [held for key, held in vars(value).items() if key not in _OF_PARAMETERS]
+        elif isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list | tuple | set):
+            todo += value
+    return found
+
+
+class Movement:
+    """Finds tensors that a step leaves as they were, until each was once seen to change.
+
+    An in-place write counts ``_version`` up, which costs nothing to see. A write through ``.data``,
+    a fused kernel or a broadcast does not; so where it stands still, the elements with the largest
+    and the least gradient are compared.
+    """
+
+    def __init__(self) -> None:
+        self._changed = set[int]()  # ids
+        self.open = True
+        """Whether some were not seen to change yet; to be set for new ones."""
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> Callable[[_Name], PrecisionError | None]:
+        """Look, before their step, at the tensors of these that have a gradient in ``grad``.
+
+        Returns:
+            What to call after an applied step with a function that names a tensor: it returns the
+            error for what did not change. The host waits only where values must be compared.
+        """
+        every = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        new = [p for p in every if id(p) not in self._changed and p.grad is not None]
+        before = {p: (p._version, *_sample(p)) for p in new}
+        return partial(self._end, optimizers, before)
+
+    def _end(
+        self, optimizers: Sequence[Optimizer], before: Mapping[Tensor, tuple[Any, ...]], name: _Name
+    ) -> PrecisionError | None:
+        still = list[Tensor]()
+        for target, (version, *sample) in before.items():
+            moved = target._version != version or (sample and _moved(target, optimizers, *sample))
+            if moved:
+                self._changed.add(id(target))
+            elif moved is False:
+                still.append(target)
+        every = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        self.open = any(id(p) not in self._changed for p in every)
+        if not still:
+            return None
+        kind = type(_holding(optimizers, still[0])[0][0]).__name__
+        return PrecisionError(
+            f"{kind}.step() left {len(still)} of {len(before)} tensors that have a gradient as "
+            f"they were (first: {name(still[0])}), so the step was not applied to them. Give the "
+            "optimizers that it should step, in a list, in its place"
+        )
+
+
+def _holding(optimizers: Iterable[Optimizer], target: Tensor) -> list[tuple[Optimizer, Any]]:
+    """The optimizers and their groups that hold a tensor."""
+    every = [(o, group) for o in optimizers for group in o.param_groups]
+    return [(o, group) for o, group in every if any(p is target for p in group["params"])]
+
+
+def _sample(target: Tensor) -> tuple[Tensor, ...]:
+    """Where a dense gradient is largest and least, and the tensor's values there."""
+    gradient = None if target.grad is None else local_part(target.grad)
+    if gradient is None or gradient.layout is not torch.strided or not gradient.numel():
+        return ()
+    where = torch.stack([gradient.argmax(), gradient.argmin()])
+    return where, local_part(target.detach()).take(where)
+
+
+def _moved(
+    target: Tensor, optimizers: Sequence[Optimizer], where: Tensor, old: Tensor
+) -> bool | None:
+    """Whether a value changed; None where a change of rate x gradient may have rounded to none."""
+    if not torch.equal(local_part(target.detach()).take(where), old):
+        return True
+    # the least of all groups' rates, as a container's own may be stale
+    rates = [group.get("lr") for _, group in _holding(optimizers, target)]
+    rate = min([float(rate) for rate in rates if rate is not None], default=1.0)
+    if target.grad is None:  # cleared by the step
+        return None
+    change = rate * local_part(target.grad).take(where).abs().float().clamp(max=1)
+    seen = change > old.abs().float() * torch.finfo(old.dtype).eps
+    return False if bool(seen.any()) else None
+
+
 def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimizer]) -> None:
     """Refuse an optimizer that cannot keep weights or moments as the policy says."""
     if not policy.needs_own_optimizer:
@@ -175,12 +274,11 @@ def require_elementwise(optimizers: Sequence[Optimizer]) -> None:
     It would get this rank's parts for the whole. A class of a user's own says what it is by its
     attribute ``elementwise``; one that only holds other optimizers is judged by them.
     """
-    for optimizer in optimizers:
+    for optimizer in with_inner(optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(map(is_divided, parameters)):
             continue
-        held = [x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values()]
-        inner = [one for several in held for one in several if isinstance(one, Optimizer)]
+        inner = with_inner([optimizer])[1:]
         known = isinstance(optimizer, (OwnOptimizer, *_ELEMENTWISE))
         if not getattr(optimizer, "elementwise", known or bool(inner)):
             raise PrecisionError(
@@ -188,7 +286,6 @@ def require_elementwise(optimizers: Sequence[Optimizer]) -> None:
                 "them; use halfstep.optim.Muon or an optimizer like AdamW, or set elementwise = "
                 "True on this one if an element of it needs no other's gradient"
             )
-        require_elementwise(inner)
 
 
 def has_users(hooks: Mapping[int, Any]) -> bool:

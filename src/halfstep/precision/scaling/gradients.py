@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
+from halfstep.precision.masters.local_part import flattened, runs
 from halfstep.precision.masters.masters import MasterWeights
 from halfstep.precision.masters.stepping import Decision
 from halfstep.precision.result import Reason, StepResult
@@ -89,11 +90,14 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     values = _values(gradients)
     # On a CPU torch's fp32 norm of a 16-bit tensor is 14 times slower than that of an fp32 copy.
     narrow = [v for v in values if v.is_cpu and v.element_size() == 2]
-    norms = [
-        torch.linalg.vector_norm(part.float())
-        for value in narrow
-        for part in torch.split(value.reshape(-1), _PIECE)
-    ]
+    norms = list[Tensor]()
+    for run in runs(narrow, _PIECE) if narrow else ():
+        flat = flattened(narrow[run])
+        if flat.numel() > _PIECE:
+            norms += [torch.linalg.vector_norm(part.float()) for part in torch.split(flat, _PIECE)]
+        else:
+            parts = torch.split(flat.float(), [*map(Tensor.numel, narrow[run])])
+            norms += torch._foreach_norm(parts, 2)
     if len(narrow) < len(values):
         wide = [v for v in values if not (v.is_cpu and v.element_size() == 2)] if narrow else values
         norms.extend(torch._foreach_norm(wide, 2, dtype=torch.float32))
@@ -179,7 +183,10 @@ class Ranks:
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
-        return list(marks)
+        table = torch.tensor(marks, dtype=torch.int64)
+        self.worst_(table)
+        worst: list[int] = table.tolist()
+        return worst
 
     def worst_(self, marks: Tensor) -> None:
         """Like :meth:`worst`, but in place and without waiting for the device."""

@@ -1,0 +1,166 @@
+"""Pipelines: stages of one model on ranks of their own, under schedules that own the backward.
+
+The schedules of ``torch.distributed.pipelining`` run the forward and backward of each micro-batch.
+:meth:`Precision.scheduled` does around a schedule what :meth:`Precision.backward` does for a loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.errors import PrecisionError
+from halfstep.precision.scaling.gradients import Gradients, NonFinite, Norm, OneRank, Ranks, Share
+
+
+class Stages(Ranks):
+    """Agreement among pipeline stages, each of which holds other parameters of the model.
+
+    The ranks that share a stage agree first, then the stages add up: the loss is the last stage's,
+    the norm that of all gradients, and all stages step or none does.
+    """
+
+    def __init__(self, group: Any, *, copies: Ranks | None = None) -> None:
+        """Join the stages.
+
+        Args:
+            group: A process group, or a mesh of one axis, of ranks with one stage each.
+            copies: The ranks that have the same stage as this one; None: it is alone.
+        """
+        self._group = group.get_group() if hasattr(group, "get_group") else group
+        self.members = dist.get_process_group_ranks(self._group)
+        on_host = "gloo" in dist.get_backend(self._group)
+        self._device = "cpu" if on_host else torch.accelerator.current_accelerator()
+        self._copies: Ranks = OneRank() if copies is None else copies
+
+    def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
+        """These ranks for one model, of whose stages copies are compared."""
+        one = copy.copy(self)
+        one._copies = self._copies.bound(named_parameters)
+        return one
+
+    def at(self, step: int, applied: int, scale: float) -> None:
+        """Where this rank is: steps begun and applied, and its loss scale."""
+        self._copies.at(step, applied, scale)
+
+    def _summed(self, *mine: float) -> list[float]:
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._group)
+        return [*map(float, sums)]
+
+    def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
+        """The last stage's loss and the norm over all stages; bit-equal on every rank.
+
+        Raises:
+            PrecisionError: If another stage cannot step, or none has computed a loss.
+        """
+        try:
+            value, length = self._copies.measure(loss, gradients, norm)
+        except BaseException:
+            self._summed(0, 0, 1)
+            raise
+        value, squares, unable = self._summed(value, length * length, 0)
+        if unable:
+            raise PrecisionError(
+                f"{unable:g} pipeline stages could not take this step, so none does; the error "
+                "that was raised there says why"
+            )
+        if value == 0 and math.copysign(1, value) < 0:  # NO_LOSS on every stage
+            raise PrecisionError(
+                "no stage computed a scaled loss: make the schedule with loss_fn=loss(loss_fn), "
+                "where `with precision.scheduled(n) as loss`"
+            )
+        return value, math.sqrt(squares)
+
+    def cannot(self) -> None:
+        """Join the stages' :meth:`measure` as one that cannot step."""
+        self._copies.cannot()
+        self._summed(0, 0, 1)
+
+    def leave_out(self) -> None:
+        """Leave a step out, which all stages do or none."""
+        self._copies.leave_out()
+        if self._summed(0, 0, 1)[2] < len(self.members):
+            raise PrecisionError("another pipeline stage takes a step that this one leaves out")
+
+    def agree(self) -> None:
+        """Raise if ranks that hold copies of this stage's weights do not hold the same."""
+        self._copies.agree()
+
+    def worst_(self, marks: Tensor) -> None:
+        """The element-wise maximum over all stages and their copies, in place."""
+        self._copies.worst_(marks)
+        moved = marks.to(self._device)
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self._group)
+        marks.copy_(moved)
+
+    def parts_of(self, parameter: Tensor) -> int:
+        """How many ranks of this stage hold different parts of a parameter."""
+        return self._copies.parts_of(parameter)
+
+    def share_of(self, parameter: Tensor) -> Share:
+        """Which of them this rank holds."""
+        return self._copies.share_of(parameter)
+
+    def of_loss(self, loss: Tensor) -> str:
+        """Say whose loss is not finite, where one is known not to be."""
+        return self._copies.of_loss(loss) or "the last stage's loss is not finite"
+
+    def union(self, found: NonFinite, names: Sequence[str]) -> NonFinite:
+        """This stage's findings, and whether other stages have some."""
+        found = self._copies.union(found, names)
+        nan, inf = self.worst([bool(found.nan), bool(found.inf)])
+        other = ("another stage",)
+        return NonFinite(found.nan or other * nan, found.inf or other * inf)
+
+
+NO_LOSS = -0.0
+"""A stage's loss where another one computes it: adds nothing, and all of them add up to it."""
+
+
+class Losses:
+    """Scales the losses of a schedule's micro-batches, and adds them up."""
+
+    def __init__(self) -> None:
+        self._scale: float | None = None  # while the schedule may run
+        self._seen: list[Tensor] = []
+
+    def __call__(self, loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The loss function for a schedule, which may be used in later steps, too."""
+
+        def scaled(*args: Any, **options: Any) -> Tensor:
+            if self._scale is None:
+                raise PrecisionError("run the schedule inside `with precision.scheduled(n)`")
+            loss = loss_fn(*args, **options).float()
+            self._seen.append(loss.detach().reshape(()))
+            return loss * self._scale
+
+        return scaled
+
+    @contextmanager
+    def running(self, scale: float) -> Iterator[None]:
+        """The context for one run of the schedule."""
+        self._scale, self._seen = scale, []
+        try:
+            yield
+        finally:
+            self._scale = None
+
+    def mean(self, count: int, device: torch.device) -> Tensor:
+        """Of so many micro-batches; :data:`NO_LOSS` if this stage computed none."""
+        seen, self._seen = self._seen, []
+        if not seen:
+            return torch.tensor(NO_LOSS, device=device)
+        if len(seen) - count not in (0, 1):  # a first run has one more, to infer shapes
+            raise PrecisionError(
+                f"scheduled({count}): the loss was computed {len(seen)} times; give the schedule's "
+                "number of micro-batches"
+            )
+        return torch.stack(seen[-count:]).mean() + 0.0  # which -0 would not be told from NO_LOSS
