@@ -194,7 +194,7 @@ HOSTILE = {
         "its files are",
     ),
     "section": (lambda m, p: p.update(file="optimizer-00001-of-00002.safetensors"), "tensor w"),
-    "overlap": (lambda m, p: p.update(shape=[5, 6]), "overlap"),
+    "overlap": (lambda m, p: p.update(shape=[5, 6]), "hold 54 of the 48"),
     "hole": (lambda m, p: p.update(shape=[3, 6]), "hold 42 of the 48"),
     "outside": (lambda m, p: p.update(offset=[6, 0]), "is not in"),
     "negative": (lambda m, p: p.update(offset=[-1, 0]), "is not in"),
