@@ -44,29 +44,20 @@ def sync_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file with one JSON object, in which no key occurs twice; or raise CheckpointError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
-    return value
-
-
-def require_sha256(path: Path, expected: str) -> None:
-    """Refuse a file whose SHA-256 differs from the manifest's.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
-    try:
-        actual = sha256(path)
+        return parse_json(path.read_bytes(), path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if actual != expected:
-        raise CheckpointError(
-            f"{path}: contents do not match the manifest: the file is damaged. Remove "
-            f"{path.parent} to go on from the checkpoint before it"
-        )
+
+
+def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
+    """Parse a file's JSON object as :func:`read_json` does."""
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: not a halfstep checkpoint file")
+    return value
 
 
 def sha256(path: Path) -> str:

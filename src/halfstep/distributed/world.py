@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from halfstep.errors import ConfigError, HalfstepError, PeerError
+from halfstep.errors import ConfigError, HalfstepError, PeerError, StorageError
 from halfstep.precision.border import as_device
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class World:
         if error is None:  # after a failure, this process's exit makes the others' calls fail
             self.close()
             return
-        own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
+        own = isinstance(error, HalfstepError) and not isinstance(error, PeerError | StorageError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
                 self._store.set(_OVER, f"rank {self.rank}: {error}")

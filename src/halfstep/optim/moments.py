@@ -57,7 +57,7 @@ def zeros(like: Tensor, moments: Moments) -> tuple[Tensor, Tensor]:
 
 
 def encode(
-    values: Tensor, moments: Moments, random: Tensor | None, *, signed: bool
+    values: Tensor, moments: Moments, random: Tensor | None, *, signed: bool, again: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Encode fp32 moments in a format, with stochastic rounding.
 
@@ -67,6 +67,8 @@ def encode(
         random: int32 random bits, shape (n,); None for fp32. The first moment uses the low 20 bits
             of each, the second the high 20.
         signed: True for a first moment, False for a second.
+        again: Take the lowest window that holds each block's largest value; then numbers that were
+            decoded are encoded as the same numbers.
 
     Returns:
         Codes (n,) in the format's dtype, and the blocks' tops or None.
@@ -80,7 +82,8 @@ def encode(
     magnitude = (values.view(torch.int32) & 0x7FFFFFFF).clamp(max=_LARGEST)
     n, blocks = values.numel(), -(-values.numel() // BLOCK)
     padded = torch.nn.functional.pad(magnitude, (0, blocks * BLOCK - n)).view(blocks, BLOCK)
-    top = (padded.amax(1) >> 23).clamp(min=_LOWEST_TOP)
+    # A power of two may have been rounded up to, from a window below its own.
+    top = ((padded.amax(1) - int(again)) >> 23).clamp(min=_LOWEST_TOP)
     nan = torch.nn.functional.pad(values.isnan(), (0, blocks * BLOCK - n))
     broken = nan.view(blocks, BLOCK).any(1)
     base = _per_element((top + 1) * 8 - (127 if signed else 255), n)

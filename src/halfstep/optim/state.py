@@ -164,7 +164,7 @@ def _moment(
         return kept, None if tops is None else tops.to(data.device, copy=True)
     values = decode(flat(codes, codes), tops, signed=signed).as_strided(codes.shape, codes.stride())
     bits = None if moments == "fp32" else draw(device=data.device)
-    encoded, fresh = encode(flat(values, data), moments, bits, signed=signed)
+    encoded, fresh = encode(flat(values, data), moments, bits, signed=signed, again=True)
     return _like(encoded, data), fresh
 
 
