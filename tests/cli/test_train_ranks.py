@@ -38,10 +38,10 @@ import os, signal
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
     from halfstep.trainer import checkpoint
     real = checkpoint._written
-    def written(held, step, *more):
-        if step == 12:
+    def written(held, here, *more):
+        if here.name.endswith("12"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(held, step, *more)
+        return real(held, here, *more)
     checkpoint._written = written
 """
 

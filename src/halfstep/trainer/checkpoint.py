@@ -22,9 +22,8 @@ with an unrestricted unpickler, which runs code from the file (observed with tor
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -40,25 +39,33 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, StorageError
-from halfstep.files import MANIFEST, parse_json
-from halfstep.trainer import old_checkpoint, storage
+from halfstep.files import (
+    MANIFEST,
+    Where,
+    below,
+    is_local,
+    move,
+    names_in,
+    parse_json,
+    read_whole,
+    remove,
+    write_hashed,
+)
 from halfstep.trainer.shards import (
+    OLD_FORMAT,
     OPTIMIZER,
-    SECTIONS,
     WEIGHTS,
-    Index,
     LocalShard,
-    Part,
-    Saved,
     Shard,
+    Stored,
     read_index,
     write_shards,
 )
-from halfstep.trainer.storage import Where, below
 
 FORMAT = 3
 CHECKPOINTS = "checkpoints"
@@ -149,18 +156,18 @@ def list_checkpoints(folder: Where) -> list[Any]:
 
     A folder without a manifest does not count: it is what comes last of a save.
     """
-    found = [(int(m[1]), name) for name in storage.names(folder) if (m := _NAME.fullmatch(name))]
+    found = [(int(m[1]), name) for name in names_in(folder) if (m := _NAME.fullmatch(name))]
     paths = [below(folder, name) for _, name in sorted(found)]
-    return [path for path in paths if MANIFEST in storage.names(path)]
+    return [path for path in paths if MANIFEST in names_in(path)]
 
 
 def set_aside(path: Where) -> None:
     """Rename a damaged checkpoint, so that another of its step can be written."""
     parent, _, name = str(path).rpartition("/")
     aside = below(parent, _DAMAGED + name)
-    if storage.names(aside):
-        storage.remove(aside)
-    storage.move(path, aside)
+    if names_in(aside):
+        remove(aside)
+    move(path, aside)
 
 
 # Reading.
@@ -190,141 +197,133 @@ def load_checkpoint(
             where shards are wanted, of another model.
         StorageError: If a file cannot be read now.
     """
-    files, indexes = _opened(path, world)
-    state = parse_json(_verified(path, _STATE, files), below(path, _STATE))
+    where = below(path, MANIFEST)
+    manifest = parse_json(read_whole(where), where)
+    if manifest.get("format") == OLD_FORMAT:
+        old = read_index(manifest, where)
+        state_sha, indexes = old[0].get(_STATE), iter([old])
+    else:
+        state_sha, indexes = _opened(path, manifest, world)
+    state = parse_json(_verified(path, _STATE, state_sha), below(path, _STATE))
     targets: dict[tuple[str, str], _Target] = {}
-    for index in indexes:
+    files: dict[str, str] = {}
+    for hashes, stored in indexes:
         if wanted is not None and not targets:
-            _require_model(path, index.tensors[WEIGHTS], wanted)
-        for section in SECTIONS:
-            for name, saved in index.tensors[section].items():
-                parameter, _, kind = name.rpartition("/")
-                if section == WEIGHTS:
-                    parameter = name
-                elif kinds is not None and kind not in kinds:
-                    continue
-                if (target := targets.get((section, name))) is None:
-                    shard = (wanted or {}).get(parameter)
-                    target = targets[section, name] = _Target.of(saved, shard)
-                target.plan(name, saved)
-        files = files | index.files
+            shapes = {each.name: each.box.shape for each in stored if each.section == WEIGHTS}
+            _require_model(path, shapes, wanted)
+        files |= hashes
+        for each in stored:
+            parameter, _, kind = each.name.rpartition("/")
+            if each.section == WEIGHTS:
+                parameter = each.name
+            elif kinds is not None and kind not in kinds:
+                continue
+            if (target := targets.get(each[1:3])) is None:
+                target = targets[each[1:3]] = _Target.of(each, (wanted or {}).get(parameter))
+            target.plan(each)
         if not any(target.missing for target in targets.values()):
             break
     _read(path, files, targets)
-    weights, optimizer = (
-        {name: t.tensor for (of, name), t in targets.items() if of == section}
-        for section in SECTIONS
-    )
-    return Checkpoint(weights, optimizer, state, dict(wanted or {}))
+    tensors = {
+        section: {name: t.tensor for (of, name), t in targets.items() if of == section}
+        for section in (WEIGHTS, OPTIMIZER)
+    }
+    return Checkpoint(tensors[WEIGHTS], tensors[OPTIMIZER], state, dict(wanted or {}))
 
 
 @dataclass(slots=True)
 class _Target:
-    """A tensor to be read, or a box of it; and which parts of which files go where in it."""
+    """A tensor to be read, or a box of it; and what is read of which file."""
 
     box: Shard
-    tensor: Tensor
+    tensor: Any
     missing: int
-    """Elements that are in no part so far."""
-    reads: list[tuple[Part, tuple[slice, ...], tuple[slice, ...]]] = field(default_factory=list)
+    """Elements that are in no file so far."""
+    reads: list[tuple[Stored, ReadItem]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, saved: Saved, shard: Shard | None) -> _Target:
-        box = shard if shard and shard.shape == saved.shape else Shard.whole(saved.shape)
-        return cls(box, torch.empty(0, dtype=saved.dtype), box.numel)
+    def of(cls, stored: Stored, shard: Shard | None) -> _Target:
+        shape = stored.box.shape
+        box = shard if shard and shard.shape == shape else Shard.whole(shape)
+        nothing = None if box.numel else torch.empty(box.local, dtype=stored.dtype)
+        return cls(box, nothing, box.numel)
 
-    def plan(self, name: str, saved: Saved) -> None:
-        """Take what this box has in common with a rank's; torch's planner says what that is."""
-        boxes = [_chunk(part.offset, part.size) for part in saved.parts]
-        whole = TensorStorageMetadata(
-            TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), boxes
+    def plan(self, stored: Stored) -> None:
+        """Take what this box has in common with a stored one; torch's planner says what that is."""
+        saved = TensorStorageMetadata(
+            TensorProperties(), torch.Size(self.box.shape), [_chunk(stored.box)]
         )
-        own = [_chunk(self.box.offset, self.box.local)]
-        for item in create_read_items_for_chunk_list(name, whole, own):
-            number: Any = item.storage_index.index
-            source, to = (
-                tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
-                for start in (item.storage_offsets, item.dest_offsets)
-            )
-            self.reads.append((saved.parts[number], source, to))
-            self.missing -= math.prod(item.lengths)
+        for item in create_read_items_for_chunk_list(stored.name, saved, [_chunk(self.box)]):
+            self.reads.append((stored, item))
+            self.missing -= item.lengths.numel()
 
 
-def _chunk(offset: tuple[int, ...], size: tuple[int, ...]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+def _chunk(box: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.local))
 
 
-def _opened(path: Where, world: World) -> tuple[dict[str, str], Iterable[Index]]:
-    """Read a manifest: the hashes in it, and the indexes, which are read as they are asked for."""
-    where = below(path, MANIFEST)
-    manifest = parse_json(storage.read(where), where)
-    found, files = manifest.get("format"), manifest.get("files")
-    if found == old_checkpoint.FORMAT:
-        index = read_index(manifest, where)
-        return index.files, [index]
-    if found != FORMAT:
-        raise CheckpointError(f"{where}: format {str(found)[:40]!r}, this halfstep reads {FORMAT}")
-    if not isinstance(files, dict) or [*files] != _manifest_names(len(files) - 1):
-        raise CheckpointError(f"{where}: damaged or foreign (its files are {files!r:.200})")
-    return files, _indexes(path, files, world)
+def _opened(
+    path: Where, manifest: Mapping[str, Any], world: World
+) -> tuple[str, Iterator[tuple[dict[str, str], list[Stored]]]]:
+    """Return a manifest's hash of the state, and the indexes, which are read as they are needed.
 
+    The first is that of rank 0, which names every tensor; then they follow from this rank's place
+    on, as layouts give neighbouring ranks neighbouring parts.
+    """
+    found, hashes = manifest.get("format"), manifest.get("indexes")
+    if found != FORMAT or not isinstance(hashes, list) or "state" not in manifest:
+        raise CheckpointError(
+            f"{below(path, MANIFEST)}: of format {str(found)[:40]!r}, damaged or foreign; this "
+            f"halfstep reads {FORMAT}"
+        )
+    place = world.rank * len(hashes) // world.size
+    nearest = sorted(range(len(hashes)), key=lambda rank: abs(rank - place))
 
-def _manifest_names(ranks: int) -> list[str]:
-    return [_STATE, *map(_index_name, range(ranks))]
+    def indexes() -> Iterator[Any]:
+        for rank in dict.fromkeys([0, *nearest]):
+            name = _index_name(rank)
+            content = _verified(path, name, hashes[rank])
+            yield read_index(parse_json(content, below(path, name)), below(path, name))
+
+    return manifest["state"], indexes()
 
 
 def _index_name(rank: int) -> str:
     return f"index-{rank + 1:05d}.json"
 
 
-def _indexes(path: Where, files: Mapping[str, str], world: World) -> Iterator[Index]:
-    """Yield what ranks wrote: first rank 0, which names every tensor, then from this rank's place.
-
-    Layouts give neighbouring ranks neighbouring parts, so few are read before all is found.
-    """
-    count = len(files) - 1
-    place = world.rank * count // world.size
-    for rank in dict.fromkeys([0, *sorted(range(count), key=lambda rank: abs(rank - place))]):
-        name = _index_name(rank)
-        where = below(path, name)
-        yield read_index(parse_json(_verified(path, name, files), where), where)
-
-
 def _read(
     path: Where, files: Mapping[str, str], targets: Mapping[tuple[str, str], _Target]
 ) -> None:
     """Fill the targets, a file at a time."""
-    of_file: dict[str, list[Any]] = {}
+    reads: dict[str, list[tuple[_Target, Stored, ReadItem]]] = {}
     for (_, name), target in targets.items():
         if target.missing:
             held, whole = target.box.numel - target.missing, target.box.numel
             raise CheckpointError(f"{path}: {name}: its shards hold {held} of {whole} elements")
+        for stored, item in target.reads:
+            reads.setdefault(stored.file, []).append((target, stored, item))
+    for file, planned in reads.items():
+        content = _verified(path, file, files.get(file))
         try:
-            target.tensor = torch.empty(target.box.local, dtype=target.tensor.dtype)
-        except RuntimeError as error:
-            raise CheckpointError(f"{path}: {name} of shape {target.box.local}: {error}") from error
-        for part, source, to in target.reads:
-            of_file.setdefault(part.file, []).append((name, part, source, target.tensor, to))
-    for file, reads in of_file.items():
-        try:
-            tensors = load(_verified(path, file, files))
-            for name, part, source, tensor, to in reads:
-                found = tensors[name]
-                if part.order is not None:
-                    found = old_checkpoint.decoded(tensors, name, part.order)
-                if (found.shape, found.dtype) != (part.size, tensor.dtype):
-                    raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)} in the file")
-                tensor[to].copy_(found[source])
+            tensors = load(content)
+            for target, stored, item in planned:
+                values = stored.values(tensors)
+                if target.tensor is None:
+                    target.tensor = torch.empty(target.box.local, dtype=values.dtype)
+                to, source = (
+                    tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
+                    for start in (item.dest_offsets, item.storage_offsets)
+                )
+                target.tensor[to].copy_(values[source])
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise _damaged(path, file, f"is not what its index says ({error!r:.200})") from error
 
 
-def _verified(path: Where, name: str, files: Mapping[str, str]) -> bytes:
+def _verified(path: Where, name: str, sha: str | None) -> bytes:
     """All of a file, if its SHA-256 is the one that it had."""
-    content = storage.read(below(path, name))
-    if sha256(content).hexdigest() != files.get(name):
+    content = read_whole(below(path, name))
+    if sha256(content).hexdigest() != sha:
         raise _damaged(path, name, "does not match its SHA-256")
     return content
 
@@ -336,11 +335,13 @@ def _damaged(path: Where, name: str, why: str) -> CheckpointError:
     )
 
 
-def _require_model(path: Where, saved: Mapping[str, Saved], wanted: Mapping[str, Shard]) -> None:
+def _require_model(
+    path: Where, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Shard]
+) -> None:
     odd = sorted(set(saved) ^ set(wanted)) or [
-        f"{name} is {entry.shape}, the model's {wanted[name].shape}"
-        for name, entry in saved.items()
-        if entry.shape != wanted[name].shape
+        f"{name} is {shape}, the model's {wanted[name].shape}"
+        for name, shape in saved.items()
+        if shape != wanted[name].shape
     ]
     if odd:
         raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
@@ -372,7 +373,7 @@ def save_checkpoint(
         CheckpointError: The same, where trying again would not help.
     """
     final = checkpoint_path(folder, step)
-    local = storage.is_local(folder)
+    local = is_local(folder)
     here = below(folder, f"{_TEMPORARY}step-{step:08d}") if local else final
     world.main_only(lambda: _begin(folder, here, final))
     reports = world.gather(_written(checkpoint, here, world))
@@ -383,7 +384,7 @@ def save_checkpoint(
     except HalfstepError:
         if world.is_main:
             with suppress(OSError, CheckpointError):
-                storage.remove(here)
+                remove(here)
         raise
     best = checkpoint_path(folder, step if spared is None else spared)
     world.main_only(lambda: _prune(folder, keep, {final, best}))
@@ -391,20 +392,16 @@ def save_checkpoint(
 
 
 def _begin(folder: Where, here: Where, final: Where) -> None:
-    """Make the folder to write into, and remove what killed saves left."""
+    """Remove what killed saves left."""
     complete = [*map(str, list_checkpoints(folder))]
-    for name in storage.names(folder):
-        ours = not storage.is_local(folder) and _NAME.fullmatch(name)
+    for name in names_in(folder):
+        ours = not is_local(folder) and _NAME.fullmatch(name)
         path = below(folder, name)
         if name.startswith(_TEMPORARY) or (ours and str(path) not in complete):
             with suppress(OSError, CheckpointError):  # what cannot be removed is no reason
-                storage.remove(path)
-    try:
-        if str(final) in complete and here == final:
-            raise FileExistsError("it exists already")
-        storage.make(here)
-    except (OSError, StorageError) as error:
-        raise _unwritten(folder, final, error) from error
+                remove(path)
+    if here == final and str(final) in complete:
+        raise _unwritten(folder, final, FileExistsError("it exists already"))
 
 
 def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any]:
@@ -412,14 +409,15 @@ def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any
     try:
         index = write_shards(checkpoint.written(world.rank), here, world.rank)
         text = json.dumps(index, separators=(",", ":")).encode()
-        sha = storage.write(below(here, _index_name(world.rank)), [text])
+        sha = write_hashed(below(here, _index_name(world.rank)), text)
     except NonFiniteError as error:
         return {"nonfinite": error.parameters}
     except (OSError, CheckpointError) as error:
         return {"error": str(error), "passing": isinstance(error, StorageError)}
-    entries = [entry for section in SECTIONS for entry in index[section].values()]
-    held = sum(Shard(e["shape"], *box).checksum for e in entries for _, *box in e["parts"])
-    whole = sum(Shard.whole(e["shape"]).checksum for e in entries)
+    _, stored = read_index(json.loads(text), here)
+    held = sum(each.box.checksum for each in stored)
+    shapes = {each.name: each.box.shape for each in stored}
+    whole = sum(Shard.whole(shape).checksum for shape in shapes.values())
     return {"index": sha, "held": held, "whole": whole}
 
 
@@ -427,18 +425,18 @@ def _commit(
     state: str, reports: list[dict[str, Any]], here: Where, folder: Where, final: Where
 ) -> None:
     """Write the manifest, and give the folder its name."""
-    if sum(report["held"] for report in reports) != reports[0]["whole"]:  # rank 0 has them all
+    if sum(report["held"] for report in reports) != reports[0]["whole"]:  # rank 0 names them all
         raise CheckpointError(
             f"{final}: the ranks' shards do not make up the tensors. Please report this"
         )
     try:
-        hashes = [storage.write(below(here, _STATE), [state.encode()])]
-        hashes += [report["index"] for report in reports]
-        files = dict(zip(_manifest_names(len(reports)), hashes, strict=True))
-        manifest = {"format": FORMAT, "files": files}
-        storage.write(below(here, MANIFEST), [json.dumps(manifest, separators=(",", ":")).encode()])
+        sha = write_hashed(below(here, _STATE), state.encode())
+        indexes = [report["index"] for report in reports]
+        manifest = {"format": FORMAT, "state": sha, "indexes": indexes}
+        text = json.dumps(manifest, separators=(",", ":"))
+        write_hashed(below(here, MANIFEST), text.encode())
         if here != final:
-            storage.move(here, final)
+            move(here, final)
     except (OSError, StorageError) as error:
         raise _unwritten(folder, final, error) from error
 
@@ -475,11 +473,11 @@ def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:
         if old in spared:
             continue
         try:  # first what makes it one, so that a kill leaves no half of one
-            if storage.is_local(old):
+            if is_local(old):
                 old, whole = below(folder, f"{_TEMPORARY}{Path(old).name}"), old
-                storage.move(whole, old)
+                move(whole, old)
             else:
-                storage.remove(below(old, MANIFEST))
-            storage.remove(old)
+                remove(below(old, MANIFEST))
+            remove(old)
         except OSError as error:
             raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error

@@ -31,7 +31,7 @@ from typing import IO, Any, Literal, TypeVar
 import torch
 
 from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SpikeError
-from halfstep.files import write_whole
+from halfstep.files import Where, below, write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -55,7 +55,6 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import environment
 from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
-from halfstep.trainer.storage import Where, below
 
 Config = TypeVar("Config", bound=BaseConfig)
 Say = Callable[[str], None]

@@ -1,14 +1,14 @@
 """Shards of tensors: what a rank holds of each, and its files in a checkpoint.
 
 The files are named and laid out as ``torch.distributed.checkpoint``'s safetensors are, so that its
-``HuggingFaceStorageReader`` reads the folder: header ``DCP_SHARDING_INFO`` has each box's offset.
-Beside them is one index a rank, ``index-00001.json``::
+``HuggingFaceStorageReader`` reads the folder: it takes the offset of each box from the headers.
+Beside them is an index of each rank's, which has the same, ``index-00001.json``::
 
-    {"files": {"shard-00001-model-00001.safetensors": "SHA-256", ...},
-     "weights": {"blocks.0.attention.weight": {
-         "shape": [768, 768], "dtype": "F32",
-         "parts": [["shard-00001-model-00001.safetensors", [0, 0], [384, 768]], ...]}},
-     "optimizer": {"blocks.0.attention.weight/exp_avg": ...}}
+    {"shard-00001-model-00001.safetensors": {"sha256": "...", "tensors": {
+        "blocks.0.attention.weight": {
+            "saved_offsets": [0, 0], "size": [384, 768], "shape": [768, 768],
+            "dtype": "float32", "section": "weights"},
+        "blocks.0.attention.weight/exp_avg": ...}}, ...}
 
 It says where this rank's own boxes are; that of rank 0 names every tensor. So no rank writes or
 reads a list of what all ranks hold.
@@ -25,31 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, NonFiniteError
+from halfstep.files import Where, below, write_hashed
+from halfstep.optim.state import in_dtype, tops_of
 from halfstep.precision.scaling.gradients import is_finite
-from halfstep.trainer import old_checkpoint
-from halfstep.trainer.storage import Where, below, write
 
 WEIGHTS, OPTIMIZER = SECTIONS = ("weights", "optimizer")
-# Dtypes by the names that safetensors uses.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OLD_FORMAT = 2  # of version 0.2
 _FILE = re.compile(
     r"shard-\d{5,}-model-\d{5,}\.safetensors"
     r"|state\.json|(weights|optimizer)(-\d{5,}-of-\d{5,})?\.safetensors"  # of version 0.2
@@ -115,9 +100,6 @@ def shard_of(tensor: Tensor, rank: int) -> Shard:
     return Shard(tuple(tensor.shape), tuple(box.offsets), tuple(box.sizes), written)
 
 
-# What a rank writes.
-
-
 class LocalShard(NamedTuple):
     """A tensor on this rank, and the shard of the whole tensor that it is."""
 
@@ -132,137 +114,125 @@ def write_shards(shards: Iterable[LocalShard], folder: Where, rank: int) -> dict
 
     Raises:
         NonFiniteError: At the first tensor with a NaN or inf.
-        CheckpointError: If a tensor does not have its shard's shape, or two have one name.
+        CheckpointError: If a tensor does not have its shard's shape.
         StorageError: If a file cannot be written.
     """
-    index: dict[str, Any] = {"files": {}, **{section: {} for section in SECTIONS}}
-    bucket: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+    index: dict[str, Any] = {}
+    bucket: dict[str, tuple[dict[str, Any], Tensor]] = {}
 
     def close_bucket() -> None:
-        content = _safetensors(bucket)
-        index["files"][file_name()] = write(below(folder, file_name()), content)
+        boxes = {name: box for name, (box, _) in bucket.items()}
+        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
+        content = save({name: piece for name, (_, piece) in bucket.items()}, about)
+        file = f"shard-{rank + 1:05d}-model-{len(index) + 1:05d}.safetensors"
+        index[file] = {"sha256": write_hashed(below(folder, file), content), "tensors": boxes}
         bucket.clear()
 
-    def file_name() -> str:
-        return f"shard-{rank + 1:05d}-model-{len(index['files']) + 1:05d}.safetensors"
-
     for section, name, tensor, shard in shards:
-        _require_sound(name, tensor, shard, any(name in index[each] for each in SECTIONS))
-        parts: list[Any] = []
-        dtype = _NAMES[tensor.dtype]
-        index[section][name] = {"shape": shard.shape, "dtype": dtype, "parts": parts}
+        if tuple(tensor.shape) != shard.local:
+            raise CheckpointError(
+                f"{name} has shape {tuple(tensor.shape)} on this rank, its shard {shard.local} of "
+                f"{shard.shape}: only tensors of a parameter's own shape can be sharded"
+            )
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise NonFiniteError(name, cause="weights", parameters=(name,))
+        about = {"dtype": str(tensor.dtype).removeprefix("torch."), "section": section}
         for offset, piece in _pieces(tensor.detach(), shard):
             held = sum(each.nbytes for _, each in bucket.values())
             if name in bucket or (bucket and held + piece.nbytes > BUCKET):
                 close_bucket()
-            bucket[name] = offset, piece.cpu()
-            parts.append([file_name(), offset, tuple(piece.shape)])
+            box = {"saved_offsets": offset, "size": tuple(piece.shape), "shape": shard.shape}
+            bucket[name] = box | about, _alone(piece.cpu())
     if bucket:
         close_bucket()
     return index
 
 
-def _require_sound(name: str, tensor: Tensor, shard: Shard, twice: bool) -> None:
-    if tuple(tensor.shape) != shard.local:
-        raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)} on this rank, its shard {shard.local} of "
-            f"{shard.shape}: only tensors of a parameter's own shape can be sharded"
-        )
-    if twice:
-        raise CheckpointError(f"{name} is the name of two tensors; rename the module")
-    if tensor.is_floating_point() and not is_finite(tensor):
-        raise NonFiniteError(name, cause="weights", parameters=(name,))
-
-
 def _pieces(tensor: Tensor, shard: Shard) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Cut a shard into rows of at most a bucket, where it is larger: the offset, and the piece."""
-    if not tensor.numel():
-        return
-    if not tensor.dim():
-        yield (), tensor
+    if tensor.nbytes <= BUCKET:
+        if shard.numel or 0 in shard.shape:
+            yield shard.offset, tensor
         return
     rows = max(1, BUCKET * len(tensor) // tensor.nbytes)
     for start in range(0, len(tensor), rows):
         yield (shard.offset[0] + start, *shard.offset[1:]), tensor[start : start + rows]
 
 
-def _safetensors(tensors: Mapping[str, tuple[tuple[int, ...], Tensor]]) -> list[Any]:
-    """A file of tensors on the host, as buffers in their memory: it is not copied.
-
-    **Source:** https://huggingface.co/docs/safetensors; the largest elements first, so that all lie
-    where their size divides the place.
-    """
-    offsets = {name: {"saved_offsets": offset} for name, (offset, _) in tensors.items()}
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    header: dict[str, Any] = {"__metadata__": about}
-    buffers, end = [], 0
-    for name, (_, tensor) in sorted(tensors.items(), key=lambda e: -e[1][1].element_size()):
-        start, end = end, end + tensor.nbytes
-        place = {"shape": tensor.shape, "data_offsets": [start, end]}
-        header[name] = {"dtype": _NAMES[tensor.dtype], **place}
-        buffers.append(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *buffers]
+def _alone(tensor: Tensor) -> Tensor:
+    """Make a tensor contiguous in a storage of its own, as safetensors refuses shared storages."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 # What any rank reads.
 
 
-class Part(NamedTuple):
+class Stored(NamedTuple):
     """A box of a tensor, and the file that holds it.
 
     ``order`` is that of 8-bit codes in checkpoints of version 0.2: their dims, slowest first.
     """
 
     file: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    section: str
+    name: str
+    box: Shard
+    dtype: torch.dtype
     order: tuple[int, ...] | None = None
 
+    def checked(self) -> Stored:
+        """Return itself, if it can be what a rank wrote; else raise ValueError."""
+        ends = zip(self.box.offset, self.box.local, self.box.shape, strict=True)
+        inside = all(0 <= o <= o + n <= whole for o, n, whole in ends)
+        if not (inside and _FILE.fullmatch(self.file) and isinstance(self.dtype, torch.dtype)):
+            raise ValueError(f"{self}")
+        return self
 
-class Saved(NamedTuple):
-    """A tensor in an index: its whole shape, its dtype, and the boxes that a rank wrote."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: list[Part]
-
-
-class Index(NamedTuple):
-    """What one rank wrote: SHA-256 by file; and tensors by section and name."""
-
-    files: dict[str, str]
-    tensors: dict[str, dict[str, Saved]]
+    def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The box's elements, of the tensors in its file."""
+        found = tensors[self.name]
+        if self.order is not None:
+            key = self.name.rpartition("/")[2]
+            codes = found.permute([self.order.index(dim) for dim in range(found.dim())])
+            coded = {key: codes, tops_of(key): tensors[tops_of(self.name)]}
+            found = in_dtype(coded, torch.float32)[key]
+        if tuple(found.shape) != self.box.local:
+            raise ValueError(f"{self.name} has shape {tuple(found.shape)} there")
+        return found
 
 
-def read_index(raw: Mapping[str, Any], where: Where) -> Index:
-    """Read a rank's index, which names only files of a checkpoint and boxes in their tensors.
-
-    The manifest of version 0.2 is one, too, of a rank that wrote everything.
+def read_index(raw: Mapping[str, Any], where: Where) -> tuple[dict[str, str], list[Stored]]:
+    """Read a rank's index, or the manifest of version 0.2: SHA-256 by file, and the boxes in them.
 
     Raises:
         CheckpointError: If it is damaged or foreign.
     """
     try:
-        raw = old_checkpoint.as_index(raw) if raw.get("format") == old_checkpoint.FORMAT else raw
-        files = {name: str(sha) for name, sha in raw["files"].items() if _FILE.fullmatch(name)}
-        return Index(
-            files,
-            {each: {n: _saved(e, files) for n, e in raw[each].items()} for each in SECTIONS},
-        )
+        old = raw.get("format") == OLD_FORMAT
+        files = {name: entry["sha256"] for name, entry in (raw["files"] if old else raw).items()}
+        stored = _of_manifest(raw) if old else _of_index(raw)
+        return files, [each.checked() for each in stored]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: damaged or foreign ({error!r:.200})") from error
 
 
-def _saved(entry: Mapping[str, Any], files: Mapping[str, str]) -> Saved:
-    parts = [Part(file, *map(_sizes, box)) for file, *box in entry["parts"]]
-    saved = Saved(_sizes(entry["shape"]), DTYPES[entry["dtype"]], parts)
-    for part in parts:
-        ends = zip(part.offset, part.size, saved.shape, strict=True)
-        if part.file not in files or not all(0 <= o < o + n <= whole for o, n, whole in ends):
-            raise ValueError(f"{part} of a tensor of shape {saved.shape}")
-    return saved
+def _of_index(raw: Mapping[str, Any]) -> Iterator[Stored]:
+    for file, entry in raw.items():
+        for name, e in entry["tensors"].items():
+            box = Shard(_sizes(e["shape"]), _sizes(e["saved_offsets"]), _sizes(e["size"]))
+            yield Stored(file, e["section"], name, box, getattr(torch, e["dtype"]))
+
+
+def _of_manifest(raw: Mapping[str, Any]) -> Iterator[Stored]:
+    for section in SECTIONS:
+        for name, e in raw[section].items():
+            shape = _sizes(e["shape"])  # without elements, no file has it
+            none = {"file": f"{section}.safetensors", "offset": [0] * len(shape), "shape": shape}
+            for piece in e["pieces"] or [none]:
+                box = Shard(shape, _sizes(piece["offset"]), _sizes(piece["shape"]))
+                order = _sizes(piece["order"]) if "order" in piece else None
+                yield Stored(piece["file"], section, name, box, torch.float32, order)
 
 
 def _sizes(raw: Iterable[Any]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +27,6 @@ from halfstep.trainer.config.tasks import FinetuneRunConfig, ModuleConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
-    Resume,
     default_run_folder,
     execute,
     require_fresh,
@@ -191,12 +190,12 @@ class Trainer:
         """
         self.session.stop_asked = True
 
-    def train(self, *, resume: bool | Literal["last-good"] = False) -> TrainResult:
+    def train(self, *, resume: bool = False) -> TrainResult:
         """Train to the end; all ranks call it together.
 
         Args:
             resume: Go on with the run in ``output_dir`` from its newest checkpoint, bit for bit, or
-                in another precision. ``"last-good"``: from the newest that is not damaged.
+                in another precision.
 
         Raises:
             NonFiniteError: If a numerics guard stops the run; the last checkpoint is intact.
@@ -206,17 +205,18 @@ class Trainer:
         run = self._config.run
         if resume and not run.output_dir:
             raise ConfigError("train(resume=True) needs Trainer(output_dir=), the run's folder")
-        how: Resume = ("newest" if resume else "") if isinstance(resume, bool) else resume
         kind = choose_device(run.device).type
         own = not (dist.is_available() and dist.is_initialized())
         world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
         with world if own else nullcontext():
-            config, path = self._placed(world, bool(resume))
+            config, path = self._placed(world, resume)
             keep_freed_memory()
             self._session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:
-                outcome = execute(session, path, self._say, self._ticked, resuming=how)
+                outcome = execute(
+                    session, path, self._say, self._ticked, resuming="newest" if resume else ""
+                )
             finally:
                 session.precision.close()
                 self._session = None
