@@ -57,15 +57,12 @@ def sync_folder(folder: Path) -> None:
     sync(folder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(where: Where) -> dict[str, Any]:
     """Read a file with one JSON object, in which no key occurs twice; or raise CheckpointError."""
-    try:
-        return parse_json(path.read_bytes(), path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return parse_json(read_whole(where), where)
 
 
-def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
+def parse_json(content: bytes, where: Where) -> dict[str, Any]:
     """Parse a file's JSON object as :func:`read_json` does."""
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique)
@@ -150,25 +147,15 @@ def names_in(folder: Where) -> list[str]:
 
     def listed(files: Any, path: str) -> list[str]:
         files.invalidate_cache()
-        return [each.rstrip("/").rpartition("/")[2] for each in files.ls(path, detail=False)]
+        paths = files.ls(path, detail=False) if files.isdir(path) else []
+        return [each.rstrip("/").rpartition("/")[2] for each in paths]
 
-    try:
-        return _tried(folder, listed)
-    except FileNotFoundError:
-        return []
+    return _tried(folder, listed)
 
 
 def read_whole(where: Where) -> bytes:
-    """Read all of a file.
-
-    Raises:
-        StorageError: If it cannot be read now.
-        CheckpointError: If it cannot be read at all.
-    """
-    try:
-        content: bytes = _tried(where, lambda files, path: files.cat_file(path))
-    except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from error
+    """Read all of a file."""
+    content: bytes = _tried(where, lambda files, path: files.cat_file(path))
     return content
 
 
@@ -215,14 +202,14 @@ def _tried(where: Where, call: Callable[[Any, str], T]) -> T:
 
     Raises:
         StorageError: If it still fails so after the last wait.
-        OSError: If it fails in another way.
+        CheckpointError: If it fails in another way.
     """
     for wait in (*_WAITS, None):
         try:
             return call(*url_to_fs(str(where)))
         except OSError as error:
             if error.errno in _LASTING or isinstance(error, FileNotFoundError):
-                raise
+                raise CheckpointError(f"{where}: {error}") from error
             if wait is None:
                 raise StorageError(f"{where}: {error}, after {len(_WAITS) + 1} tries") from error
             time.sleep(wait)

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from halfstep.distributed.world import World
-from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError, StorageError
+from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
 from halfstep.files import (
     MANIFEST,
     Where,
@@ -52,6 +52,7 @@ from halfstep.files import (
     move,
     names_in,
     parse_json,
+    read_json,
     read_whole,
     remove,
     write_hashed,
@@ -198,7 +199,7 @@ def load_checkpoint(
         StorageError: If a file cannot be read now.
     """
     where = below(path, MANIFEST)
-    manifest = parse_json(read_whole(where), where)
+    manifest = read_json(where)
     if manifest.get("format") == OLD_FORMAT:
         old = read_index(manifest, where)
         state_sha, indexes = old[0].get(_STATE), iter([old])
@@ -378,14 +379,14 @@ def save_checkpoint(
     world.main_only(lambda: _begin(folder, here, final))
     reports = world.gather(_written(checkpoint, here, world))
     try:
-        _require_good(reports, folder, final)
+        _require_good(reports)
         state = json.dumps({"step": step, **checkpoint.state}, indent=1)
-        world.main_only(lambda: _commit(state, reports, here, folder, final))
-    except HalfstepError:
+        world.main_only(lambda: _commit(state, reports, here, final))
+    except HalfstepError as error:
         if world.is_main:
-            with suppress(OSError, CheckpointError):
+            with suppress(CheckpointError):
                 remove(here)
-        raise
+        raise _with_last(error, folder, final) from error
     best = checkpoint_path(folder, step if spared is None else spared)
     world.main_only(lambda: _prune(folder, keep, {final, best}))
     return final
@@ -393,27 +394,25 @@ def save_checkpoint(
 
 def _begin(folder: Where, here: Where, final: Where) -> None:
     """Remove what killed saves left."""
-    complete = [*map(str, list_checkpoints(folder))]
+    complete = list_checkpoints(folder)
     for name in names_in(folder):
-        ours = not is_local(folder) and _NAME.fullmatch(name)
         path = below(folder, name)
-        if name.startswith(_TEMPORARY) or (ours and str(path) not in complete):
-            with suppress(OSError, CheckpointError):  # what cannot be removed is no reason
+        in_store = not is_local(folder) and _NAME.fullmatch(name) and path not in complete
+        if in_store or name.startswith(_TEMPORARY):
+            with suppress(CheckpointError):  # what cannot be removed is no reason not to save
                 remove(path)
-    if here == final and str(final) in complete:
-        raise _unwritten(folder, final, FileExistsError("it exists already"))
+    if here == final and final in complete:
+        raise CheckpointError(f"{final} exists already")
 
 
-def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any]:
-    """Write a rank's files; return a report on them, or on why they could not be written."""
+def _written(checkpoint: Checkpoint, here: Where, world: World) -> Any:
+    """Write a rank's files; return a report on them, or why they could not be written."""
     try:
         index = write_shards(checkpoint.written(world.rank), here, world.rank)
         text = json.dumps(index, separators=(",", ":")).encode()
         sha = write_hashed(below(here, _index_name(world.rank)), text)
-    except NonFiniteError as error:
-        return {"nonfinite": error.parameters}
-    except (OSError, CheckpointError) as error:
-        return {"error": str(error), "passing": isinstance(error, StorageError)}
+    except (NonFiniteError, CheckpointError) as error:
+        return error
     _, stored = read_index(json.loads(text), here)
     held = sum(each.box.checksum for each in stored)
     shapes = {each.name: each.box.shape for each in stored}
@@ -421,50 +420,42 @@ def _written(checkpoint: Checkpoint, here: Where, world: World) -> dict[str, Any
     return {"index": sha, "held": held, "whole": whole}
 
 
-def _commit(
-    state: str, reports: list[dict[str, Any]], here: Where, folder: Where, final: Where
-) -> None:
-    """Write the manifest, and give the folder its name."""
-    if sum(report["held"] for report in reports) != reports[0]["whole"]:  # rank 0 names them all
-        raise CheckpointError(
-            f"{final}: the ranks' shards do not make up the tensors. Please report this"
-        )
-    try:
-        sha = write_hashed(below(here, _STATE), state.encode())
-        indexes = [report["index"] for report in reports]
-        manifest = {"format": FORMAT, "state": sha, "indexes": indexes}
-        text = json.dumps(manifest, separators=(",", ":"))
-        write_hashed(below(here, MANIFEST), text.encode())
-        if here != final:
-            move(here, final)
-    except (OSError, StorageError) as error:
-        raise _unwritten(folder, final, error) from error
-
-
-def _require_good(reports: list[dict[str, Any]], folder: Where, final: Where) -> None:
-    """Raise the error in one of the reports, if there is one."""
-    broken = tuple(dict.fromkeys(n for r in reports for n in r.get("nonfinite", ())))
+def _require_good(reports: list[Any]) -> None:
+    """Raise the error among the reports, if there is one, with the rank's number."""
+    broken = [name for r in reports if isinstance(r, NonFiniteError) for name in r.parameters]
     if broken:
         raise NonFiniteError(
             f"{broken[0]} is not finite: no checkpoint is written from it, and the last one stays "
             "as it is",
             cause="weights",
-            parameters=broken,
+            parameters=tuple(dict.fromkeys(broken)),
         )
     for rank, report in enumerate(reports):
-        if "error" in report:
-            whose = f"rank {rank}: " if len(reports) > 1 else ""
-            kind = StorageError if report["passing"] else CheckpointError
-            raise _unwritten(folder, final, kind(f"{whose}{report['error']}"))
+        if isinstance(report, CheckpointError):
+            raise type(report)(f"rank {rank}: {report}" if len(reports) > 1 else f"{report}")
 
 
-def _unwritten(folder: Where, final: Where, why: Exception) -> CheckpointError:
+def _commit(state: str, reports: list[dict[str, Any]], here: Where, final: Where) -> None:
+    """Write the manifest, and give the folder its name."""
+    if sum(report["held"] for report in reports) != reports[0]["whole"]:  # rank 0 names them all
+        raise CheckpointError("the ranks' shards do not make up the tensors")
+    sha = write_hashed(below(here, _STATE), state.encode())
+    indexes = [report["index"] for report in reports]
+    manifest = {"format": FORMAT, "state": sha, "indexes": indexes}
+    write_hashed(below(here, MANIFEST), json.dumps(manifest, separators=(",", ":")).encode())
+    if here != final:
+        move(here, final)
+
+
+def _with_last(error: HalfstepError, folder: Where, final: Where) -> HalfstepError:
+    """Say what could not be written, and what there is instead."""
+    if not isinstance(error, CheckpointError):
+        return error
     kept = list_checkpoints(folder)
     last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-    kind = StorageError if isinstance(why, StorageError) else CheckpointError
-    return kind(
-        f"checkpoint {final} cannot be written: {why}; {last}. Free space or move the run's folder "
-        "to another disk, then go on with --resume"
+    return type(error)(
+        f"checkpoint {final} cannot be written: {error}; {last}. Free space or move the run's "
+        "folder to another disk, then go on with --resume"
     )
 
 
@@ -472,12 +463,9 @@ def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:
     for old in list_checkpoints(folder)[:-keep]:
         if old in spared:
             continue
-        try:  # first what makes it one, so that a kill leaves no half of one
-            if is_local(old):
-                old, whole = below(folder, f"{_TEMPORARY}{Path(old).name}"), old
-                move(whole, old)
-            else:
-                remove(below(old, MANIFEST))
-            remove(old)
-        except OSError as error:
-            raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
+        if is_local(old):  # first what makes it one, so that a kill leaves no half of one
+            whole, old = old, below(folder, f"{_TEMPORARY}{Path(old).name}")
+            move(whole, old)
+        else:
+            remove(below(old, MANIFEST))
+        remove(old)

@@ -211,16 +211,17 @@ def resume(
     names = [str(path).rpartition("/")[2] for path in list_checkpoints(checkpoints)]
     found = [below(checkpoints, name) for name in world.share(" ".join(names)).split()]
     for path in reversed(found):
-        error = None
+        error: CheckpointError | PeerError | None = None
         try:
             checkpoint = load_checkpoint(path, session.shards, world=world)
         except CheckpointError as caught:
             error = caught
         if not world.largest(int(error is not None)):
             break
+        error = error or PeerError(f"{path}: another rank cannot read it, and tells why")
         if how != "last-good" or path == found[0]:
-            raise error or PeerError(f"another rank cannot read {path}; its own message tells why")
-        say(f"note: {error or f'{path} cannot be read on another rank'}; it is set aside")
+            raise error
+        say(f"note: {error}; it is set aside")
         damaged.append(path)
     else:
         return None
