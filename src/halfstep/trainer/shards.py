@@ -39,8 +39,8 @@ _FILE = re.compile(
     r"shard-\d{5,}-model-\d{5,}\.safetensors"
     r"|state\.json|(weights|optimizer)(-\d{5,}-of-\d{5,})?\.safetensors"  # of version 0.2
 )
-BUCKET = 1 << 26
-"""Bytes of a file: what a rank copies at a time to write it, and holds at a time to read it."""
+BUCKET = 1 << 24
+"""Bytes of a file, which a rank copies to write or read it: few enough for memory that is reused."""
 
 
 @dataclass(frozen=True, slots=True)
