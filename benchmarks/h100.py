@@ -1,6 +1,6 @@
 """Seven minutes on one GPU: speed, memory and launches of halfstep beside plain torch.
 
-    python benchmarks/h100.py --out FOLDER [--parts 0 A C] [--minutes 7] [--wheels FOLDER]
+    python benchmarks/h100.py --out FOLDER [--tests] [--parts 0 A C] [--minutes 7] [--wheels FOLDER]
 
 README.md beside this file says what the parts measure and what a line means. Each variant stands
 alone: what it raises becomes its line. Each line is printed as it is found and appended to
@@ -475,6 +475,8 @@ PLAN: tuple[tuple[str, Callable[[Bench], None], float], ...] = (
 """Parts in the order of worth, and the most seconds that one may take of seven minutes."""
 AHEAD = 105.0
 """Seconds that compiling ahead may take."""
+TESTS = "95"
+"""Seconds that the tests may take."""
 
 
 def compile_ahead(bench: Bench, words: Sequence[str]) -> list[subprocess.Popen[bytes]]:
@@ -525,6 +527,20 @@ def save_compiled(folder: Path | None) -> None:
         (folder / f"compiled-{number}.bin").write_bytes(content[at : at + size])
 
 
+def run_tests(bench: Bench) -> None:
+    """Run the tests that need a GPU, while others compile; ``tests.txt`` gets each as it ends."""
+    root, log = Path(__file__).parents[1], bench.file.with_name("tests.txt")
+    files = [file for file in root.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()]
+    words = ["timeout", "--foreground", "-s", "INT", "-k", "9", TESTS, sys.executable, "-u", "-m",
+             "pytest", "-m", "gpu and not distributed", "-v", "-n", "8", "--tb=short",
+             "-p", "no:cacheprovider", "--continue-on-collection-errors"]  # fmt: skip
+    with log.open("w") as out:  # interrupted, it says what has failed so far
+        subprocess.run([*words, *files], stdout=out, stderr=out, cwd=root)
+    lines = log.read_text().splitlines()
+    failed = [line.partition("FAILED ")[2] for line in lines if " FAILED tests/" in line]
+    bench.say("tests", log.name, text=lines[-1] if lines else "", failed=failed)
+
+
 def wait_for(bench: Bench, ahead: list[subprocess.Popen[bytes]], begin: float) -> None:
     """Wait for what is compiled ahead, since it would disturb what is timed."""
     for child in ahead:
@@ -539,6 +555,7 @@ def main(words: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=__doc__)
     letters = [*dict.fromkeys(part for part, *_ in PLAN)]
     parser.add_argument("--parts", nargs="+", choices=letters, default=letters)
+    parser.add_argument("--tests", action="store_true", help="first the tests that need a GPU")
     parser.add_argument("--minutes", type=float, default=7.0, help="what all parts share")
     parser.add_argument("--policies", nargs="+", help="of part A",
                         default=["bf16-mixed", SPLIT8, "fp16-mixed", "fp32"])  # fmt: skip
@@ -560,6 +577,8 @@ def main(words: Sequence[str] | None = None) -> Path:
     loaded = load_compiled(arguments.cache)
     given = sys.argv[1:] if words is None else words
     ahead = compile_ahead(bench, given) if bench.cuda and not loaded else []
+    if arguments.tests:
+        run_tests(bench)
     for part, function, seconds in PLAN:
         if part not in arguments.parts:
             continue

@@ -105,7 +105,8 @@ class Rooms(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return RANKS if path.startswith("tests/distributed/") else path
+        alone = path.endswith("gpu.py")  # tests share nothing there, and a GPU's minutes are few
+        return RANKS if path.startswith("tests/distributed/") else nodeid if alone else path
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         """Hand out what takes longest first, so that no process is left alone with it at the end.
@@ -136,6 +137,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     products: dict[str, list[Any]] = {}
     for item in items:
+        if item.get_closest_marker("gpu"):  # torch's warnings are of its version and of the card
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
         if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in products.values():

@@ -90,9 +90,6 @@ def test_simulated_fp16_on_cpu_predicts_the_gpu():
     assert on_gpu == pytest.approx(on_cpu, rel=5e-3)
 
 
-# torch warns of what torch.compile itself does as it traces an autograd function
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "bf16-master"])
 def test_compile_gives_the_same_training(policy):
     eager, _ = losses(policy, CUDA, steps=5)
@@ -126,7 +123,6 @@ OURS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("policy", ["bf16-mixed", f"fp16-mixed,{SCALED}", f"bf16-master,{SCALED}"])
 @pytest.mark.parametrize("kind", [*KINDS, *OURS])
 def test_a_step_never_waits_for_the_device_and_is_the_host_s(kind, policy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,12 +102,12 @@ def hidden(x: Tensor) -> Tensor:
     return x.masked_fill(torch.ones(6, 6).bool().triu(1), -INF)
 
 
-def adam(model: Any, x: Tensor) -> Tensor:
+def adam(model: Any, x: Tensor, **how: Any) -> Tensor:
     """A step inside the loss, with an eps that is 0 in fp16."""
     for p in model.parameters():
-        p.grad = torch.full_like(p, 1e-7)
-    torch.optim.Adam(model.parameters(), foreach=False).step()
-    return model(x.half()).float().mean()
+        p.grad = torch.full_like(p, 1e-7 if p.dtype == torch.float16 else 0)
+    torch.optim.Adam(model.parameters(), **{"foreach": False, **how}).step()
+    return model(x.to(model.weight.dtype)).float().mean()
 
 
 def by_hand(model: Any, x: Tensor) -> Tensor:
@@ -232,6 +233,9 @@ FAULTS = [
     Program("eps of Adam in fp16", adam, rows(),
             ("aten.addcdiv", "eps too small", "raise the optimizer's eps"), (),
             lambda: nn.Linear(6, 6).half()),
+    Program("eps of a fused Adam", partial(adam, foreach=None, fused=True, eps=0), rows(),
+            ("aten._fused_adam", "eps too small", "raise the optimizer's eps"), (),
+            lambda: nn.Linear(6, 6)),
     Program("target longer than its input", lambda m, x: F.ctc_loss(
             m(x).log_softmax(-1).transpose(0, 1), torch.ones(8, 5).long(),
             torch.full((8,), 2), torch.full((8,), 3)), rows(None, 2, 6),

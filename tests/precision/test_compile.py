@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd.autograd_cache import check_node_safe
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.precision.casting import autocast as module, cast
@@ -46,14 +47,15 @@ class Net(nn.Module):
     def __init__(self, width=32):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(60, width), nn.LayerNorm(width)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.GELU())])
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Softmax(-1))])
         self.mix = nn.Conv1d(width, width, 3, padding=1)
 
     def forward(self, tokens):
         h = self.norm(self.embedding(tokens))
         for block in self.blocks:
-            h = h + block(h)
-        return self.mix(h.mT).square()
+            h = h + checkpoint(block, h, use_reentrant=False)
+        # made here, as in BERT of transformers: Dynamo has a path of its own for this loss
+        return nn.CrossEntropyLoss()(self.mix(h.mT), tokens % 32)
 
 
 def mean(output):
@@ -105,6 +107,12 @@ def run(policy, way, make=Net, batch=None, backend="aot_eager"):
         with own.autocast():
             return loss_of()
 
+    context = own.autocast()
+
+    def made():
+        with context:
+            return loss_of()
+
     def step():
         loss = inside()
         own.step(loss)
@@ -121,6 +129,8 @@ def run(policy, way, make=Net, batch=None, backend="aot_eager"):
         loss = own.autocast()(compiled(loss_of))
     elif way == "inside":
         loss = compiled(inside)
+    elif way == "made":
+        loss = compiled(made)
     elif way == "decorated":
         loss = compiled(own.autocast()(loss_of))
     elif way == "step":
@@ -145,9 +155,9 @@ def require_one_graph(policy, way, make=Net, **more):
     _, plain_breaks, plain_again, plain = run("plain", way, **more)
     if make is not Recurrent:  # which torch compiles in parts
         assert nodes, (policy, way)
-        # a whole step has many breaks in plain torch
-        assert len(nodes) <= len(plain) or way == "step", (policy, way)
-    assert breaks <= plain_breaks, (policy, way)
+        assert len(nodes) <= len(plain), (policy, way)
+    # a break of the model's own counts once for each function around it, of which a door is three
+    assert breaks <= plain_breaks + 3 * (make is not Net and plain_breaks > 0), (policy, way)
     assert again <= plain_again, (policy, way)
     if "fp16" not in policy:  # whose matmuls on a CPU sum in an order by layout
         assert losses == run(policy, "not compiled", **more)[0], (policy, way)
@@ -193,25 +203,22 @@ def test_on_cuda_a_graph_has_the_nodes_of_torch_s_autocast_and_the_cast_of_the_o
         assert nodes == plain + more
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split", "fp16-mixed"])
+def test_a_second_process_would_find_the_graphs_in_torch_s_cache(name, policy):
+    make, batch = family(name)
+    with fresh_cache():
+        for found in ("miss", "hit"):
+            run(policy, "model", make=make, batch=batch, backend="inductor")
+            cached = counters["aot_autograd"]
+            assert cached[f"autograd_cache_{found}"] == 1
+            assert not cached["autograd_cache_bypass"]
+
+
 @pytest.mark.parametrize("policy", ["bf16-mixed", "bf16-split"])
-def test_the_graph_of_our_gpt_can_be_cached(policy, monkeypatch):
-    monkeypatch.setattr(module, "AutocastCasts", contextlib.nullcontext)
-    make, batch = family("gpt")
-    model = make()
-    own = halfstep.Precision(policy, model, halfstep.optim.AdamW(model.parameters()))
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph.graph)
-        return graph.forward
-
-    with own.autocast():
-        tokens = batch["tokens_BT"]
-        torch.compile(model.loss_sum, backend=keep)((tokens, tokens))
-    own.close()
-    (graph,) = graphs
-    for node in graph.nodes:
-        check_node_safe(node)
+def test_a_context_made_outside_is_entered_inside(policy):
+    require_one_graph(policy, "made")
 
 
 def test_a_context_without_a_model_is_made_and_entered_in_a_graph():
@@ -250,11 +257,8 @@ def test_switches_that_a_compiled_function_needs_are_held_until_its_precision_is
 @pytest.mark.parametrize(
     "policy", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-split"]
 )
-def test_models_that_people_train(name, policy, request):
+def test_models_that_people_train(name, policy):
     make, batch = family(name)
-    if policy in ("bf16-master", "bf16-split") and name in ("bert", "gpt2", "t5"):
-        # docs/limits.md: a loss object made in a forward; GPT-2's own three breaks count twice
-        request.applymarker(pytest.mark.xfail(strict=True))
     for way in WAYS:
         require_one_graph(policy, way, make=make, batch=batch, backend="eager")
 

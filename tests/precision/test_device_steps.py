@@ -147,6 +147,11 @@ def test_who_is_left_to_the_host(decided):
         optimizer.step = functools.wraps(optimizer.step)(lambda step=optimizer.step: step())
         return optimizer
 
+    def scaled_by_hand(p):
+        optimizer = torch.optim.SGD(p, lr=0.1, fused=True)
+        optimizer.grad_scale = torch.tensor(2.0)
+        return optimizer
+
     def scheduled(p):
         optimizer = torch.optim.SGD(p, lr=0.1, fused=True)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step, too
@@ -159,6 +164,7 @@ def test_who_is_left_to_the_host(decided):
         (lambda p: Own(p, fused=True), False),
         (hooked, False),
         (wrapped, False),
+        (scaled_by_hand, False),
         (lambda p: Plain(p, fused=True), True),
         (scheduled, True),
     ):

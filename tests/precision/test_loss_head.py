@@ -254,6 +254,8 @@ def test_second_derivative_is_refused():
     got = loss_sum(x, w, targets)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.autograd.grad(got, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.func use F\.cross_entropy"):
+        torch.func.grad(lambda w: linear_cross_entropy(x, w, targets))(w)
 
 
 @pytest.mark.parametrize(("need_x", "need_w"), [(True, False), (False, True), (False, False)])

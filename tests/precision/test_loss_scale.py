@@ -8,9 +8,7 @@ import torch
 
 from every import every
 from halfstep import LossScaleConfig, PrecisionError
-from halfstep.precision.scaling.loss_scale import (
-    LossScale,
-)
+from halfstep.precision.scaling.loss_scale import LossScale
 
 FLAGS = [c == "1" for c in "000010001101000000"]
 
@@ -58,14 +56,14 @@ def test_static_scale_never_moves():
     scale.load_state_dict({"value": 1024.0})
     with pytest.raises(PrecisionError, match="another precision policy"):
         scale.load_state_dict({"value": 1024.0, "good_steps": 0, "hysteresis_left": 1})
+    with pytest.raises(PrecisionError, match=r"is \{'value': 512.0\}, and this one"):
+        scale.load_state_dict({"value": 512.0})
     assert scale.value == 1024.0
 
 
 # --- state ----------------------------------------------------------------------------------------
 
 OPTIONS = {"init_scale": 256.0, "growth_interval": 3, "hysteresis": 2}
-
-
 GOOD = {"value": 64.0, "good_steps": 0, "hysteresis_left": 1}
 BAD_STATES = [
     {},
@@ -96,26 +94,14 @@ FLOATS = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_sca
 INTEGERS = ("growth_interval", "hysteresis", "max_consecutive_skips")
 
 
-def test_numbers_that_are_no_powers_of_two_are_refused():
+def test_what_is_no_power_of_two_or_no_count_is_refused():
     def check(field, value):
-        with pytest.raises(PrecisionError, match=field):
+        allowed = "powers of two" if field in FLOATS else "integers >= 1"
+        with pytest.raises(PrecisionError, match=f"{field} is .*{allowed}"):
             LossScaleConfig(kind="dynamic", **{field: value})
 
-    every(
-        itertools.product(FLOATS, [0, -2.0, 3.0, 1.5, math.nan, math.inf, 2**2000, True, "2"]),
-        check,
-    )
-
-
-def test_counts_that_are_no_positive_integers_are_refused():
-    def check(field, value):
-        with pytest.raises(PrecisionError, match=rf"{field} is .*integers >= 1"):
-            LossScaleConfig(kind="dynamic", **{field: value})
-
-    every(
-        itertools.product(INTEGERS, [0, -1, 2.0, math.nan, True, "2"]),
-        check,
-    )
+    powers = itertools.product(FLOATS, [0, -2.0, 3.0, 1.5, math.nan, math.inf, 2**2000, True, "2"])
+    every([*powers, *itertools.product(INTEGERS, [0, -1, 2.0, math.nan, True, "2"])], check)
 
 
 def test_contradictions_are_refused():
@@ -126,16 +112,13 @@ def test_contradictions_are_refused():
     every(
         [
             ({"growth_factor": 1.0}, "growth_factor > 1"),
-            ({"growth_factor": 0.5}, "growth_factor > 1"),
             ({"backoff_factor": 1.0}, "> backoff_factor"),
-            ({"backoff_factor": 2.0}, "> backoff_factor"),
             ({"min_scale": 0.5}, "1 <= min_scale"),
             ({"init_scale": 0.5}, "1 <= min_scale"),
             ({"min_scale": 2.0**17}, "min_scale <= init_scale .* got 131072, 65536, "),
             ({"max_scale": 2.0**15}, "init_scale <= max_scale"),
             ({"max_scale": 2.0**127}, r"max_scale <= 2\^126"),
             ({"kind": "Dynamic"}, "allowed: none, static, dynamic"),
-            ({"kind": None}, "allowed: none, static, dynamic"),
         ],
         check,
     )

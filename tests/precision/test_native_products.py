@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.errors import PrecisionError
 from halfstep.formats import BLOCK_FORMATS, FP8_TENSOR
 from halfstep.precision import low_bit
 from halfstep.precision.low_bit import linear
@@ -203,8 +202,3 @@ def test_a_tensor_with_one_scale_is_rounded_once_and_kept_in_one_byte_a_number(t
     with torch.no_grad(), precision.autocast(), Amaxes() as amaxes:
         model(x[:41])  # tensor cores sum over 16 tokens; what fills them up is cut off again
     assert amaxes.count == 2
-
-
-def test_a_cpu_has_none_and_says_what_to_add():
-    with pytest.raises(PrecisionError, match=r"a CPU has no nvfp4 products; add simulate"):
-        products("nvfp4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -248,3 +249,35 @@ def test_a_program_that_would_keep_half_of_the_casts_is_refused(policy):
         torch.export.export(model, (x,))
     with torch.no_grad():
         assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@torch.library.custom_op("tests::grouped_mm_fallback", mutates_args=())
+def fallback(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Stands for transformers' own, which a graph has where weights are fp32."""
+    raise AssertionError("nobody saw the call")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_multiply_in_the_format_of_autocast_on_every_device(compiled):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.ParameterList([torch.randn(2, 16, 32)])
+
+        def forward(self, call):
+            return call(x, self.own[0], offs=torch.tensor([3, 8], dtype=torch.int32))
+
+    model, x = Experts(), torch.randn(8, 16)
+    precision = Precision("bf16-mixed", model, AdamW(model.parameters()))
+    low, w = x.to(B16), model.own[0].detach().to(B16)
+    expected = torch.cat([low[:3] @ w[0], low[3:] @ w[1]]).float()
+    run, calls = model, (F.grouped_mm, torch._grouped_mm)
+    if compiled:
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        calls = (torch.ops.tests.grouped_mm_fallback,)
+    bare = torch.autocast("cpu", B16)  # as on CUDA, without a mode for all of torch's calls
+    for call, context in itertools.product(calls, (bare, precision.autocast())):
+        with context:
+            y = run(call)
+        torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+        assert torch.autograd.grad(y.sum(), model.own[0])[0].dtype == F32

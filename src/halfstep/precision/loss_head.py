@@ -248,10 +248,10 @@ def _backward(run: Any, ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[T
     The first backward gives the gradients away, so that no copy of them is made; a second one
     (``retain_graph=True``) computes them anew.
     """
-    if torch.is_grad_enabled():  # only so under create_graph=True
+    if torch.is_grad_enabled():  # only so under create_graph=True, as in torch.func
         raise NotImplementedError(
             "linear_cross_entropy has no second derivative (its gradients are computed in "
-            "forward); for create_graph=True use cross_entropy of the model's logits"
+            "forward); for create_graph=True and torch.func use F.cross_entropy of the logits"
         )
     if grad_loss is None:  # what came after the loss has no gradient for it
         return (None,) * (len(ctx.how) + 4)
@@ -297,11 +297,6 @@ def _require_targets_in_range(targets_N: Tensor, vocab: int, ignore_index: int) 
     )
 
 
-def _autocast_is_on(device_type: str) -> bool:
-    # is_autocast_enabled raises on device types without autocast, such as "meta"
-    return device_type in WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
-
-
 def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype in which ``x @ weight.T`` must run to honour the caller's autocast.
 
@@ -309,6 +304,9 @@ def matmul_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     does not touch either); otherwise it is the smallest dtype that holds both operands exactly.
     """
     promoted = torch.promote_types(x.dtype, weight.dtype)
-    if promoted != torch.float64 and _autocast_is_on(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    # is_autocast_enabled raises on device types without autocast, such as "meta"
+    on = device in WITH_AUTOCAST and torch.is_autocast_enabled(device)
+    if on and promoted != torch.float64:
+        return torch.get_autocast_dtype(device)
     return promoted

@@ -118,6 +118,8 @@ def cause_class(
     if zero_divisor and known.base.endswith("addcdiv"):
         return "eps too small"
     if kind == "0 / 0 or invalid":
+        if known.base.startswith("_fused_adam"):
+            return "eps too small"
         # a mean over the targets' weights; where there is no target, it has no operand
         if known.base.startswith("nll_loss") and "self" in [o.name for o in operands]:
             return "every target is ignored"

@@ -71,7 +71,6 @@ class StepListener:
         else:
             names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
             self._steps = OptimizerSteps(self._optimizers, names, self._scaler, self)
-
         self._arm()
 
     def close(self) -> None:
@@ -80,6 +79,10 @@ class StepListener:
             self._steps.close()
         self._steps = None
         self._disarm()
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the loop alone again; a step that has not ended is not written."""
+        self.close()
 
     def finished(self, applied: Callable[[], bool]) -> None:
         """End a step, and collect the next one if it is to be measured."""

@@ -39,10 +39,6 @@ class Watch(StepListener):
             self._begin()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the loop alone again; a step that has not ended is not written."""
-        self.close()
-
     def report(self) -> StepNumerics | None:
         """The newest watched step, of this process; None before the first has ended."""
         return self._last

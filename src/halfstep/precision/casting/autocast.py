@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._functorch import config as functorch_config
@@ -157,6 +158,8 @@ class Autocast(contextlib.ContextDecorator):
         on_enter: Callable[[], None] | None = None,
     ) -> None:
         require_support(policy, device)
+        if policy.param_dtype != torch.float32:
+            _show_losses()
         self.policy = policy
         self.device = device
         self.on_enter = on_enter
@@ -273,6 +276,23 @@ class Autocast(contextlib.ContextDecorator):
         if self._held is not None:
             self._held()
             self._held, self._holds = None, False
+
+
+def _show_losses() -> None:
+    """Let modes see the call of an ``nn.CrossEntropyLoss()`` that a compiled function makes.
+
+    Of all modules, Dynamo puts the function of this one into the graph without asking them.
+    """
+    variables: Any = torch._dynamo.variables
+
+    def made(_: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        def loss(input: Any, target: Any) -> Any:
+            function = variables.base.VariableTracker.build(tx, F.cross_entropy)
+            return function.call_function(tx, [input, target, *args], kwargs)
+
+        return variables.LambdaVariable(loss)
+
+    variables.UserDefinedClassVariable._call_cross_entropy_loss = made
 
 
 _NOTHING: _Context = contextlib.nullcontext()

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
@@ -25,7 +27,7 @@ from halfstep.precision.casting.op_casts import inside_casts, no_frame
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
-from halfstep.precision.policy.rules import PlacedModel, Placement, place
+from halfstep.precision.policy.rules import PlacedModel, Placement, has_forward, has_stacks, place
 from halfstep.precision.policy.spelling import parse_policy
 
 # A constant because torch.compile in torch 2.11 cannot trace is_autocast_available. The decorator
@@ -49,7 +51,9 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {key: cast_floating(item, dtype) for key, item in value.items()}
     if isinstance(value, MutableMapping):
-        result = copy.copy(value)  # which keeps a subclass's attributes
+        # a copy keeps a subclass's attributes, but torch 2.11 makes no graph of it
+        traced = torch.compiler.is_compiling() and dataclasses.is_dataclass(value)
+        result: Any = dataclasses.replace(value) if traced else copy.copy(value)  # type: ignore[type-var]
         for key, item in value.items():
             result[key] = cast_floating(item, dtype)
         return result
@@ -374,9 +378,43 @@ def add_regions_(placed: PlacedModel, clock: Clock | None = None) -> None:
             continue
         low_bit.LowBitLinear(placement, clock).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
+    if placed.policy.casts_per_op:
+        for module in placed.model.modules():
+            lists = [child for child in module.children() if not has_forward(child)]
+            if has_forward(module) and any(map(has_stacks, [module, *lists])):
+                GroupedRegion(module).attach()
     for placement in {id(p.module): p for p in reversed(placed.regions)}.values():
         FormatRegion(placed.policy, placement).attach()
         placement.module.register_forward_pre_hook(keep_fused_paths_off)
+
+
+# the last is transformers', which takes fp32 weights in a graph of torch.compile
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+
+
+class GroupedCasts(TorchFunctionMode):
+    """Casts what grouped matmuls multiply, as torch's autocast, which does not know them, would."""
+
+    @no_frame
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _GROUPED:
+            kind = args[1].device.type
+            if torch.is_autocast_enabled(kind):
+                low = torch.get_autocast_dtype(kind)
+                func, args = F.grouped_mm, (args[0].to(low), args[1].to(low), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+class GroupedRegion(Region):
+    """The forward of a module with experts, whose grouped matmuls torch's autocast does not cast.
+
+    Without it CUDA runs them in fp32, expert by expert, and so do graphs of transformers' experts.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, in a mode that sees grouped matmuls."""
+        with GroupedCasts():
+            return self.inside(args, kwargs)
 
 
 def is_cast(value: object) -> bool:

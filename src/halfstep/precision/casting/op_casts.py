@@ -24,13 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _dynamo
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.kernels import attention, library, rows
 from halfstep.precision.casting.op_table import (
     MIXED_ON_CPU,
+    OPERATORS,
     STORED,
+    WRITES,
     Cast,
-    before_write,
+    before_call,
     drop_casts,
     run_native,
 )
@@ -43,7 +46,6 @@ _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_WRITES = ("write", "into_self", "fill_self", "rounded_self")
 _entered = threading.local()
 
 
@@ -62,12 +64,12 @@ class OpCasts(TorchFunctionMode):
     """
 
     table: Mapping[Function, Cast] = {}
-    compute = torch.float32
     as_autocast = False
     """Whether fp64 and the tensors of other devices are left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.compute = compute
         self.covered = False
         self._running: list[Function] = []
 
@@ -96,15 +98,12 @@ class OpCasts(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_compiling():
-            # methods written in Python, which a graph takes, and a cache keeps, as such alone
-            if func is Tensor.unflatten:
-                return args[0].unflatten(*args[1:], **(kwargs or {}))
-            if func is Tensor.split:
-                return args[0].split(*args[1:], **(kwargs or {}))
+            made = self._traced(func, args, kwargs or {})
+            if made is not None:
+                return made
         cast = self.table.get(func)
-        if cast is not None and cast in _WRITES:
-            before_write(args[:1])
-            cast = None if cast == "write" else cast
+        if (cast in WRITES if cast else type(func) in OPERATORS) or (kwargs and "out" in kwargs):
+            cast = before_call(cast, func, args, kwargs or {})
         if func in KERNELS and not self.covered and self._runs_kernels() and may_run():
             found = KERNELS[func](*args, **(kwargs or {}))
             if found is not NotImplemented:
@@ -124,6 +123,23 @@ class OpCasts(TorchFunctionMode):
         if not all(map(_overrides_nothing, types)):
             return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
+
+    def _traced(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Methods written in Python, which a graph takes, and a cache keeps, as such alone."""
+        if func is Tensor.unflatten:
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func is Tensor.split:
+            return args[0].split(*args[1:], **kwargs)
+        if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
+
+            def run(*given: Any, **named: Any) -> Any:
+                with type(self)(self.compute):  # again: inside this call the graph has left it
+                    return args[0](*given, **named)
+
+            with OpCasts():  # which Dynamo lets no body be the first to enter
+                pass
+            return checkpoint(run, *args[1:], **kwargs)
+        return None
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""
@@ -151,7 +167,7 @@ class OpCasts(TorchFunctionMode):
             for value in args:  # sparse kernels of 16 bits are few, and of two dtypes none
                 if isinstance(value, Tensor) and value.layout not in _DENSE:
                     cast = "fp32_inside"
-        if cast == "native":
+        if cast in ("native", "operator"):
             return run_native(func, args, kwargs)
         if cast in _FILLS:
             return self._run_filled(cast, func, args, kwargs)
@@ -266,10 +282,6 @@ class StoredCasts(OpCasts):
     """Promotes operands of two dtypes to one under a policy with 16-bit weights."""
 
     table = STORED
-
-    def __init__(self, compute: torch.dtype) -> None:
-        super().__init__()
-        self.compute = compute
 
     def _is_on(self) -> bool:
         return True

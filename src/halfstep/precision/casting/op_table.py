@@ -30,6 +30,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Cast = Literal[
     "as_torch",  # nothing is cast
@@ -49,6 +52,7 @@ Cast = Literal[
     "fill_self",  # the same, in place
     "write",  # nothing is cast, but casts that are kept of what is written go
     "native",  # under *-mixed on a CPU torch's autocast makes this cast to the compute dtype
+    "operator",  # the same where torch's autocast casts one: of torch.ops, by its own name
 ]
 Function = Callable[..., Any]
 
@@ -225,84 +229,112 @@ STORED: dict[Function, Cast] = {
 # and writes; elsewhere there is none, and a call of the model looks at its weights. ``p.data`` has
 # a version of its own: writes through it are known by their memory alone, and not without a mode.
 
-# by id of what may have a cast: itself (inputs weakly), as another may get its id, and its version
-# and address
-_SEEN: dict[int, tuple[Tensor | weakref.ref[Tensor], tuple[int, int]]] = {}
-_PLAIN = (Tensor, nn.Parameter)  # of other classes, as fakes, addresses are not to be asked
-_MEMORY: set[int] = set()  # where the memory of the parameters among these begins
+WRITES = ("write", "into_self", "fill_self", "rounded_self")
+OPERATORS = (OpOverload, OpOverloadPacket)  # called as such, by an exported program too
+_here = threading.local()  # casting: this thread runs an operation whose casts are kept
 
 
-_here = threading.local()  # casting: this thread runs an operation whose casts are kept; late
+class _Kept(NamedTuple):
+    """Of what torch may keep casts, from one drop to the next; other threads drop them, too."""
+
+    seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]]  # by id: version and address
+    memory: dict[int, StorageWeakRef]  # by where it begins, while these live
+
+
+_kept: _Kept | None = None
 
 
 def drop_casts() -> None:
     """Drop all casts, which torch keeps for the whole process.
 
-    While torch makes one it holds a lock. If Python runs meanwhile, as in a dispatch mode, its
-    garbage collector may end a context that drops them: that waits for the end of the operation.
+    Python's garbage collector, or another thread, may end a context that drops them at any time.
+    While torch makes one it holds a lock: then they go at the end of the operation.
     """
-    if getattr(_here, "casting", False):
-        _here.late = True
-        return
-    torch.clear_autocast_cache()
-    _SEEN.clear()
-    _MEMORY.clear()
+    global _kept
+    _kept = None  # first, so that who makes a cast meanwhile finds that it is noted nowhere
+    if not getattr(_here, "casting", False):
+        torch.clear_autocast_cache()
 
 
 def run_native(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation whose operands torch's autocast casts; it keeps the casts of weights."""
     if torch.compiler.is_compiling():
         return func(*args, **kwargs)  # a graph casts weights whenever it runs
-    before_use((*args, *kwargs.values()))
+    kept = before_use((*args, *kwargs.values()))
     outer, _here.casting = getattr(_here, "casting", False), True
     try:
         return func(*args, **kwargs)
     finally:
         _here.casting = outer
-        if not outer and getattr(_here, "late", False):
-            _here.late = False
+        if kept is None or kept is not _kept:
             drop_casts()
 
 
-def before_use(values: Iterable[Any]) -> None:
-    """Drop the casts if one of these was written since it was used; only weights have casts."""
+def before_use(values: tuple[Any, ...] | list[Any]) -> _Kept | None:
+    """Drop the casts if one of these was written since it was used; only weights have casts.
+
+    Returns where these are noted, or None if one cannot be asked: its casts must not be kept.
+    """
+    global _kept
+    kept, known = _kept, True
+    if kept is None:
+        drop_casts()  # which somebody else may not have finished
+        kept = _kept = _Kept({}, {})
     for value in values:
         if isinstance(value, list | tuple):
-            before_use(value)
-        elif type(value) in _PLAIN and value.requires_grad and value.is_leaf:
-            try:
-                now, seen = (value._version, value.data_ptr()), _SEEN.get(id(value))
-                if seen is not None and seen[0] is value and seen[1] == now:
-                    continue
-                weight = type(value) is nn.Parameter
-                whose = seen and (seen[0]() if isinstance(seen[0], weakref.ref) else seen[0])
-                if seen is not None and whose is value and seen[1] != now:
-                    drop_casts()
-                _SEEN[id(value)] = value if weight else weakref.ref(value), now
-                if weight:
-                    _MEMORY.add(value.untyped_storage().data_ptr())
-            except RuntimeError:  # it has no memory, as in torch.func
+            known = before_use(value) is kept and known
+        elif isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            if type(value) is FakeTensor:  # whose address is not to be asked
                 continue
+            try:
+                now, seen = (value._version, value.data_ptr()), kept.seen.get(id(value))
+                if seen is None or seen[0]() is not value:  # another may get its id
+                    kept.seen[id(value)] = weakref.ref(value), now
+                    storage = value.untyped_storage()
+                    kept.memory[storage.data_ptr()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                elif seen[1] != now:
+                    drop_casts()
+                    return before_use(values)
+            except RuntimeError:  # it has no version, or no memory: in torch.func, a DTensor
+                known = False
+    return kept if known else None
 
 
 def before_write(values: Iterable[Any]) -> None:
     """Drop the casts if a function is about to write a weight, or memory that is a weight's."""
-    if not _SEEN or torch.compiler.is_compiling():
+    kept = _kept
+    if kept is None or torch.compiler.is_compiling():
         return
     for value in values:
         if isinstance(value, list | tuple):
             before_write(value)
-        elif isinstance(value, Tensor) and value.is_leaf:  # what has a graph shares no memory
-            with suppress(RuntimeError):  # of what has no memory, as in torch.func
-                plain = type(value) in _PLAIN
-                if value.untyped_storage().data_ptr() in _MEMORY if plain else value.requires_grad:
+        # what has a graph shares no memory
+        elif isinstance(value, Tensor) and value.is_leaf and type(value) is not FakeTensor:
+            with suppress(RuntimeError):  # of what has no memory no cast is kept
+                owner = kept.memory.get(value.untyped_storage().data_ptr())
+                if owner is not None and not owner.expired():  # type: ignore[no-untyped-call]
                     drop_casts()
 
 
 def before_forward(weights: Iterable[Tensor], seen: list[Any], *_: object) -> None:
     """Drop the casts if weights are not as ``seen``, or gradients were turned on or off since."""
     if not torch.compiler.is_compiling():
-        now = [(id(w), w._version, w.data_ptr()) for w in weights if type(w) in _PLAIN]
+        now = [
+            (id(w), w._version, w.data_ptr() if issubclass(type(w), nn.Parameter) else 0)
+            for w in weights
+        ]
         if seen != [torch.is_grad_enabled(), now]:
             seen[:] = torch.is_grad_enabled(), now
             drop_casts()
+
+
+def before_call(
+    cast: Cast | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Cast | None:
+    """Let go of the casts that are kept of what a function writes, and say how it is cast."""
+    if cast is None and type(func) in OPERATORS and not torch.compiler.is_compiling():
+        one = func if type(func) is OpOverload else getattr(func, func.overloads()[0])
+        before_write((*args, *kwargs.values()) if one._schema.is_mutable else ())
+        cast = "operator"
+    before_write((kwargs.get("out"), *(args[:1] if cast in WRITES else ())))
+    return None if cast == "write" else cast

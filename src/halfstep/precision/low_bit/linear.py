@@ -75,7 +75,6 @@ class LowBitLinear(Region):
         device: Any = placement.module.weight.device
         self.native = frozenset(s.name for s in schemes if not why_not_native(s.name, device))
         self.group = max((s.group for s in schemes if s.name in self.native), default=1)
-        self.random = any(s.stochastic for s in schemes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, in plain bf16 or fp32 where no matmul is below that now."""
@@ -120,10 +119,8 @@ class LowBitLinear(Region):
 
     def rounded(self, what: str, x: Tensor, *wanted: bool) -> list[Operand]:
         """A tensor as operand of the matmuls that take it, where wanted; trace() knows it."""
-        bits: list[Tensor | None] = [None, None]
-        if self.random and what == "gradients":
-            bits = [self._drawn(product, x) if yes else None
-                    for (product, _), yes in zip(USES[what], wanted, strict=True)]  # fmt: skip
+        bits = [self._drawn(product, x) if yes and what == "gradients" else None
+                for (product, _), yes in zip(USES[what], wanted, strict=True)]  # fmt: skip
         alone = x.device.type == "cuda" and not torch.compiler.is_compiling() and _COMPILES
         make = compiled(what) if alone else operands
         with torch._C.DisableTorchFunction():  # no mode needs to see how an operand is made

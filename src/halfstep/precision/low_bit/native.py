@@ -49,22 +49,20 @@ def why_not_native(name: str, device: torch.device) -> str:
     return ""
 
 
-def stays_bf16(layer: Placement) -> str:
-    """Why a layer with a recipe multiplies in bf16 on its device; empty where it does not.
+def stays_bf16(layer: Placement) -> bool:
+    """Whether a layer with a recipe multiplies in bf16 on its device, as too narrow.
 
     Where rounding takes longer than tensor cores gain, bf16 is faster. A rule that names the layer
     asks for its recipe all the same.
     """
     weight: Any = layer.module.weight
     if layer.direct or any(why_not_native(s.name, weight.device) for s in layer.recipe.schemes()):
-        return ""
+        return False
     rows, columns = weight.shape
-    if rows % 16 or columns % 16:
-        return f"{columns} x {rows} features are no multiples of 16"
     kind = kind_of(weight.device)
     least = 0 if kind is None else kind.fp8_from
-    narrow = rows * columns < least * (rows + columns)
-    return f"K N / (K + N) of its {columns} x {rows} features is below {least}" if narrow else ""
+    odd = rows % 16 or columns % 16  # which tensor cores do not take
+    return bool(odd or rows * columns < least * (rows + columns))
 
 
 def scaled_matmul(

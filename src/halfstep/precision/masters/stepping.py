@@ -214,7 +214,7 @@ class DevicePath:
         """Decide on a step on the device; None where the host must.
 
         A user's hooks on an optimizer, or a wrapper of its ``step``, must not run on a skipped
-        step, so the host decides then.
+        step, so the host decides then; or where the places of a decision hold a user's own.
         """
         hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for optimizer in self._optimizers:
@@ -222,6 +222,8 @@ class DevicePath:
             own = type(optimizer).step  # which a scheduler of the learning rate wraps to count
             step = vars(optimizer).get("step", own)
             if step is not own and getattr(step, "__wrapped__", None) is not own:
+                return None
+            if not {"found_inf", "grad_scale"}.isdisjoint(vars(optimizer)):
                 return None
         if any(map(has_users, hooks)):
             return None

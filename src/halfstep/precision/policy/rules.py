@@ -79,9 +79,7 @@ class PlacedModel:
 
     @property
     def left_out(self) -> str:
-        """What recipes do not reach, in words; empty if nothing."""
-        if not self.unreached:
-            return ""
+        """What recipes do not reach, in words."""
         return (
             f"modules that multiply by weights of their own ({len(self.unreached)}), not by linear "
             f"layers, stay in bf16: {self.unreached[0]}"
@@ -135,7 +133,7 @@ def place(policy: PrecisionPolicy, model: nn.Module) -> PlacedModel:
             around = above.fp32 if runs else above.around_fp32
         # what is inside of this module uses its weights without calling it
         recipes[name] = Recipe() if isinstance(module, nn.MultiheadAttention) else recipe
-        if recipe and has_own_matmuls(module):
+        if recipe and (has_stacks(module) or isinstance(module, nn.MultiheadAttention)):
             unreached.setdefault(id(module), name or "the model")
         low = recipes[name] if is_linear(module) else Recipe()
         found[name] = Placement(name, module, fp32, pattern, bool(matching), around, low)
@@ -155,11 +153,10 @@ def is_linear(module: nn.Module) -> bool:
     )
 
 
-def has_own_matmuls(module: nn.Module) -> bool:
-    """Whether a module multiplies by weights of its own: stacks of matrices, or attention's."""
+def has_stacks(module: nn.Module) -> bool:
+    """Whether a module has stacks of matrices of its own, as experts have, to multiply by."""
     weights = [] if isinstance(module, nn.modules.conv._ConvNd) else module._parameters.values()
-    stacks = any(w is not None and w.dim() == 3 and 1 not in w.shape for w in weights)
-    return stacks or isinstance(module, nn.MultiheadAttention)
+    return any(w is not None and w.dim() == 3 and 1 not in w.shape for w in weights)
 
 
 def _check_recipes(policy: PrecisionPolicy, placements: list[Placement]) -> list[Placement]:

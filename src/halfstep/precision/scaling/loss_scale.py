@@ -151,14 +151,14 @@ class LossScale:
         return {name: state[name] for name in kept}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from :meth:`state_dict`."""
-        own = self.state_dict()
-        if set(state) != set(own):
+        """Continue from :meth:`state_dict`; a scale that never moves must be the saved one."""
+        own, moves = self.state_dict(), self._config.kind == "dynamic"
+        if set(state) != set(own) or not (moves or state == own):
             raise PrecisionError(
-                f"the saved loss scale has keys {sorted(state)}, expected {sorted(own)}; it was "
-                "saved by a run with another precision policy"
+                f"the saved loss scale is {state}, and this one {own}; it was saved by a run with "
+                "another precision policy"
             )
-        if self._config.kind == "dynamic":
+        if moves:
             self._take(self._checked(state))
 
     def _checked(self, state: State) -> ScaleState:
