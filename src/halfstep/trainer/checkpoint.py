@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -198,14 +198,8 @@ def load_checkpoint(
             where shards are wanted, of another model.
         StorageError: If a file cannot be read now.
     """
-    where = below(path, MANIFEST)
-    manifest = read_json(where)
-    if manifest.get("format") == OLD_FORMAT:
-        old = read_index(manifest, where)
-        state_sha, indexes = old[0].get(_STATE), iter([old])
-    else:
-        state_sha, indexes = _opened(path, manifest, world)
-    state = parse_json(_verified(path, _STATE, state_sha), below(path, _STATE))
+    state_sha, indexes = _opened(path, world)
+    state = parse_json(_verified(below(path, _STATE), state_sha), below(path, _STATE))
     targets: dict[tuple[str, str], _Target] = {}
     files: dict[str, str] = {}
     for hashes, stored in indexes:
@@ -219,9 +213,10 @@ def load_checkpoint(
                 parameter = each.name
             elif kinds is not None and kind not in kinds:
                 continue
-            if (target := targets.get(each[1:3])) is None:
-                target = targets[each[1:3]] = _Target.of(each, (wanted or {}).get(parameter))
-            target.plan(each)
+            key = each.section, each.name
+            if key not in targets:
+                targets[key] = _Target.of(each, (wanted or {}).get(parameter))
+            targets[key].plan(each)
         if not any(target.missing for target in targets.values()):
             break
     _read(path, files, targets)
@@ -263,30 +258,31 @@ def _chunk(box: Shard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.local))
 
 
-def _opened(
-    path: Where, manifest: Mapping[str, Any], world: World
-) -> tuple[str, Iterator[tuple[dict[str, str], list[Stored]]]]:
+def _opened(path: Where, world: World) -> tuple[Any, Iterable[tuple[dict[str, str], list[Stored]]]]:
     """Return a manifest's hash of the state, and the indexes, which are read as they are needed.
 
     The first is that of rank 0, which names every tensor; then they follow from this rank's place
     on, as layouts give neighbouring ranks neighbouring parts.
     """
+    where = below(path, MANIFEST)
+    manifest = read_json(where)
     found, hashes = manifest.get("format"), manifest.get("indexes")
-    if found != FORMAT or not isinstance(hashes, list) or "state" not in manifest:
+    if found == OLD_FORMAT:
+        index = read_index(manifest, where)
+        return index[0].get(_STATE), [index]
+    if found != FORMAT or not (isinstance(hashes, list) and hashes):
         raise CheckpointError(
-            f"{below(path, MANIFEST)}: of format {str(found)[:40]!r}, damaged or foreign; this "
-            f"halfstep reads {FORMAT}"
+            f"{where}: of format {str(found)[:40]!r}, damaged or foreign; this halfstep reads "
+            f"{FORMAT}"
         )
     place = world.rank * len(hashes) // world.size
     nearest = sorted(range(len(hashes)), key=lambda rank: abs(rank - place))
 
-    def indexes() -> Iterator[Any]:
-        for rank in dict.fromkeys([0, *nearest]):
-            name = _index_name(rank)
-            content = _verified(path, name, hashes[rank])
-            yield read_index(parse_json(content, below(path, name)), below(path, name))
+    def index_of(rank: int) -> tuple[dict[str, str], list[Stored]]:
+        where = below(path, _index_name(rank))
+        return read_index(parse_json(_verified(where, hashes[rank]), where), where)
 
-    return manifest["state"], indexes()
+    return manifest.get("state"), map(index_of, dict.fromkeys([0, *nearest]))
 
 
 def _index_name(rank: int) -> str:
@@ -305,7 +301,7 @@ def _read(
         for stored, item in target.reads:
             reads.setdefault(stored.file, []).append((target, stored, item))
     for file, planned in reads.items():
-        content = _verified(path, file, files.get(file))
+        content = _verified(below(path, file), files.get(file))
         try:
             tensors = load(content)
             for target, stored, item in planned:
@@ -318,21 +314,23 @@ def _read(
                 )
                 target.tensor[to].copy_(values[source])
         except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-            raise _damaged(path, file, f"is not what its index says ({error!r:.200})") from error
+            raise _damaged(
+                below(path, file), f"is not what its index says ({error!r:.200})"
+            ) from error
 
 
-def _verified(path: Where, name: str, sha: str | None) -> bytes:
+def _verified(where: Where, sha: str | None) -> bytes:
     """All of a file, if its SHA-256 is the one that it had."""
-    content = read_whole(below(path, name))
+    content = read_whole(where)
     if sha256(content).hexdigest() != sha:
-        raise _damaged(path, name, "does not match its SHA-256")
+        raise _damaged(where, "does not match its SHA-256")
     return content
 
 
-def _damaged(path: Where, name: str, why: str) -> CheckpointError:
+def _damaged(where: Where, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{below(path, name)} {why}: the file is damaged. Use --resume last-good to go on from the "
-        "checkpoint before it"
+        f"{where} {why}: the file is damaged. Use --resume last-good to go on from the checkpoint "
+        "before it"
     )
 
 

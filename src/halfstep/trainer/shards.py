@@ -40,7 +40,7 @@ _FILE = re.compile(
     r"|state\.json|(weights|optimizer)(-\d{5,}-of-\d{5,})?\.safetensors"  # of version 0.2
 )
 BUCKET = 1 << 24
-"""Bytes of a file, which a rank copies to write or read it: few enough for memory that is reused."""
+"""Bytes of a file, which are copied to write or read it: so few that their memory is reused."""
 
 
 @dataclass(frozen=True, slots=True)
