@@ -384,7 +384,9 @@ def save_checkpoint(
         if world.is_main:
             with suppress(CheckpointError):
                 remove(here)
-        raise _with_last(error, folder, final) from error
+        if isinstance(error, CheckpointError):
+            raise _unwritten(error, folder, final) from error
+        raise
     best = checkpoint_path(folder, step if spared is None else spared)
     world.main_only(lambda: _prune(folder, keep, {final, best}))
     return final
@@ -445,10 +447,8 @@ def _commit(state: str, reports: list[dict[str, Any]], here: Where, final: Where
         move(here, final)
 
 
-def _with_last(error: HalfstepError, folder: Where, final: Where) -> HalfstepError:
+def _unwritten(error: CheckpointError, folder: Where, final: Where) -> CheckpointError:
     """Say what could not be written, and what there is instead."""
-    if not isinstance(error, CheckpointError):
-        return error
     kept = list_checkpoints(folder)
     last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
     return type(error)(
