@@ -141,12 +141,9 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 def checkpoint_digests(folder: Path) -> dict[str, str]:
     """Hash the tensors of a checkpoint, by name."""
-    checkpoint = load_checkpoint(folder)
-    both = {"optimizer": checkpoint.optimizer, "weights": checkpoint.weights}
-    return {
-        f"{section}.safetensors": digest([*sorted(of), *(of[name] for name in sorted(of))])
-        for section, of in both.items()
-    }
+    held = load_checkpoint(folder)
+    both = {"optimizer.safetensors": held.optimizer, "weights.safetensors": held.weights}
+    return {k: digest([*sorted(of), *(of[n] for n in sorted(of))]) for k, of in both.items()}
 
 
 def run_seen(run: Path) -> Seen:

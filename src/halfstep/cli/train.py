@@ -49,7 +49,9 @@ def run(request: Request) -> int:
         held = world.share(str(is_run(path)))
         foreign = world.remember("held a run before", held) == "True"
         if world.attempt > 0 and held == "True" and not resuming and not foreign:
-            config, resuming = _resumed(request, path), "last-good"  # the launcher restarted it
+            config, resuming = _resumed(request, path), "newest"  # the launcher restarted this run
+        if world.attempt > 0 and resuming:
+            resuming = "last-good"  # nobody is there to choose
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)

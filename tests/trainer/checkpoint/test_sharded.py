@@ -69,20 +69,6 @@ def test_from_1_to_2_to_4_to_1_ranks_and_3_every_bit_comes_along(tmp_path, layou
         assert everything.shards == {}
 
 
-def test_a_rank_reads_only_files_that_it_needs(tmp_path):
-    states = states_of(whole_state(), "rows", 4)
-    path = save_all(tmp_path, 1, states)
-    for name in ("index-00004.json", "shard-00004-model-00001.safetensors"):
-        (path / name).write_bytes(b"damaged")
-    # Rank 0's rows are in the first files.
-    near = World(0, 4)
-    assert_same(load_checkpoint(path, states[0].shards, world=near).weights, states[0].weights)
-    with pytest.raises(CheckpointError, match="index-00004"):
-        load_checkpoint(path, states[3].shards)
-    with pytest.raises(CheckpointError, match="00004"):
-        load_checkpoint(path)
-
-
 def test_at_1024_ranks_one_reads_the_manifest_two_indexes_and_its_own_rows(tmp_path, monkeypatch):
     size, names = 1024, [f"layers.{n}" for n in range(20)]
     path = tmp_path / "step-00000001"
@@ -201,12 +187,10 @@ HOSTILE = {
     "up": (lambda f, w: f.update({"../w": f.pop(SHARD)}), "damaged"),
     "hole": (lambda f, w: w.update(size=[3, 6]), "hold 42 of 48"),
     "outside": (lambda f, w: w.update(saved_offsets=[6, 0]), "damaged"),
-    "negative": (lambda f, w: w.update(saved_offsets=[-1, 0]), "damaged"),
     "huge": (lambda f, w: w.update(shape=[2**40, 6], size=[2**40, 6]), "elements"),
     "huge alone": (
         lambda f, w: f[SHARD]["tensors"]["one"].update(shape=[2**40], size=[2**40]), "one has shape"
     ),
-    "dtype": (lambda f, w: w.update(dtype="nn"), "damaged"),
     "name": (lambda f, w: f[SHARD]["tensors"].update(v=w), "v"),
     "no offset": (lambda f, w: w.pop("saved_offsets"), "saved_offsets"),
     "sha": (lambda f, w: f[SHARD].update(sha256="0" * 64), "SHA-256"),
