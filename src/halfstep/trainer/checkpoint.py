@@ -200,31 +200,39 @@ def load_checkpoint(
     """
     state_sha, indexes = _opened(path, world)
     state = parse_json(_verified(below(path, _STATE), state_sha), below(path, _STATE))
-    targets: dict[tuple[str, str], _Target] = {}
     files: dict[str, str] = {}
+    targets: dict[tuple[str, str], _Target] = {}
     for hashes, stored in indexes:
         if wanted is not None and not targets:
-            shapes = {each.name: each.box.shape for each in stored if each.section == WEIGHTS}
-            _require_model(path, shapes, wanted)
+            _require_model(path, stored, wanted)
         files |= hashes
-        for each in stored:
-            parameter, _, kind = each.name.rpartition("/")
-            if each.section == WEIGHTS:
-                parameter = each.name
-            elif kinds is not None and kind not in kinds:
-                continue
-            key = each.section, each.name
-            if key not in targets:
-                targets[key] = _Target.of(each, (wanted or {}).get(parameter))
-            targets[key].plan(each)
+        _plan(targets, stored, wanted or {}, kinds)
         if not any(target.missing for target in targets.values()):
             break
     _read(path, files, targets)
-    tensors = {
-        section: {name: t.tensor for (of, name), t in targets.items() if of == section}
-        for section in (WEIGHTS, OPTIMIZER)
-    }
+    tensors: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
+    for (section, name), target in targets.items():
+        tensors[section][name] = target.tensor
     return Checkpoint(tensors[WEIGHTS], tensors[OPTIMIZER], state, dict(wanted or {}))
+
+
+def _plan(
+    targets: dict[tuple[str, str], _Target],
+    stored: Iterable[Stored],
+    wanted: Mapping[str, Shard],
+    kinds: Collection[str] | None,
+) -> None:
+    """Take what is wanted of one rank's boxes; new names are new targets."""
+    for each in stored:
+        parameter, _, kind = each.name.rpartition("/")
+        if each.section == WEIGHTS:
+            parameter = each.name
+        elif kinds is not None and kind not in kinds:
+            continue
+        key = each.section, each.name
+        if key not in targets:
+            targets[key] = _Target.of(each, wanted.get(parameter))
+        targets[key].plan(each)
 
 
 @dataclass(slots=True)
@@ -334,9 +342,8 @@ def _damaged(where: Where, why: str) -> CheckpointError:
     )
 
 
-def _require_model(
-    path: Where, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Shard]
-) -> None:
+def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, Shard]) -> None:
+    saved = {each.name: each.box.shape for each in stored if each.section == WEIGHTS}
     odd = sorted(set(saved) ^ set(wanted)) or [
         f"{name} is {shape}, the model's {wanted[name].shape}"
         for name, shape in saved.items()
