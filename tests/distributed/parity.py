@@ -111,7 +111,9 @@ def fingerprint(model, precision):
     for i, optimizer in enumerate(precision.optimizers):
         for j, state in enumerate(optimizer.state.values()):
             for key, kept in state.items():
-                found[f"state {i} {j} {key}"] = _bits(kept) if torch.is_tensor(kept) else kept
+                found[f"state {i} {j} {key}"] = (
+                    _bits(local_part(kept)) if torch.is_tensor(kept) else kept
+                )
     return found
 
 

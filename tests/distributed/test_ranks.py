@@ -21,7 +21,7 @@ from halfstep.precision.agreement import (
     check_replicas,
 )
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.scaling.gradients import OneRank, exact_global_norm, global_norm
+from halfstep.precision.scaling.gradients import OneRank, Share, exact_global_norm, global_norm
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
@@ -34,13 +34,14 @@ def drawn(seed, *shape, size=1.0):
 def measured(rank, kind, size, ranks, share=None):
     """Loss and norm of gradients that lie over the ranks in several ways; they differ by size."""
     whole = {1: drawn(1, 8, 4, size=size), 2: drawn(2, 8, 4, size=size)}
+    all_of, part, half = Share(), Share(ranks, rank), Share(2, rank % 2)
     held = {
-        "copies": {1: [whole[1], whole[2]]},
-        "parts": {ranks: [whole[1].chunk(ranks)[rank], whole[2].chunk(ranks)[rank]]},
-        "both": {1: [whole[1]], ranks: [whole[2].chunk(ranks)[rank]]},
-        "halves": {1: [whole[1]], 2: [whole[2].chunk(2)[rank % 2]]},
-        "uneven": {1: [whole[1]], ranks: [whole[2] if rank == 0 else torch.empty(0, 4)]},
-        "none here": {1: [whole[1]], ranks: [whole[2]] if rank == 0 else []},
+        "copies": {all_of: [whole[1], whole[2]]},
+        "parts": {part: [whole[1].chunk(ranks)[rank], whole[2].chunk(ranks)[rank]]},
+        "both": {all_of: [whole[1]], part: [whole[2].chunk(ranks)[rank]]},
+        "halves": {all_of: [whole[1]], half: [whole[2].chunk(2)[rank % 2]]},
+        "uneven": {all_of: [whole[1]], part: [whole[2] if rank == 0 else torch.empty(0, 4)]},
+        "none here": {all_of: [whole[1]], part: [whole[2]] if rank == 0 else []},
     }[kind]
     loss = torch.tensor(1.5 + rank)
     return ManyRanks(CPU, loss_share=share).measure(
@@ -60,7 +61,7 @@ def test_the_norm_is_that_of_the_whole_however_it_lies(pool):
         assert found[0][1] == pytest.approx(exact, rel=8 * 2.0**-24)
         assert found[0][0] == sum(1.5 + rank for rank in range(pool.size)) / pool.size
         if kind == "copies" and size == 1.0:
-            whole = {1: [drawn(1, 8, 4), drawn(2, 8, 4)]}
+            whole = {Share(): [drawn(1, 8, 4), drawn(2, 8, 4)]}
             one = OneRank().measure(torch.zeros(()), whole, global_norm)
             assert found[0][1] == one[1]  # a square of fp32 fits into fp64, and sums over copies
 
@@ -75,7 +76,7 @@ def broken(rank, where, value):
             loss = torch.tensor(value)
         else:
             gradients[0][1] = value
-    return ManyRanks(CPU).measure(loss, {1: gradients}, global_norm)
+    return ManyRanks(CPU).measure(loss, {Share(): gradients}, global_norm)
 
 
 def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(pool2):
@@ -97,7 +98,7 @@ def split_norm(rank, ranks, marked, model_parallel):
     group = ManyRanks(CPU, model_parallel=model_parallel)
     held = {}
     for parameter in model.parameters():
-        held.setdefault(group.parts_of(parameter), []).append(parameter.grad)
+        held.setdefault(group.share_of(parameter), []).append(parameter.grad)
     return group.measure(loss.detach(), held, global_norm)[1]
 
 

@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_made_ends_all_ranks(pool2, corpus, tmp_path):
     (cause, _, said), (follows, _, other) = run(pool2, *tiny(corpus, file / "r"), "--quiet")
     assert (cause, follows) == (2, 1)
     assert_one_line(said, f"{file / 'r'}: Not a directory")
-    assert_one_line(other, "rank 0 failed; its own message tells why")
+    assert_one_line(other, "rank 0: NotADirectoryError: ")
 
 
 def test_a_guard_stops_all_ranks_with_the_same_message(pool2, corpus, tmp_path):

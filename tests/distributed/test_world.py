@@ -87,7 +87,7 @@ def told(rank, method, failing):
 )
 def test_a_failure_on_one_rank_is_told_to_the_other_at_once(pool2, method, failing):
     results = pool2.run(told, method=method, failing=failing)
-    expected = [(f"PeerError: rank {failing} failed; its own message tells why", True)] * 2
+    expected = [(f"PeerError: rank {failing}: ValueError: disk", True)] * 2
     expected[failing] = ("ValueError: disk", True)
     assert results == expected
 

@@ -51,7 +51,8 @@ def another_step_number(parameters, optimizer):
 
 
 def new_options(parameters, optimizer):
-    optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5, seed=3)
+    optimizer.param_groups[0].update(lr=0.01, weight_decay=0.5)
+    optimizer.storage["seed"] = 3
 
 
 def no_state(parameters, optimizer):

@@ -206,3 +206,18 @@ def test_a_block_with_a_nan_is_nan_throughout(signed):
     assert back[128:256].isnan().all()
     assert (back[:128] == 1).all()
     assert (back[256:] == 1).all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_moments_that_went_through_bf16_are_encoded_as_they_were(signed):
+    """Also where a block's largest was rounded up to a power of two, above the block's window."""
+    g = torch.Generator().manual_seed(1)
+    values = torch.randn(2**15, generator=g) * 10 ** torch.randn(2**15, generator=g)
+    bits = torch.randint(-(2**31), 2**31 - 1, values.shape, dtype=torch.int32, generator=g)
+    values = values if signed else values.abs()
+    before = decode(*encode(values, "8bit", bits, signed=signed), signed=signed)
+    assert torch.equal(before.bfloat16().float(), before)
+    codes, tops = encode(before, "8bit", bits.flip(0), signed=signed, again=True)
+    assert torch.equal(decode(codes, tops, signed=signed), before)
+    codes, tops = encode(before, "8bit", bits.flip(0), signed=signed)
+    assert torch.equal(decode(codes, tops, signed=signed), before) != signed  # 16 binades, not 32

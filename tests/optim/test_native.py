@@ -338,7 +338,7 @@ def test_the_norm_of_gradients_of_another_dtype_or_device_is_refused(kernel):
 
 
 def test_a_late_group_steps_with_the_moments_that_were_loaded(each_kernel):
-    """Its moments are fp32 where a load came before the policy's word for it, 8-bit, did."""
+    """They are 8-bit, by the optimizer's word; and fp32 where somebody has put such there."""
 
     def begun():
         torch.manual_seed(0)
@@ -364,6 +364,9 @@ def test_a_late_group_steps_with_the_moments_that_were_loaded(each_kernel):
     for part, state in zip(parts, saved, strict=True):
         part.load_state_dict(state)
     late = optimizer.state[model[2].weight]
+    assert late.pop("momentum_buffer_codes").dtype == torch.uint8
+    del late["momentum_buffer_tops"]
+    late["momentum_buffer"] = torch.full_like(late["remainder"], 0.01, dtype=torch.float32)
     dtypes = {name: value.dtype for name, value in late.items()}
     before = model[2].weight.detach().clone(), late["momentum_buffer"].clone()
     assert step(model, precision).applied

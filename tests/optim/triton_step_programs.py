@@ -94,7 +94,7 @@ class Run:
     def everything(self):
         state = self.optimizer.state_dict()["state"]
         held = [(k, v) for entry in state.values() for k, v in entry.items()]
-        masters = self.precision.state_dict()["masters"]
+        masters = dict(self.precision.masters.items())
         return [*self.model.state_dict().items(), *held, *masters.items()]
 
 

@@ -73,7 +73,7 @@ class Run:
     def everything(self):
         states = [o.state_dict()["state"] for o in self.optimizers]
         held = [v for state in states for entry in state.values() for v in entry.values()]
-        masters = self.precision.state_dict()["masters"]
+        masters = dict(self.precision.masters.items())
         return [v.clone() for v in [*self.model.parameters(), *held, *masters.values()]]
 
 

@@ -61,11 +61,13 @@ def test_masters_load_into_every_other_policy(first, later):
     def make(ps):
         return AdamW(ps, lr=0.01)
 
-    model, _, saved, _ = run(first, make, steps=5)
+    model, stepped, saved, _ = run(first, make, steps=5)
     exact = dict(saved.masters.items())
     state, weights = saved.state_dict(), model.state_dict()
     other = mlp(seed=9)
-    precision = Precision(later, other, make(other.parameters()))
+    begun = make(other.parameters())
+    precision = Precision(later, other, begun)
+    begun.load_state_dict(stepped.state_dict())
     if first != later:
         with pytest.raises(PrecisionError, match=r"weights= to convert it"):
             precision.load_state_dict(state)

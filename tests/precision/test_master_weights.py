@@ -77,7 +77,7 @@ def test_of_several_optimizers_one_made_for_another_policy_is_refused_and_none_c
     pair = [fits, other] if last else [other, fits]
     with pytest.raises(PrecisionError, match="made with update='kahan', the policy says 'split'"):
         Precision("bf16-split", model, pair)
-    assert fits.param_groups[0]["update"] is None
+    assert fits.storage["update"] is None
     assert next(model.parameters()).dtype == torch.float32
 
 

@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.state import REMAINDER, stored_moment
+from halfstep.optim.state import stored_moment
 from halfstep.precision.agreement import WORDS
 from halfstep.precision.border import require
 from halfstep.precision.masters.local_part import local_part
-from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
@@ -267,7 +267,7 @@ class LostUpdateMeter:
 class _Watch:
     """The hooks on one optimizer, and the steps that they have sampled."""
 
-    _optimizer: Optimizer
+    _optimizer: Any
     _prefix: str
     _names: Mapping[Tensor, str]
     _every: int
@@ -300,7 +300,7 @@ class _Watch:
             weight, held = sampled(local_part(parameter.detach())), self._remainder(parameter)
             update: Update = "nearest"
             if own and weight.dtype == torch.bfloat16:
-                update = group["update"]
+                update = self._optimizer.storage["update"]
             before = weight.clone(), None if held is None else held.clone()
             samples.append(_Sample(self._names.get(parameter, name), parameter, update, *before))
         decay, rate = group.get("weight_decay"), group.get("lr", math.nan)

@@ -13,10 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.state import REMAINDER
 from halfstep.precision.border import require
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import local_part
+from halfstep.precision.masters.rounding import REMAINDER
+from halfstep.precision.masters.states import MASTER
 from halfstep.precision.policy.policy import dtype_name
 from halfstep.precision.step import Precision
 from halfstep.shown import aligned
@@ -258,7 +259,8 @@ class MemoryMeter:
         for optimizer in precision.optimizers:
             for state in optimizer.state.values():
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():  # step counters have none
+                    # step counters have no dimension, and masters are counted above
+                    if isinstance(value, Tensor) and value.dim() and key != MASTER:
                         left = key == REMAINDER
                         form = "remainder" if left else dtype_name(value.dtype)
                         rows.append(("masters" if left else "moments", value, form))

@@ -10,7 +10,6 @@ from .shard import FullySharded as FullySharded
 from .strategy import (
     ParallelPlan as ParallelPlan,
     Strategy as Strategy,
-    check_agreement as check_agreement,
     choose_strategy as choose_strategy,
     plan_of as plan_of,
 )

@@ -30,11 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import halfstep.distributed as strategies
 from halfstep.distributed.layout import Layout
 from halfstep.errors import ConfigError, PrecisionError
-from halfstep.precision.agreement import ManyRanks, sum_of_bits
+from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.checks import check_cast
-from halfstep.precision.masters.local_part import is_sharded, local_part, part_like, reshard_
+from halfstep.precision.masters.local_part import part_like
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -231,60 +231,3 @@ def choose_strategy(
     if layout.data > 1:
         return strategies.DataParallel(layout, policy, device)
     return Strategy(layout, policy, device)
-
-
-# Checks now and then, in one collective, that all ranks still train the same model.
-#
-# Ranks that have once stepped differently stay different for good, and nothing else shows it:
-# losses go on falling. Ranks that hold the same part of a parameter must have the same sum of bits.
-
-
-def check_agreement(
-    precision: Precision, model: nn.Module, layout: Layout, *, step: int, when: str = ""
-) -> None:
-    """Raise if the ranks no longer train the same model; all ranks call it together.
-
-    Args:
-        precision: Its loss scale and counts are compared.
-        model: Its parameters are compared where ranks hold copies of the same part.
-        layout: The layout of all ranks of the default group.
-        step: Steps taken.
-        when: When this is, for the message: ``"before the first step"``.
-
-    Raises:
-        PrecisionError: On every rank, naming the ranks that differ, and in what.
-    """
-    if layout.size == 1:
-        return
-    reshard_(model)  # compare the parts, not weights that are still gathered
-    mine: dict[str, tuple[float, object]] = {
-        "the step count": (step, None),
-        "the applied steps": (precision.progress.applied_total, None),
-        "the loss scale": (precision.loss_scale.value, None),
-    }
-    for name, weight in model.named_parameters():
-        mine[name] = int(sum_of_bits(local_part(weight))), _part_held(weight)
-    everyone = [mine] * layout.size
-    dist.all_gather_object(everyone, mine)
-    for name in mine:
-        holders: dict[object, tuple[int, float]] = {}  # the first rank of each part
-        for rank, (value, part) in enumerate(theirs[name] for theirs in everyone):
-            other, known = holders.setdefault(part, (rank, value))
-            if value != known:
-                what = f"{name} ({known} and {value})" if name.startswith("the ") else name
-                raise PrecisionError(
-                    f"rank {rank} differs from rank {other} in {what}"
-                    f"{' ' + when if when else f' after step {step}'}: ranks that hold copies of "
-                    "one model have parted ways, and no later step can mend it; go on from the "
-                    "last checkpoint with --resume, and look for memory or network faults, or for "
-                    "code that changes weights on some ranks only"
-                )
-
-
-def _part_held(weight: Tensor) -> object:
-    """Which part this rank holds: its coordinates on the mesh axes that split the weight."""
-    if not is_sharded(weight):
-        return None
-    dtensor: Any = weight
-    place = zip(dtensor.device_mesh.get_coordinate(), dtensor.placements, strict=True)
-    return tuple(at for at, how in place if how.is_shard())

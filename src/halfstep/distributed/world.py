@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from halfstep.errors import ConfigError, HalfstepError, PeerError, StorageError
 from halfstep.precision.border import as_device
+from halfstep.precision.words import heard, lost, tell
 
 T = TypeVar("T")
 
@@ -74,6 +75,8 @@ class World:
         if error is None:  # after a failure, this process's exit makes the others' calls fail
             self.close()
             return
+        tell(error)
+        lost(error, range(self.size), "waits for the others")
         own = isinstance(error, HalfstepError) and not isinstance(error, PeerError | StorageError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
@@ -159,13 +162,14 @@ class World:
         """Do this rank's work; return when all ranks have done theirs, raise when any failed."""
         try:
             result = work()
-        except BaseException:
+        except BaseException as error:
+            tell(error)
             with suppress(RuntimeError):  # raise this rank's own error, not a later one
                 self.largest(self.size - self.rank, patience)
             raise
         failed = self.largest(0, patience)
         if failed:
-            raise PeerError(f"rank {self.size - failed} failed; its own message tells why")
+            raise PeerError(heard([self.size - failed], 1.0))
         return result
 
     def largest(self, number: int, timeout: timedelta | None = None) -> int:

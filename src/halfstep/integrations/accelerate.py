@@ -23,8 +23,8 @@ from halfstep.diagnostics.lost_updates import bare_optimizer
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.integrations.loop_scaler import FiniteGuard, LoopScaler
 from halfstep.integrations.optimizer_tensors import Names, refuse_pure
+from halfstep.precision.agreement import AnyRanks
 from halfstep.precision.policy.rules import plain_name
-from halfstep.precision.scaling.gradients import Ranks
 
 _NEEDED = ("scaler", "scaler_handler", "mixed_precision", "distributed_type", "device",
            "unscale_gradients", "prepare_optimizer", "free_memory", "_optimizers",
@@ -42,8 +42,8 @@ class ScaleOptions(TypedDict, total=False):
     strict: bool
     names: Names | None
     """Parameter names for messages; None: the prepared models' own."""
-    ranks: Ranks | None
-    """The ranks that must agree on a skip; None: all of ``torch.distributed``'s default group."""
+    ranks: AnyRanks | None
+    """The ranks that must agree on a skip, as for :class:`halfstep.GradScaler`."""
     allow_pure: bool
     """Allow 16-bit weights under any optimizer, although small updates are lost."""
 

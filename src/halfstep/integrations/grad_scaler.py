@@ -44,7 +44,7 @@ from halfstep.integrations.optimizer_tensors import (
     stored_gradients,
     with_gradients,
 )
-from halfstep.precision.agreement import as_ranks, ranks_of_this_process
+from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
 from halfstep.precision.border import as_device, as_number
 from halfstep.precision.checks import some
 from halfstep.precision.masters.local_part import is_sharded
@@ -79,8 +79,9 @@ class GradScaler(torch.amp.GradScaler):
         strict: Keep the scale from 1 to 2^24, where an overflow at 1 raises, and refuse, at the
             first step, trainable 16-bit weights whose small updates would be lost.
         names: For messages only: ``model.named_parameters()``, or a dict of it.
-        ranks: The ranks that must agree on a skip; None: all of ``torch.distributed``'s default
-            group, if initialised. ``OneRank()`` if each process trains a model of its own.
+        ranks: The ranks that must agree on a skip: a process group, a device mesh, ``ManyRanks`` or
+            ``OneRank()`` if each process trains a model of its own. None: the mesh that the
+            parameters are sharded over; else all of ``torch.distributed``'s default group.
         allow_pure: Allow 16-bit weights under any optimizer, although small updates are lost.
 
     Raises:
@@ -112,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         strict: bool = False,
         names: Names | None = None,
-        ranks: Ranks | None = None,
+        ranks: AnyRanks | None = None,
         allow_pure: bool = False,
     ) -> None:
         device = str(as_device(device))
@@ -121,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._ranks = None if ranks is None else as_ranks(ranks)
+        self._ranks = None if ranks is None else ranks_of_this_process(device, ranks)
         self._names = name_table(names)
         self._allow_pure = allow_pure
         self._strict = strict
@@ -294,6 +295,11 @@ class GradScaler(torch.amp.GradScaler):
         state |= {"_last": self.last_step, "_loss": None, "_host_flag": None}
         return state | counts | {"_round": [], "_nonfinite": {}, "_names": {}}
 
+    def _agreeing(self, *optimizers: Optimizer) -> Ranks:
+        """The ranks that step with this one."""
+        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        return ranks_of_this_process(self._device, self._ranks, held)
+
     # --- inside of torch's calls ------------------------------------------------------------------
 
     def _unscale_grads_(
@@ -302,7 +308,7 @@ class GradScaler(torch.amp.GradScaler):
         if (self._strict or not self._as_torch) and not self._allow_pure:
             refuse_pure(optimizer, self._names)
         allowed = allow_fp16 or accepts_low_precision(optimizer)
-        ranks = ranks_of_this_process(found_inf.device, self._ranks)
+        ranks = self._agreeing(optimizer)
         sharded = {is_sharded(p) for p in with_gradients(optimizer)}
         alone = isinstance(ranks, OneRank)
         torchs = sharded <= {False} or (alone and sharded == {True})

@@ -222,7 +222,8 @@ class NumericsCallback(TrainerCallback):
         values = torch.stack([v.double().reshape(()).to(device) for v in (*losses, whole)]).tolist()
         loss_broken = not all(map(math.isfinite, values[:-1]))
         norm_broken = not self._scaled and not math.isfinite(values[-1])
-        agreed = ranks_of_this_process(device, self._options.get("ranks"))
+        held = self._trainer.model
+        agreed = ranks_of_this_process(device, self._options.get("ranks"), held)
         broken = agreed.worst([loss_broken, norm_broken])
         if any(broken):
             shown = math.nan if norm is None else float(_whole(norm))

@@ -31,7 +31,6 @@ from halfstep.integrations.optimizer_tensors import (
     stored_gradients,
     with_gradients,
 )
-from halfstep.precision.agreement import ranks_of_this_process
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
@@ -239,8 +238,7 @@ class FiniteGuard(LoopScaler):
         Raises:
             PrecisionError: If a closure is given, or another rank's optimizer has no gradient.
         """
-        ranks = ranks_of_this_process(torch.device(self._device), self._ranks)
-        if not with_gradients(optimizer) and isinstance(ranks, OneRank):
+        if not with_gradients(optimizer) and isinstance(self._agreeing(optimizer), OneRank):
             value: float | None = optimizer.step(*args, **kwargs)
             return value
         return super().step(optimizer, *args, **kwargs)
@@ -265,7 +263,7 @@ class FiniteGuard(LoopScaler):
         loss = self._losses_sum
         if loss is None:
             loss = torch.zeros((), device=self._device)
-        of_loss = ranks_of_this_process(loss.device, self._ranks).of_loss(loss)
+        of_loss = self._agreeing(*self._bound()).of_loss(loss)
         if of_loss:
             what = f"{of_loss}: the forward pass or the data made it"
         else:

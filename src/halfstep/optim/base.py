@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, TypedDict, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ from halfstep.optim.moments import Moments
 from halfstep.optim.options import (
     GRADIENTS,
     check_group,
+    check_storage,
     kept_moments,
-    moments_of,
     no_update,
     refused_gradient,
     update_of,
@@ -35,9 +35,9 @@ from halfstep.optim.options import (
 from halfstep.optim.rules import SET, Algorithm
 from halfstep.optim.state import (
     FELL_BACK,
-    REMAINDER,
     Batch,
     StepTask,
+    as_values,
     convert,
     dense,
     fits,
@@ -50,11 +50,9 @@ from halfstep.optim.state import (
     write_back,
     zero_moment,
 )
-from halfstep.precision.masters.rounding import ROUNDING, Update
+from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update
 from halfstep.precision.masters.stepping import DeviceDecision, Gradients, OwnOptimizer
 
-# Group options that loading a state does not change, since they configure this optimizer.
-_OWN = ("update", "moments", "seed")
 _NO_GRADIENT = torch.empty(0)
 _SETS = 8  # sets of parameters with gradients whose calls are kept, as of losses that take turns
 
@@ -84,18 +82,11 @@ class _Kept:
     facts: tuple[Any, ...] = ()  # see LowPrecisionOptimizer._facts
 
 
-class Storage(TypedDict, total=False):
-    """The options of every optimizer here, which are those of its groups."""
-
-    update: Update | None
-    moments: Moments | None
-    seed: int
-
-
 class LowPrecisionOptimizer(OwnOptimizer):
     """An optimizer whose weights and moments may have less than 32 bits.
 
-    Group options besides the algorithm's own:
+    Options besides the algorithm's own. They are no options of groups, in which torch's loaders of
+    sharded checkpoints want the keys of ``torch.optim`` and no others:
 
     * ``update``: the rounding mode by which an update reaches a bf16 weight, see
       :class:`~halfstep.PrecisionPolicy`. None lets :class:`halfstep.Precision`
@@ -128,9 +119,12 @@ class LowPrecisionOptimizer(OwnOptimizer):
                 f"{type(self).__name__} got {type(params).__name__} for its parameters; allowed: "
                 "model.parameters(), model.named_parameters(), or a list of groups"
             )
+        check_storage(update, moments)
+        self.storage: dict[str, Any] = {"update": update, "moments": moments, "seed": seed}
+        """How weights and moments are stored: see ``options.py``."""
         self._kernels: dict[tuple[str, str], Kernel] = {}  # by device type and rule
         self._kept: dict[tuple[int, ...], _Kept] = {}  # by the ids of those that have gradients
-        super().__init__(params, {**options, "update": update, "moments": moments, "seed": seed})
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as ``torch.optim`` does; :func:`check_group` refuses invalid ones."""
@@ -141,6 +135,10 @@ class LowPrecisionOptimizer(OwnOptimizer):
         except (PrecisionError, RuntimeError):
             self.param_groups.pop()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to pickle or copy."""
+        return {**super().__getstate__(), "storage": self.storage}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set a pickled, copied or loaded state; what was looked up for another is not in it."""
@@ -166,31 +164,27 @@ class LowPrecisionOptimizer(OwnOptimizer):
             raise PrecisionError(
                 f"moments={moments!r}: {type(self).__name__} keeps {', '.join(get_args(Moments))}"
             )
-        if self.state:
+        if any(state.get("step", 1) for state in self.state.values()):
             raise PrecisionError("the optimizer has stepped already; make Precision before that")
-        for group in self.param_groups:
-            for key, wanted in (("update", update), ("moments", moments)):
-                if group[key] not in (None, wanted):
-                    raise PrecisionError(
-                        f"the optimizer was made with {key}={group[key]!r}, the policy says "
-                        f"{wanted!r}; leave {key} out there, or change the policy"
-                    )
+        for key, wanted in (("update", update), ("moments", moments)):
+            if self.storage[key] not in (None, wanted):
+                raise PrecisionError(
+                    f"the optimizer was made with {key}={self.storage[key]!r}, the policy says "
+                    f"{wanted!r}; leave {key} out there, or change the policy"
+                )
 
     def set_precision(self, update: Update, moments: Moments) -> None:
         """Set what :meth:`check_precision` accepts."""
-        for group in self.param_groups:
-            group["update"], group["moments"] = update, moments
+        self.storage["update"], self.storage["moments"] = update, moments
 
     def check_step(self, gradients: Gradients) -> None:
         """Refuse a bf16 weight without ``update``, and gradients that no kernel accepts."""
         silent = [
             parameter
-            for group in self.param_groups
-            if group["update"] is None
-            for parameter in group["params"]
+            for _, _, parameter in self._members()
             if parameter.dtype is torch.bfloat16 and parameter.requires_grad
         ]
-        if silent:
+        if silent and self.storage["update"] is None:
             raise no_update(silent, type(self).__name__)
         for _, _, parameter in self._members():
             gradient = gradients.get(parameter, parameter)
@@ -331,7 +325,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         tensors = [*parameters, *(gradients[p] for p in parameters)]
         held = chain.from_iterable(self.state[p].values() for p in parameters)
         return (
-            [(g["update"], g["moments"], [*map(id, g["params"])]) for g in self.param_groups],
+            (self.storage["update"], self.storage["moments"]),
+            [[*map(id, group["params"])] for group in self.param_groups],
             [*map(Tensor.data_ptr, chain(parameters, held))],
             [*map(Tensor.stride, tensors)],
             [(tensor.dtype, tensor.shape) for tensor in tensors],
@@ -351,7 +346,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             task = self._task(rule, parameter, state, stream)
             copied = copied or task.weight.data_ptr() != parameter.data_ptr()
             turned = turned or copied or gradient.stride() != parameter.stride()
-            update, moments = update_of(group, parameter), kept_moments(rule.moments, group, state)
+            update = update_of(self.storage["update"], parameter)
+            moments = kept_moments(rule.moments, self.storage["moments"], state)
             kinds = parameter.dtype, gradient.dtype, parameter.device
             key = (number, update, moments, int(state["step"].numpy()), *kinds)
             found.setdefault(key, []).append((parameter, task, state["step"]))
@@ -373,7 +369,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         step = int(call.counts[0]) + 1
         for count in call.counts:
             count[...] = step
-        rule, seed = self.algorithm_of(group), group["seed"]
+        rule, seed = self.algorithm_of(group), self.storage["seed"]
         options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
         constants, kinds = rule.constants(options, step), (call.update, call.moments)
         return Plan(rule, constants, *kinds, multiplier, seed, step, decision)
@@ -433,6 +429,23 @@ class LowPrecisionOptimizer(OwnOptimizer):
         names = group.get("param_names")
         return str(names[at]) if names else f"parameter {stream} of shape {tuple(parameter.shape)}"
 
+    def fill_(self) -> None:
+        """Give each trained parameter the state that a first step would, at step 0.
+
+        A loader reads only what it finds here, and torch's begins no optimizer that has a state.
+        """
+        for _, group, parameter in self._members():
+            if parameter.requires_grad:
+                self._state(group, parameter)
+
+    as_values = staticmethod(as_values)
+
+    def as_stored(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """A state as it is stepped on: the inverse of :func:`as_values`, bit for bit."""
+        wide = [key for key, v in state.items() if v.dtype == torch.bfloat16 and key != REMAINDER]
+        eight = self.storage["moments"] == "8bit" and FELL_BACK not in state
+        return self.convert(parameter, state) if wide and eight else state
+
     def _state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not fits(state, dense(parameter)):  # as after a change of the memory format
@@ -441,8 +454,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             state["step"] = new_step(0)
         for name in self.algorithm_of(group).moments:
             if stored_moment(state, name)[0] is None:
-                state |= zero_moment(name, parameter, moments_of(group))
-        dtype = ROUNDING[update_of(group, parameter)].remainder_dtype
+                state |= zero_moment(name, parameter, self.storage["moments"] or "fp32")
+        dtype = ROUNDING[update_of(self.storage["update"], parameter)].remainder_dtype
         if dtype is not None and REMAINDER not in state:
             state[REMAINDER] = torch.zeros_like(parameter, dtype=dtype)
         self.state[parameter] = state
@@ -473,8 +486,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
         found: dict[tuple[Any, ...], list[tuple[StepTask, Tensor]]] = {}
         values = []
         places = self._find(*parameters)
-        for parameter, (group, stream) in zip(parameters, places, strict=True):
-            data, update = dense(parameter), update_of(group, parameter)
+        for parameter, (_, stream) in zip(parameters, places, strict=True):
+            data, update = dense(parameter), update_of(self.storage["update"], parameter)
             values.append(torch.empty_like(data, dtype=torch.float32))
             held = self.state.get(parameter, {}).get(REMAINDER)
             if held is None:  # nothing is kept beside the weight, or not yet
@@ -494,8 +507,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
 
         A rounding mode that draws random bits uses those of step 0 of the parameter's own stream.
         """
-        [(group, stream)] = self._find(parameter)
-        data, update = dense(parameter), update_of(group, parameter)
+        [(_, stream)] = self._find(parameter)
+        data, update = dense(parameter), update_of(self.storage["update"], parameter)
         dtype, held = ROUNDING[update].remainder_dtype, None
         if dtype is not None:
             self.state[parameter][REMAINDER] = held = torch.zeros_like(data, dtype=dtype)
@@ -503,7 +516,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         new = flat(value.detach().float(), data)
         store, _ = masters_kernel(data.device.type)
         task = StepTask(flat(data, data), held, (), (), new, stream)
-        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, group["seed"], 0))
+        store(Batch([task]), Plan(SET, (), update, "fp32", 1.0, self.storage["seed"], 0))
         write_back(parameter, data)
 
     def _find(self, *parameters: nn.Parameter) -> list[tuple[dict[str, Any], int]]:
@@ -525,14 +538,16 @@ class LowPrecisionOptimizer(OwnOptimizer):
         # then loads the groups only. ``after`` sets the state before any other post-hook reads it.
         def before(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             fresh.update(self._converted(given))
-            return {**given, "state": {}}
+            groups = given["param_groups"]  # older ones also say how tensors were stored
+            kept = [{k: v for k, v in g.items() if k not in self.storage} for g in groups]
+            return {**given, "state": {}, "param_groups": kept}
 
         def after(_: Optimizer) -> None:
             self.state.clear()
             self.state.update(fresh)
             for group, options in zip(self.param_groups, own, strict=True):
-                # a group of torch.optim's lacks some options, and those of _OWN stay
-                group.update({k: v for k, v in options.items() if k in _OWN or k not in group})
+                # a group of another optimizer's lacks some options
+                group.update({k: v for k, v in options.items() if k not in group})
 
         own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         handles = (
@@ -574,8 +589,8 @@ class LowPrecisionOptimizer(OwnOptimizer):
             self.algorithm_of(group).moments,
             dense(parameter),
             entry,
-            update=update_of(group, parameter),
-            moments=moments_of(group),
-            seed=group["seed"],
+            update=update_of(self.storage["update"], parameter),
+            moments=self.storage["moments"] or "fp32",
+            seed=self.storage["seed"],
             stream=stream,
         )

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import Call, LowPrecisionOptimizer, Storage
+from halfstep.optim.base import Call, LowPrecisionOptimizer
 from halfstep.optim.kernels.reference import Plan
-from halfstep.optim.options import require_option
+from halfstep.optim.options import Storage, require_option
 from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averaging
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK

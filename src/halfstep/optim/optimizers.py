@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from halfstep.errors import PrecisionError
-from halfstep.optim.base import LowPrecisionOptimizer, Storage
+from halfstep.optim.base import LowPrecisionOptimizer
+from halfstep.optim.options import Storage
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
 
 
@@ -49,7 +51,9 @@ class AdamW(LowPrecisionOptimizer):
                 ``seed``, of stochastic rounding.
         """
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, options, **storage)
+        # all keys of torch's, so that a sharded checkpoint, which is read by key, goes both ways
+        theirs = torch.optim.AdamW([torch.empty(0)]).defaults
+        super().__init__(params, theirs | options, **storage)
 
 
 class SGD(LowPrecisionOptimizer):
@@ -83,7 +87,8 @@ class SGD(LowPrecisionOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, options, **storage)
+        theirs = torch.optim.SGD([torch.empty(0)]).defaults
+        super().__init__(params, theirs | options, **storage)
 
 
 class Lion(LowPrecisionOptimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -17,29 +17,28 @@ _WEIGHTS = (torch.float32, torch.bfloat16)
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def update_of(group: dict[str, Any], parameter: Tensor) -> Update:
-    """The rounding mode of a group's parameter; fp32 weights need none, so "nearest"."""
-    chosen: Update = group["update"] or "nearest"
-    return chosen if parameter.dtype == torch.bfloat16 else "nearest"
+class Storage(TypedDict, total=False):
+    """How an optimizer stores weights and moments."""
+
+    update: Update | None
+    moments: Moments | None
+    seed: int
 
 
-def moments_of(group: Mapping[str, Any]) -> Moments:
-    """The format of a group's moments."""
-    chosen: Moments = group["moments"] or "fp32"
-    return chosen
+def update_of(chosen: Update | None, parameter: Tensor) -> Update:
+    """The rounding mode of a parameter; fp32 weights need none, so "nearest"."""
+    return chosen or "nearest" if parameter.dtype == torch.bfloat16 else "nearest"
 
 
-def kept_moments(
-    names: Sequence[str], group: Mapping[str, Any], state: Mapping[str, Any]
-) -> Moments:
-    """The format of a parameter's moments, as its tensors show it; its group's before it has any.
+def kept_moments(names: Sequence[str], chosen: Moments | None, state: Mapping[str, Any]) -> Moments:
+    """The format of a parameter's moments, as its tensors show it; ``chosen`` before it has any.
 
-    The group's is what new moments get: these may be older than it, or have fallen back to bf16.
+    That is what new moments get: these may be older than it, or have fallen back to bf16.
     """
     stored = (stored_moment(state, name)[0] for name in names)
     dtypes = [values.dtype for values in stored if values is not None]
     if not dtypes:
-        return moments_of(group)
+        return chosen or "fp32"
     formats = {dtype: moments for moments, dtype in DTYPES.items()}
     if dtypes[0] not in formats:
         raise PrecisionError(f"a moment is {dtypes[0]}; allowed: fp32, bf16 and, for 8 bits, uint8")
@@ -61,6 +60,13 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 }
 
 
+def check_storage(update: Update | None, moments: Moments | None) -> None:
+    """Refuse an unknown rounding mode or format of moments."""
+    for key, value, kind in (("update", update, Update), ("moments", moments, Moments)):
+        if value not in (None, *get_args(kind)):
+            raise PrecisionError(f"{key}={value!r}; allowed: {', '.join(get_args(kind))}")
+
+
 def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     """Refuse unknown or unsupported options, and parameters of unsupported dtype or strides."""
     rate = group.get("lr")
@@ -74,9 +80,12 @@ def check_group(group: dict[str, Any], owner: str, has_masters: bool) -> None:
     for index, beta in enumerate(group.get("betas", ())):
         name = f"beta parameter at index {index}"
         require_option(0 <= beta < 1, name, beta, "betas: 0 <= beta < 1")
-    for key, allowed in (("update", get_args(Update)), ("moments", get_args(Moments))):
-        if group[key] is not None and group[key] not in allowed:
-            raise PrecisionError(f"{key}={group[key]!r}; allowed: {', '.join(allowed)}")
+    for key in ("update", "moments", "seed"):
+        if key in group:
+            raise PrecisionError(
+                f"{key}={group[key]!r} is in a group, and all of {owner} is stored in one way; "
+                f"give it to {owner} itself, or make a second one for this group"
+            )
     for key in ("amsgrad", "capturable", "differentiable", "maximize"):
         if group.get(key):
             raise PrecisionError(

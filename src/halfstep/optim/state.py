@@ -13,9 +13,8 @@ from torch import Tensor
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.moments import BLOCK, BROKEN, DTYPES, Moments, decode, encode, zeros
-from halfstep.precision.masters.rounding import ROUNDING, Update, random_bits
+from halfstep.precision.masters.rounding import REMAINDER, ROUNDING, Update, random_bits
 
-REMAINDER = "remainder"
 CODES = "_codes"
 TOPS = "_tops"
 FELL_BACK = "moments_fell_back"
@@ -175,19 +174,23 @@ def _like(values: Tensor, data: Tensor) -> Tensor:
     return own
 
 
-def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A copy of a state whose moments have torch.optim's names, 8-bit ones decoded to a dtype."""
+def as_values(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose 8-bit moments are bf16 values, which hold them exactly, by torch's names."""
     state = {}
     for key, value in entry.items():
-        if key.endswith(TOPS) or key == FELL_BACK:
-            continue
-        if key == "step":
-            state[key] = value.to(torch.float32)
-        else:
-            name = key.removesuffix(CODES)
-            values = decode(flat(value, value), entry.get(tops_of(name)), signed=name in _SIGNED)
-            state[name] = values.as_strided(value.shape, value.stride()).to(dtype)
+        name = key.removesuffix(CODES)
+        if (tops := entry.get(tops_of(name))) is not None:
+            values = decode(flat(value, value), tops, signed=name in _SIGNED)
+            state[name] = values.as_strided(value.shape, value.stride()).to(torch.bfloat16)
+        elif not key.endswith(TOPS):
+            state[key] = value
     return state
+
+
+def in_dtype(entry: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A copy of a state as torch.optim has it, whose moments are of a dtype."""
+    kept = {key: value for key, value in as_values(entry).items() if key != FELL_BACK}
+    return {key: v.to(torch.float32 if key == "step" else dtype) for key, v in kept.items()}
 
 
 # The memory layout of state, and how it is passed to kernels.

@@ -19,7 +19,7 @@ from halfstep.precision.border import as_number, require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
 from halfstep.precision.masters.local_part import is_sharded, local_part
-from halfstep.precision.masters.stepping import require_own_optimizer
+from halfstep.precision.masters.stepping import require_elementwise, require_own_optimizer
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
 from halfstep.precision.policy.spelling import parse_saved
@@ -84,6 +84,7 @@ def check_parameters(placed: PlacedModel, optimizers: Sequence[Optimizer]) -> No
             )
     check_wrappers(policy, model)
     require_own_optimizer(policy, optimizers)
+    require_elementwise(optimizers)
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, CastInputs) and hook.policy.keeps_more_than_weights:
             raise PrecisionError(
@@ -295,11 +296,12 @@ def check_state(
     """Refuse a saved precision state that is from another policy or model, or damaged.
 
     ``parameters`` are the tensors that the optimizer updates, by name. The saved ``weights`` allow
-    another policy's state. Returns the masters to load, by name; none if the weights are masters.
+    another policy's state. Returns the masters to load, by name: the saved weights, or those that
+    states had before optimizers' states had them; none if the weights are masters.
     """
     counts = ("applied_total", "skipped_total", "skipped_in_a_row")
-    tables = ("loss_scale", "masters")
     require(state, Mapping, "load_state_dict(state)", "what Precision.state_dict() gave")
+    tables = ("loss_scale", *({"masters"} & set(state)))
     if weights is not None:
         require(weights, Mapping, "load_state_dict(weights)", "the model's state_dict(), or None")
     if set(state) - {"spikes"} != {"policy", *counts, *tables}:
@@ -320,11 +322,11 @@ def check_state(
             f"the saved precision state is damaged: {wrong[0]}={state[wrong[0]]!r}"
         )
     as_state(state.get("spikes"))
-    masters, dtypes = dict(state["masters"]), {torch.float32}
+    masters, dtypes = dict(state.get("masters", {})), {torch.float32}
     if weights is not None and not masters:
         masters = {name: local_part(w) for name, w in weights.items() if name in parameters}
         dtypes = set(DTYPES.values())
-    elif not masters and not policy.keeps_more_than_weights:
+    elif not masters and ("masters" not in state or not policy.keeps_more_than_weights):
         return {}
     whole = all(isinstance(m, Tensor) and m.dtype in dtypes for m in masters.values())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from halfstep.errors import NonFiniteError, PrecisionError, SpikeError
 from halfstep.precision.checks import some
@@ -219,14 +219,13 @@ class Outcome:
             warnings.warn(f"{text}. Said once; every StepResult tells", stacklevel=7)
 
     def state(self) -> dict[str, Any]:
-        """The policy, counts and the loss scale, the masters, and the spike detector's window."""
-        masters: dict[str, Tensor] = {}
-        if self._policy.keeps_more_than_weights:
-            if self.ema is not None:
-                self.ema.require_own_weights()
-            self._masters.take_written_()
-            masters = dict(self._masters.items())
-        state = {"policy": str(self._policy), **self.progress.state(), "masters": masters}
+        """The policy, counts and the loss scale, and the spike detector's window: equal on ranks.
+
+        Masters are in the optimizers' states.
+        """
+        if self.ema is not None:
+            self.ema.require_own_weights()
+        state = {"policy": str(self._policy), **self.progress.state()}
         return state if self.spikes is None else {**state, "spikes": self.spikes.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ On CUDA the device takes these steps alone where it can: ``masters/stepping.py``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 import halfstep.precision.low_bit as low_bit
 from halfstep.errors import PrecisionError
 from halfstep.precision import checks
-from halfstep.precision.agreement import as_ranks, check_replicas, ranks_of_this_process
+from halfstep.precision.agreement import AnyRanks, ranks_of_this_process
 from halfstep.precision.casting.autocast import (
     Autocast,
     ForwardWatch,
@@ -60,10 +60,10 @@ from halfstep.precision.scaling.gradients import (
     Judged,
     OneRank,
     Progress,
-    Ranks,
     clip_factor,
 )
 from halfstep.precision.scaling.loss_scale import LossScale
+from halfstep.precision.words import lost, tell
 
 if TYPE_CHECKING:
     from halfstep.precision.ema import EMA
@@ -83,8 +83,9 @@ class Precision:
             leaves out up to K such steps in a row.
         on_spike: The same for a finite loss or norm far above the steps before; or ``"off"``.
         ema: An average that :meth:`step` updates, from exact masters, after applied steps.
-        ranks: The ranks that must agree on each step, and so must call each method together; by
-            default all of ``torch.distributed``.
+        ranks: The ranks that must agree on each step, and so must call each method together: a
+            process group, a device mesh, :class:`ManyRanks` or :class:`OneRank`. None: those of
+            the wrapper that the model has, DDP's group or FSDP2's mesh, else all.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -105,7 +106,7 @@ class Precision:
         on_nonfinite: str | Recovery = "stop",
         on_spike: str | Recovery = "off",
         ema: EMA | None = None,
-        ranks: Ranks | None = None,
+        ranks: AnyRanks | None = None,
     ) -> None:
         """Check the policy against the device, and cast and copy weights as the policy says."""
         checks.check_arguments(model, optimizer, ema)
@@ -118,11 +119,12 @@ class Precision:
             "on_nonfinite": Recovery.parse(on_nonfinite),
             "on_spike": Recovery.parse(on_spike, "on_spike"),
         }
-        self.ranks = ranks_of_this_process(self.device) if ranks is None else as_ranks(ranks)
         self.clock = Clock()
         self._loss: Tensor | None = None
+        self._begun = 0  # steps, with their first backward
         self._last: weakref.ref[Tensor] | None = None  # the loss that backward was called with
         reshard_(model)
+        self.ranks = ranks_of_this_process(self.device, ranks, model)
         placed = place(self.policy, model)
         narrow = [p.name for p in placed.low if low_bit.stays_bf16(p)]
         reason = self.support.reason
@@ -133,7 +135,7 @@ class Precision:
             reason += f"; {placed.left_out}"
         self.support = replace(self.support, reason=reason)
         checks.check_parameters(placed, self.optimizers)
-        check_replicas(model.named_parameters(), self.ranks)
+        self.ranks = self.ranks.bound(model.named_parameters())
         door = _StepDoor(self.optimizers)
         try:
             self._take(placed, door, ema)
@@ -145,6 +147,7 @@ class Precision:
         """Cast the model's weights, create the parts that watch its steps, and attach the hooks."""
         policy, model = self.policy, self.model
         self.masters = MasterWeights(placed, self.optimizers)
+        door.begins = weakref.WeakMethod(self.masters.exchange.begins)
         self.masters.clear()  # older gradients belong to no step of this Precision
         self.outcome = Outcome(policy, model, self.masters, self.ranks, self.recovery, ema)
         self.path: DevicePath | None = None  # the steps that are decided on the device
@@ -169,7 +172,6 @@ class Precision:
         make_portable_(model, low, weakref.WeakMethod(self.masters.exact))
         back = (None, None) if stays else (door, model)
         self._released = weakref.finalize(self, _release, hooks, *back)
-        self.masters.divide_states_()
 
     def autocast(self) -> Autocast:
         """The context for forward and loss, any number of times, in any thread; or a decorator."""
@@ -207,10 +209,15 @@ class Precision:
         with self.masters.accumulation.running(scale, loss), self._context.arithmetic():
             if kind != "none":
                 scaled = scaled.float() * scale
-            scaled.backward(  # type: ignore[no-untyped-call]
-                retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
-            )
+            try:
+                scaled.backward(  # type: ignore[no-untyped-call]
+                    retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+                )
+            except RuntimeError as error:
+                lost(error, self.ranks.members, f"runs a backward after step {self.clock.step}")
+                raise
         if inputs is None or self.masters.trains(asked):
+            self._begun += self._loss is None
             self._last = weakref.ref(loss)
             value = loss.detach().float().reshape(())
             self._loss = value if self._loss is None else self._loss + value
@@ -221,9 +228,20 @@ class Precision:
         """Whether anything back-propagated waits for a step, and was not cleared."""
         return self._loss is not None and not self.masters.accumulation.cleared()
 
-    @outside_graphs
     def discard(self) -> None:
-        """Drop everything back-propagated since the last step, as a ``zero_grad()`` of all does."""
+        """Drop everything back-propagated since the last step, as a ``zero_grad()`` of all does.
+
+        Raises:
+            PrecisionError: If another rank takes the step: all ranks leave one out, or none.
+        """
+        leaves = self.has_loss
+        self._drop()
+        if leaves and self.ranks.members:
+            self._meet()
+            self.ranks.leave_out()
+
+    @outside_graphs
+    def _drop(self) -> None:
         self.masters.clear()
         self._loss = self._last = None
         if self._context.casts_per_op:  # an open context must not reuse casts of the old weights
@@ -233,12 +251,13 @@ class Precision:
     def close(self) -> None:
         """Release model and optimizers, whose hooks go; so does the end of a ``with`` block.
 
-        Weights stay in the policy's format; gradients and the masters' extra bits are dropped.
+        Weights stay in the policy's format; gradients are dropped. Masters stay in the optimizers'
+        states, which can still be saved, and nowhere else.
         """
         try:
             self.settle()
         finally:
-            self.discard()
+            self._drop()
             self._steps.door.close()
             self._context.release()
             self._released()
@@ -250,8 +269,13 @@ class Precision:
         self._require_open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is not None and self.ranks.members:
+                tell(error)
+                lost(error, self.ranks.members, f"runs its loop after step {self.clock.step}")
+        finally:
+            self.close()
 
     @outside_graphs
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> StepResult:
@@ -280,9 +304,11 @@ class Precision:
             total = self._loss
             if total is not None and not self.has_loss:  # as in torch, zero gradients are a step
                 total = torch.zeros_like(total)
+            if self.ranks.members:
+                self._meet()
             return self._steps.take(total, max_norm)
         finally:
-            self.discard()
+            self._drop()
 
     @outside_graphs
     def settle(self) -> None:
@@ -328,13 +354,16 @@ class Precision:
         self.outcome.load(state)
         self.clock.step = self.outcome.progress.steps
         if masters:
-            self.masters.load_(masters)
-        self.masters.divide_states_()
+            self.masters.load_(masters, saved=True)
 
     def start_from_(self, values: Mapping[str, Tensor]) -> None:
         """Start from fp32 values, by name, that the weights (or local parts) were rounded from."""
         self.masters.adopt()
         self.masters.load_(values)
+
+    def _meet(self) -> None:
+        progress = self.outcome.progress
+        self.ranks.at(self._begun, progress.applied_total, progress.loss_scale.value)
 
     def _require_open(self) -> None:
         if not self._released.alive:
@@ -383,7 +412,8 @@ class _Steps:
             gradients = self._masters.gradients()
             if not gradients:
                 raise PrecisionError(checks.NO_GRADIENTS)
-        except PrecisionError:
+        except PrecisionError as error:
+            tell(error)
             self._ranks.cannot()
             raise
         return gradients
@@ -404,10 +434,13 @@ class _StepDoor:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._is_open = False
+        self.begins: weakref.WeakMethod[Callable[[Optimizer], bool]] | None = None
+        """Lets torch's initialisation step pass: :meth:`Exchange.begins`."""
         self._handles = [optimizer.register_step_pre_hook(self) for optimizer in optimizers]
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_open:
+        begins = self.begins and self.begins()
+        if not self._is_open and not (begins and begins(optimizer)):
             raise PrecisionError(
                 f"{type(optimizer).__name__}.step() was called by hand (or by a GradScaler), and "
                 "this optimizer belongs to a Precision, which checks, clips, rounds and scales the "

@@ -92,7 +92,6 @@ def train(session: Session, path: Path) -> Iterator[Tick]:
         CheckpointError: When metrics or a checkpoint cannot be written.
     """
     settings = session.config.run
-    session.check_agreement("before the first step")
     books = _Books(session, path)
     with (
         Interrupt() as interrupt,
@@ -261,7 +260,7 @@ class _Books:
         keeps_best = session.task.keeps_best
         if not (last or _due(session.step, run.save_every) or (evaluated and keeps_best)):
             return None
-        session.check_agreement()  # never save ranks that disagree
+        session.precision.ranks.agree()  # never save ranks that disagree
         best = session.best.step if session.best and keeps_best else None
         saved: Path = save_checkpoint(
             self._folder, session.step, session.checkpoint(), run.keep, session.world, spared=best

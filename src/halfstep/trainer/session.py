@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.strategy import Strategy, check_agreement, choose_strategy
+from halfstep.distributed.strategy import Strategy, choose_strategy
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim.state import CODES, REMAINDER, TOPS, in_dtype, tops_of
+from halfstep.optim.state import CODES, TOPS, in_dtype, tops_of
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
+from halfstep.precision.masters.rounding import REMAINDER
 from halfstep.precision.masters.stepping import OwnOptimizer
 from halfstep.precision.policy.devices import choose
 from halfstep.precision.policy.policy import PrecisionPolicy
@@ -155,7 +156,8 @@ class Session:
         """Collect all that :meth:`restore` needs to go on bit for bit; all ranks call it."""
         self._share_buffers()
         precision = self.precision.state_dict()
-        masters = precision.pop("masters") or dict(self.precision.masters.items())  # the weights
+        self.precision.masters.take_written_()
+        masters = dict(self.precision.masters.items())
         state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
@@ -187,12 +189,6 @@ class Session:
         if self.world.size > 1:
             part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
 
-    def check_agreement(self, when: str = "") -> None:
-        """Raise PrecisionError if ranks do not train the same model; all ranks call it."""
-        check_agreement(
-            self.precision, self.task.model, self.strategy.layout, step=self.step, when=when
-        )
-
     def report_best(self, folder: Path) -> None:
         """Write the task's report of the best evaluation so far into the run folder; on rank 0."""
         if self.best is not None:
@@ -223,9 +219,8 @@ class Session:
             states = convert_optimizer_tensors(used, names, moments)
             used.state.clear()
             used.state.update(states)
-        precision = {**state["precision"], "masters": {}}
         # after the moments: it puts the remainders of 16-bit weights beside them
-        self.precision.load_state_dict(precision, weights=checkpoint.weights)
+        self.precision.load_state_dict(state["precision"], weights=checkpoint.weights)
         if self.ema is not None:
             self.ema.load_state_dict({"updates": state["ema_updates"], "averages": averages})
         for name, buffer in self._buffers().items():

@@ -24,6 +24,14 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether several ranks hold different parts of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in placed)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """A DTensor's part on this rank, detached, in the same memory; or the plain tensor itself."""
     if not isinstance(tensor, DTensor):
@@ -89,6 +97,18 @@ def place_like(local: Tensor, parameter: Tensor) -> Tensor:
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_value(value: Any, parameter: Tensor) -> Any:
+    """A value of a parameter's optimizer state, as a step on the parameter's local part needs it.
+
+    What is placed otherwise than the parameter, as it was loaded, is redistributed: a collective.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
+        value = value.redistribute(parameter.device_mesh, parameter.placements)
+    return local_part(value)
 
 
 def part_like(full: Tensor, parameter: Tensor) -> Tensor:

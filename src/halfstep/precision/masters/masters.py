@@ -9,7 +9,7 @@ What a user sees between steps is always valid:
 
 * Gradients are in ``p.grad`` of the model's own parameters (``accumulation.py``).
 * The optimizers' groups and states hold the model's own parameters. Masters, and this rank's parts
-  of sharded parameters, replace them only while an optimizer steps (:meth:`installed`).
+  of sharded parameters, replace them only while an optimizer steps (``states.py``).
 * A weight that was written in place counts: its master adopts the value before it is used
   (:meth:`take_written_`).
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -40,6 +40,8 @@ from halfstep.precision.masters.local_part import (
     local_part,
     place_like,
 )
+from halfstep.precision.masters.rounding import REMAINDER, exact
+from halfstep.precision.masters.states import MASTER, Exchange
 from halfstep.precision.masters.stepping import (
     DeviceDecision,
     Gradients,
@@ -106,6 +108,7 @@ class MasterWeights:
         for optimizer in self.own_optimizers:
             optimizer.set_precision(policy.update, policy.moment_format)
             optimizer.has_masters = policy.has_masters
+            optimizer.state.clear()  # of a Precision that took no step
         self.accumulation = GradientAccumulation(policy, model)
         self._policy = policy
         self._model = model
@@ -115,19 +118,16 @@ class MasterWeights:
         """Of the trained parameters, by the model's own."""
         self._kinds: list[tuple[torch.dtype, torch.device]] = []  # of the parameters, in order
         self._last: _Held | None = None  # what was last found to be held
-        self._to_target: dict[Tensor, nn.Parameter] = {}
-        self._to_parameter: dict[Tensor, nn.Parameter] = {}
-        self._installed = False
+        self.exchange = Exchange(optimizers, policy.update)
+        self._to_target, self._to_parameter = self.exchange.to_target, self.exchange.to_parameter
         self._copies = policy.has_masters
         self._unrounded: set[nn.Parameter] = set()  # of a running step, not yet in their weights
         # optimizers whose ``step`` takes no gradients as an argument, but reads ``grad``
         self._looking = [o for o in optimizers if not takes_gradients(o)]
-        self.handles: list[RemovableHandle] = []
+        self.handles = self.exchange.handles
         """Optimizer hooks, to be removed together with this object."""
-        for optimizer in optimizers:
-            self.handles += _load_into_targets(optimizer, weakref.ref(self))
-            if self._copies:
-                self.handles.append(_push_early(optimizer, weakref.ref(self)))
+        for optimizer in optimizers if self._copies else ():
+            self.handles.append(_push_early(optimizer, weakref.ref(self)))
         self._adopt_all(placed)
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
@@ -140,7 +140,7 @@ class MasterWeights:
 
         Those that are already 16-bit start from their 16-bit values; others are cast.
         """
-        self._install(False)  # in case loading a state has raised half-way
+        self.exchange.install(False)  # in case loading a state has raised half-way
         # model.to moves a parameter in place, or puts a new one in its place, as on meta
         moved = next(self._model.parameters()).device != self._device
         if moved or [(p.dtype, p.device) for p in self.weights] != self._kinds:
@@ -150,10 +150,6 @@ class MasterWeights:
             )
         if not any([p.requires_grad for p in self._held().waiting]):
             return
-        for optimizer in self.own_optimizers:
-            for group in optimizer.param_groups:  # a group that was added since
-                group["update"] = group["update"] or self._policy.update
-                group["moments"] = group["moments"] or self._policy.moment_format
         with torch.inference_mode(False):  # a master made in inference mode cannot be updated
             self._adopt_all(place(self._policy, self._model))  # it may have new modules by now
         held = self._held().by_parameter
@@ -177,6 +173,9 @@ class MasterWeights:
                 self.weights[parameter] = self._adopt(name, parameter, dtype, held)
                 self._last = None
         self._kinds = [(p.dtype, p.device) for p in self.weights]
+        with self.installed():
+            for optimizer in self.own_optimizers:
+                optimizer.fill_()
 
     def _adopt(
         self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
@@ -235,36 +234,9 @@ class MasterWeights:
 
     # Between the model and the optimizers
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> AbstractContextManager[None]:
         """Inside the context, the optimizers' groups and states hold targets, not parameters."""
-        before = self._installed
-        self._install(True)
-        try:
-            yield
-        finally:
-            self._install(before)
-
-    def _install(self, yes: bool) -> None:
-        if yes == self._installed:
-            return
-        self._installed = yes
-        table = self._to_target if yes else self._to_parameter
-        if not table:
-            return
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                # in place, because some optimizers keep a reference to the list itself
-                group["params"][:] = [table.get(p, p) for p in group["params"]]
-            states = [(table.get(p, p), state) for p, state in optimizer.state.items()]
-            optimizer.state.clear()
-            for parameter, state in states:
-                optimizer.state[parameter] = _local_state(state) if yes else state
-
-    def divide_states_(self) -> None:
-        """Make the optimizer states of sharded weights this rank's parts, as a step does."""
-        with self.installed():
-            pass
+        return self.exchange.installed()
 
     def _cast_states_(self) -> None:
         """Cast what stock optimizers hold already, of Adagrad or of steps, as new state is."""
@@ -334,6 +306,24 @@ class MasterWeights:
                 pairs.append((weight.target.detach(), weight.visible))
         if pairs:
             _follow_all_(pairs)
+
+    def _set_saved_(self, weight: Weight, value: Tensor) -> None:
+        """Set a weight to what a model's saved state has, which lacks bits if it is 16-bit.
+
+        The optimizer may have loaded them from another policy's state; or it has them as its own,
+        which stay wherever they belong to this value.
+        """
+        spare = self.exchange.spare.pop(weight.parameter, {}) if value.dtype in LOW else {}
+        if MASTER in spare:
+            self._set_(weight, spare[MASTER])
+        elif REMAINDER in spare and value.dtype is torch.bfloat16:
+            self._set_(weight, exact(value, spare[REMAINDER]))
+        elif value.dtype in LOW and value.dtype is weight.visible.dtype:
+            weight.visible.copy_(value)
+            if weight.copied:
+                _follow_(weight.target.detach(), weight.visible)
+        else:
+            self._set_(weight, value)
 
     def _set_(self, weight: Weight, value: Tensor) -> None:
         """Set a weight's target, or what its keeper stores, to a value of any floating dtype."""
@@ -470,8 +460,11 @@ class MasterWeights:
         return value
 
     @torch.no_grad()
-    def load_(self, values: Mapping[str, Tensor]) -> None:
-        """Set every weight to values from :meth:`items`, under this policy or another."""
+    def load_(self, values: Mapping[str, Tensor], *, saved: bool = False) -> None:
+        """Set every weight to values from :meth:`items`, under this policy or another.
+
+        They may be ``saved`` as a model's weights, with the rest in its optimizer's state.
+        """
         wrong = [
             weight.name for weight in self._current()
             if getattr(values.get(weight.name), "shape", None) != weight.target.shape
@@ -482,7 +475,7 @@ class MasterWeights:
                 "names of Precision.named_parameters(), or this rank's parts of them"
             )
         for weight in self._current():
-            self._set_(weight, values[weight.name])
+            (self._set_saved_ if saved else self._set_)(weight, values[weight.name])
         self.push_([weight.target for weight in self.weights.values()])
 
     def close(self) -> None:
@@ -491,22 +484,6 @@ class MasterWeights:
         self.accumulation.close()
         for optimizer in self.own_optimizers:
             optimizer.has_masters = False
-
-
-def _load_into_targets(
-    optimizer: Optimizer, masters: weakref.ref[MasterWeights]
-) -> list[RemovableHandle]:
-    """Install targets while a state is loaded, as torch casts moments to the parameters' dtype."""
-
-    def install(yes: bool) -> None:
-        held = masters()
-        if held is not None:
-            held._install(yes)
-
-    return [
-        optimizer.register_load_state_dict_pre_hook(lambda *_: install(True)),
-        optimizer.register_load_state_dict_post_hook(lambda *_: install(False)),
-    ]
 
 
 def _push_early(optimizer: Optimizer, masters: weakref.ref[MasterWeights]) -> RemovableHandle:
@@ -521,12 +498,6 @@ def _push_early(optimizer: Optimizer, masters: weakref.ref[MasterWeights]) -> Re
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
     return handle
-
-
-def _local_state(state: dict[str, Any]) -> dict[str, Any]:
-    if not any(isinstance(value, Tensor) and is_sharded(value) for value in state.values()):
-        return state
-    return {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _follow_all_(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

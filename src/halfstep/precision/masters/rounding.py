@@ -39,6 +39,8 @@ from torch import Tensor
 Update = Literal["nearest", "split", "split24", "kahan", "stochastic"]
 """The names of the rounding modes."""
 
+REMAINDER = "remainder"
+"""The key of what is stored beside a weight, in an optimizer's state."""
 _MASK = 0xFFFFFFFF
 _ABS = 0x7FFFFFFF
 _INF = 0x7F800000
@@ -290,6 +292,12 @@ _MODES = (
 )
 ROUNDING: dict[str, RoundingMode] = {mode.name: mode for mode in _MODES}
 """Every rounding mode by name. CONTRIBUTING.md says how to add one."""
+
+
+def exact(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 values of weights and their remainders, whose dtype tells the rounding mode."""
+    joins = {mode.remainder_dtype: mode.join for mode in _MODES if mode.join is not None}
+    return joins[remainder.dtype](weight, remainder)
 
 
 def master(weight: Tensor, remainder: Tensor | None, update: Update) -> Tensor:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.masters.local_part import is_sharded
+from halfstep.precision.masters.local_part import is_divided, is_sharded
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.result import StepResult
 
@@ -160,6 +160,35 @@ def require_own_optimizer(policy: PrecisionPolicy, optimizers: Sequence[Optimize
                 f"moments={policy.moment_format}: one of halfstep.optim; "
                 f"{type(optimizer).__name__} does not. The nearest policy for it is {nearest}"
             )
+
+
+_ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
+_ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", *_ADAMS, "ASGD", "RMSprop", "Rprop", "SGD")
+)
+
+
+def require_elementwise(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer of sharded weights whose update of an element may depend on others.
+
+    It would get this rank's parts for the whole. A class of a user's own says what it is by its
+    attribute ``elementwise``; one that only holds other optimizers is judged by them.
+    """
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(map(is_divided, parameters)):
+            continue
+        held = [x if isinstance(x, list | tuple) else [x] for x in vars(optimizer).values()]
+        inner = [one for several in held for one in several if isinstance(one, Optimizer)]
+        known = isinstance(optimizer, (OwnOptimizer, *_ELEMENTWISE))
+        if not getattr(optimizer, "elementwise", known or bool(inner)):
+            raise PrecisionError(
+                f"{type(optimizer).__name__} may need whole tensors, and each rank has a part of "
+                "them; use halfstep.optim.Muon or an optimizer like AdamW, or set elementwise = "
+                "True on this one if an element of it needs no other's gradient"
+            )
+        require_elementwise(inner)
 
 
 def has_users(hooks: Mapping[int, Any]) -> bool:

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,17 @@ from halfstep.precision.result import Reason, StepResult
 from halfstep.precision.scaling.loss_scale import LossScale, LossScaleConfig
 from halfstep.precision.scaling.spikes import Spike, SpikeDetector
 
-Gradients = Mapping[int, Sequence[Tensor]]
-"""Maps a number of ranks with different parts (:meth:`Ranks.parts_of`) to such gradients."""
+
+class Share(NamedTuple):
+    """How a parameter lies over ranks: which of how many parts this rank holds, and how split."""
+
+    parts: int = 1
+    part: int = 0
+    split: str = ""  # the same for parameters that are split alike, on all ranks
+
+
+Gradients = Mapping[Share, Sequence[Tensor]]
+"""Maps a share (:meth:`Ranks.share_of`) to such gradients."""
 Norm = Callable[[Sequence[Tensor]], Tensor]
 
 # Number of elements widened at a time: 1 MiB of fp32.
@@ -140,6 +149,9 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 class Ranks:
     """How the ranks that train one model agree; as it stands, those of a run of one process."""
 
+    members: Sequence[int] = ()
+    """Their numbers, if they are several."""
+
     def measure(self, loss: Tensor, gradients: Gradients, norm: Norm) -> tuple[float, float]:
         """The loss of the whole step, and the 2-norm of all its gradients, on the host."""
         every = [gradient for some in gradients.values() for gradient in some]
@@ -149,8 +161,21 @@ class Ranks:
         value, length = torch.stack([loss.to(total), total]).tolist()  # the host waits once
         return value, length
 
+    def bound(self, named_parameters: Iterable[tuple[str, Tensor]]) -> Self:
+        """These ranks, for one model; all ranks call it together."""
+        return self
+
+    def at(self, step: int, applied: int, scale: float) -> None:
+        """What must be equal on all ranks when they measure."""
+
     def cannot(self) -> None:
         """Join the ranks' :meth:`measure` as one that cannot step; the others then raise, too."""
+
+    def leave_out(self) -> None:
+        """Leave a step out, which all ranks do or none."""
+
+    def agree(self) -> None:
+        """Raise if ranks that hold copies of weights do not hold the same."""
 
     def worst(self, marks: Sequence[int]) -> list[int]:
         """The element-wise maximum of ``marks`` over ranks; every rank passes equally many."""
@@ -162,6 +187,10 @@ class Ranks:
     def parts_of(self, parameter: Tensor) -> int:
         """How many ranks hold different parts of a parameter; 1 if each holds the whole."""
         return 1
+
+    def share_of(self, parameter: Tensor) -> Share:
+        """Which of them this rank holds."""
+        return Share(self.parts_of(parameter))
 
     def of_loss(self, loss: Tensor) -> str:
         """Say whose loss is not finite; "" if everybody's is. All ranks call it."""
@@ -225,14 +254,14 @@ class Examiner:
         A finite step is tested for a spike, too. All ranks find the same: loss, norm and window are
         bit-equal on all of them.
         """
-        by_parts: dict[int, list[Tensor]] = {}
+        by_share: dict[Share, list[Tensor]] = {}
         if isinstance(self._ranks, OneRank):
-            by_parts[1] = [*gradients.values()]
+            by_share[Share()] = [*gradients.values()]
         else:
             for target, gradient in gradients.items():
-                parts = self._ranks.parts_of(self._masters.parameter_of(target))
-                by_parts.setdefault(parts, []).append(gradient)
-        value, norm = self._ranks.measure(loss, by_parts, self._norm)
+                share = self._ranks.share_of(self._masters.parameter_of(target))
+                by_share.setdefault(share, []).append(gradient)
+        value, norm = self._ranks.measure(loss, by_share, self._norm)
         if not math.isfinite(value):
             return Judged(value, norm, None, whose=self._ranks.of_loss(loss))
         found = NonFinite((), ())
@@ -243,7 +272,7 @@ class Examiner:
         if found.names:
             return Judged(value, norm, found)
         if not _SQUARES_FIT < norm < math.inf:
-            _, norm = self._ranks.measure(loss, by_parts, exact_global_norm)
+            _, norm = self._ranks.measure(loss, by_share, exact_global_norm)
         spike = None if self._spikes is None else self._spikes.test(value, norm)
         return Judged(value, norm, found, spike)
 
