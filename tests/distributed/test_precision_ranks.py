@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -52,10 +53,12 @@ class Loop:
     def backward(self, step, broken=None):
         """``broken``: the value that this rank's backward is to meet, or None."""
         forward = self.model if broken is None else grid.breaking(self.model, broken)
-        with self.precision.autocast():
-            loss = grid.loss_of(self.layout, forward, step, self.rank)
-        self.precision.backward(loss)
-        if self.strategy is not None:
+        ours = self.strategy is not None
+        with self.strategy.micro_batch(last=True) if ours else nullcontext():
+            with self.precision.autocast():
+                loss = grid.loss_of(self.layout, forward, step, self.rank)
+            self.precision.backward(loss)
+        if ours:
             self.strategy.finish()
 
     def whole(self):

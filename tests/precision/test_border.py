@@ -7,9 +7,7 @@ from torch import nn
 import halfstep
 from every import every
 from halfstep.distributed import (
-    GradientReducer,
     Layout,
-    broadcast_,
     choose_strategy,
     open_world,
     plan_of,
@@ -95,8 +93,6 @@ def wrong_calls():
         "layout of a number": lambda: choose_strategy(2, "fp32", "cpu"),
         "layout of fractions": lambda: Layout(data=2.5),
         "plan of a number": lambda: plan_of(5),
-        "reducer of a model": lambda: GradientReducer(model, None, "fp32"),
-        "broadcast a number": lambda: broadcast_(5, None),
         "world on a planet": lambda: open_world("mars"),
     }
 

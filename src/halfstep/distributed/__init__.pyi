@@ -1,11 +1,7 @@
 """Lists the public names of halfstep.distributed; each is loaded on first use."""
 
+from .ddp import DataParallel as DataParallel
 from .layout import Layout as Layout
-from .reducer import (
-    DataParallel as DataParallel,
-    GradientReducer as GradientReducer,
-    broadcast_ as broadcast_,
-)
 from .shard import FullySharded as FullySharded
 from .strategy import (
     ParallelPlan as ParallelPlan,

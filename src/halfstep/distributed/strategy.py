@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 # The package loads strategies on first use, as importing DTensor takes half as long as torch.
@@ -33,8 +33,6 @@ from halfstep.errors import ConfigError, PrecisionError
 from halfstep.precision.agreement import ManyRanks
 from halfstep.precision.border import as_device, require_model
 from halfstep.precision.casting.cast import cast_parameters_
-from halfstep.precision.checks import check_cast
-from halfstep.precision.masters.local_part import part_like
 from halfstep.precision.policy.policy import PrecisionPolicy
 from halfstep.precision.policy.rules import place
 from halfstep.precision.policy.spelling import parse_policy
@@ -110,39 +108,22 @@ class Strategy:
         """Index of this rank's share of the batch, among ``layout.batch_ranks``."""
         self.ranks: Ranks = ManyRanks(device, loss_share=1 / layout.tensor) if many else OneRank()
         """The ranks that agree on each step; for :class:`~halfstep.precision.step.Precision`."""
-        self._exact: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def place_(self, model: nn.Module, plan: ParallelPlan) -> None:
-        """Lay the model out; all ranks must have the same weights before.
-
-        If the policy stores weights in 16 bits, they are cast here, before anything is sharded, and
-        what the cast loses is kept for the masters.
+        """Lay the model out, by parts of its parameters; all ranks have the same weights before.
 
         Raises:
             ConfigError: If the model cannot be laid out in this way.
-            PrecisionError: If 16 bits cannot hold its weights.
         """
-        low = self.policy.param_dtype != torch.float32
-        if low:
-            placed = place(self.policy, model)
-            check_cast(placed)
-        if self.policy.keeps_more_than_weights:
-            self._exact = {n: p.detach().clone() for n, p in model.named_parameters()}
-        if low:
-            cast_parameters_(model, placed.dtypes())
+        if self.policy.update == "stochastic":  # a part would draw other bits than the whole
+            cast_parameters_(model, place(self.policy, model).dtypes())
         self.shard_(model, plan)
-        named = dict(model.named_parameters())
-        self._exact = {n: part_like(full, named[n]) for n, full in self._exact.items()}
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Replace parameters by this rank's parts of them; nothing to do on one device."""
 
     def attach_(self, precision: Precision) -> None:
-        """Give the masters what the cast before the sharding lost, and watch the gradients."""
-        if self._exact:
-            precision.start_from_({n: self._exact[n] for n in precision.named_parameters()})
-            self._exact = {}
+        """Watch the gradients of a Precision that was made of the model."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward and backward.

@@ -33,9 +33,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from halfstep.distributed.reducer import DataParallel, RoundedSum
-from halfstep.distributed.strategy import ParallelPlan
+from halfstep.distributed.strategy import ParallelPlan, Strategy
 from halfstep.errors import ConfigError
+from halfstep.precision.masters.reduction import RoundedSum, start_sum
+from halfstep.precision.step import Precision
 
 
 def parallelize_(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -119,7 +120,7 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn
     return nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
-class TensorParallel(DataParallel):
+class TensorParallel(Strategy):
     """Splits matrices over the ``tensor`` axis, and the batch over the ``data`` axis."""
 
     def shard_(self, model: nn.Module, plan: ParallelPlan) -> None:
@@ -136,6 +137,35 @@ class TensorParallel(DataParallel):
             )
         assert self.mesh is not None
         parallelize_(model, plan.tensor, self.mesh["tensor"])
+
+    def attach_(self, precision: Precision) -> None:
+        """Remember the Precision whose gradients are summed."""
+        self._precision = precision
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sum the gradients of this rank's parts over the ``data`` axis, in ``reduce_dtype``.
+
+        DDP takes no DTensors, so this is one sum when the backward has ended. A gradient that no
+        rank has stays None.
+        """
+        if self.layout.data == 1:
+            return
+        assert self.mesh is not None
+        masters, low = self._precision.masters, self.policy.reduce_dtype == torch.float16
+        scale = self._precision.loss_scale.value if low else 1.0
+        targets = [p for p in self._precision.named_parameters().values() if p.requires_grad]
+        found = masters.gradients(targets)
+        have = [float(target in found) for target in targets]
+        parts = [found.get(p, torch.zeros_like(p)).reshape(-1).float() for p in targets]
+        flat = torch.cat([*parts, torch.tensor(have, device=self.device)])
+        start_sum(flat, self.mesh.get_group("data"), self.policy.reduce_dtype, scale)()
+        sizes = [*map(Tensor.numel, targets), len(targets)]
+        *sums, anyone_has = torch.split(flat, sizes)
+        masters.replace(
+            {p: total.view(p.shape) for p, total, has
+             in zip(targets, sums, anyone_has.tolist(), strict=True) if has}
+        )  # fmt: skip
 
 
 # The styles of a plan: how each rank computes a module with its part of it.
@@ -321,11 +351,4 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
         dist.all_reduce(total, group=mesh.get_group())
         return total
     # Reduce-scatter and all-gather send what a ring all-reduce does, but never round partial sums.
-    flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, [0, -len(flat) % mesh.size()])
-    rounded = RoundedSum(len(padded), mesh.get_group(), torch.empty_like(padded), x.dtype)
-    rounded.buffer.copy_(padded)
-    for _ in rounded.phases():
-        pass
-    rounded.wait()
-    return rounded.result[: len(flat)].view(x.shape)
+    return RoundedSum(x.reshape(-1), mesh.get_group()).result().view(x.shape)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from halfstep.errors import ConfigError, HalfstepError, PeerError, StorageError
 from halfstep.precision.border import as_device
@@ -280,3 +281,19 @@ def end_with_parent() -> None:
     """Ask for SIGTERM when the launcher dies, even by SIGKILL; an orphan would go on writing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+@torch.no_grad()
+def broadcast_tensors_(tensors: Iterable[Tensor]) -> None:
+    """Copy the tensors of rank 0 to all ranks, bit for bit; collective."""
+    waiting = []
+    for tensor in {id(t): t for t in tensors}.values():
+        values = tensor.contiguous()
+        # sent as bytes, because some backends do not support every dtype
+        data = values.reshape(-1).view(torch.uint8)
+        work = dist.broadcast(data, src=0, async_op=True)
+        waiting.append((work, tensor, values))
+    for work, tensor, values in waiting:
+        work.wait()
+        if values is not tensor:
+            tensor.copy_(values)

@@ -27,7 +27,6 @@ from halfstep.precision.casting.cast import (
     cast_at_border,
     cast_floating,
     cast_to_policy_,
-    check_wrappers,
     give_back_,
 )
 from halfstep.precision.checks import NO_BACKWARD, one_device
@@ -115,7 +114,7 @@ class HalfstepPrecision(LightningPrecision):
                 "call; compute with the loss in training_step, and use self.manual_backward(loss, "
                 "retain_graph=True) for options"
             )
-        self._train(module, optimizers, model)
+        self._train(module, optimizers)
         for config in lr_schedulers if module.automatic_optimization else ():
             if config.interval == "step":
                 config.scheduler = HeldScheduler(config.scheduler, self.applied)
@@ -182,8 +181,8 @@ class HalfstepPrecision(LightningPrecision):
         else:  # manual optimization clips by Lightning's wrapper of the optimizer
             self._max_norms[getattr(optimizer, "optimizer", optimizer)] = float(clip_val)
 
-    def _train(self, model: nn.Module, optimizers: Sequence[Optimizer], wrapped: nn.Module) -> None:
-        """Put a model and its optimizers under the policy; ``wrapped`` is the module to call.
+    def _train(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Put a model and its optimizers under the policy.
 
         Raises:
             PrecisionError: As :class:`halfstep.Precision`; nothing has been changed then.
@@ -194,7 +193,6 @@ class HalfstepPrecision(LightningPrecision):
                 f"on_spike={on_spike!r} with {len(optimizers)} optimizers, each of which "
                 "takes steps of its own losses; allowed: one optimizer, or on_spike='off'"
             )
-        check_wrappers(self.policy, wrapped)
         self.engine = Precision(self.policy, model, optimizers, **self._options)
         self._take(model, self.engine.autocast())
         self.last_step, self._state, self._max_norms = None, {}, {}

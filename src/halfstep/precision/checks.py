@@ -18,7 +18,7 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_number, require
 from halfstep.precision.casting.autocast import ForwardWatch
 from halfstep.precision.casting.cast import CastInputs, check_wrappers
-from halfstep.precision.masters.local_part import is_sharded, local_part
+from halfstep.precision.masters.local_part import fsdp_groups, local_part
 from halfstep.precision.masters.stepping import require_elementwise, require_own_optimizer
 from halfstep.precision.policy.policy import DTYPES, LOW, PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel
@@ -254,13 +254,6 @@ def check_cast(placed: PlacedModel) -> None:
     for name, parameter in placed.model.named_parameters():
         if not parameter.is_floating_point():
             continue
-        wanted = torch.float32 if name in kept else dtype
-        if is_sharded(parameter) and parameter.dtype != wanted:
-            raise PrecisionError(
-                f"{name} is sharded in {dtype_name(parameter.dtype)} already, and policy {policy} "
-                f"keeps it in {dtype_name(wanted)}: cast the model before it is sharded, as "
-                "halfstep.distributed's strategies do"
-            )
         if name not in kept:
             part = local_part(parameter)
             lost = part.to(dtype).isinf() & part.isfinite()
@@ -270,6 +263,16 @@ def check_cast(placed: PlacedModel) -> None:
                     f"{name} holds {worst:g}, which {dtype_name(dtype)} cannot (largest "
                     f"{torch.finfo(dtype).max:g}); use a *-mixed policy"
                 )
+    names = {parameter: name for name, parameter in placed.model.named_parameters()}
+    for _, group in fsdp_groups(placed.model):
+        own = [names[p.sharded_param] for p in group.fsdp_params if p.sharded_param.requires_grad]
+        wide = [name for name in own if name in kept]
+        if wide and len(wide) < len(own):
+            raise PrecisionError(
+                f"rules of policy {policy} keep {some(tuple(wide))} in fp32, and FSDP2 gathers "
+                "them together with 16-bit ones, in one format; call fully_shard on their modules "
+                "first, or use a *-mixed policy with the same rules"
+            )
     norms = [  # torch wants their weights and statistics in one dtype
         p for p in placed.modules
         if not p.fp32 and isinstance(p.module, _NormBase)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, choose_strategy
-from halfstep.distributed.world import World
+from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.optim.state import CODES, TOPS, in_dtype, tops_of
 from halfstep.precision.casting.autocast import require_support
@@ -187,7 +187,7 @@ class Session:
     def _share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, as DDP does: each rank's forward moved its own."""
         if self.world.size > 1:
-            part("distributed.reducer:broadcast_tensors_")(self._buffers().values())
+            broadcast_tensors_(self._buffers().values())
 
     def report_best(self, folder: Path) -> None:
         """Write the task's report of the best evaluation so far into the run folder; on rank 0."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import halfstep.precision.low_bit as low_bit
@@ -24,7 +23,13 @@ from halfstep.errors import PrecisionError
 from halfstep.precision.border import as_device
 from halfstep.precision.casting.autocast import Autocast, outside_graphs
 from halfstep.precision.casting.op_casts import inside_casts, no_frame
-from halfstep.precision.masters.local_part import fsdp_modules, is_sharded
+from halfstep.precision.masters.local_part import (
+    cast_,
+    fsdp_modules,
+    fsdp_parameters,
+    is_sharded,
+)
+from halfstep.precision.masters.reduction import require_no_hook, wrappers_of
 from halfstep.precision.masters.rounding import random_key
 from halfstep.precision.policy.policy import PrecisionPolicy, dtype_name
 from halfstep.precision.policy.rules import PlacedModel, Placement, has_forward, has_stacks, place
@@ -71,11 +76,12 @@ def cast_parameters_(module: nn.Module, dtype: torch.dtype | Mapping[str, torch.
 
     Buffers keep their dtype: tables and running statistics lose their meaning in 16 bits.
     """
+    sharded = fsdp_parameters(module)
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             wanted = dtype if isinstance(dtype, torch.dtype) else dtype[name]
-            if parameter.dtype != wanted:  # true of no sharded one: check_cast refuses those
-                parameter.data = parameter.data.to(wanted)
+            if parameter.dtype != wanted:
+                cast_(parameter, wanted, sharded)
 
 
 def cast_to_policy_(model: nn.Module, policy: PrecisionPolicy) -> None:
@@ -441,13 +447,11 @@ def give_back_(model: nn.Module) -> None:
 # Checks that torch's wrappers around a model treat weights and gradients as the policy says.
 #
 # A wrapper has formats of its own: FSDP2 gathers weights in its ``param_dtype`` and sums gradients
-# in its ``reduce_dtype``, whatever the policy says; DDP sums ``parameter.grad``, which masters and
-# buffers have already taken over by then. None of them warns.
+# in its ``reduce_dtype``, whatever the policy says. It does not warn.
 
 
 def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
     """Refuse a model whose wrapper computes or sums gradients in other formats than the policy."""
-    moves_on = policy.has_masters or policy.update != "nearest"  # gradients do
     for name, module in model.named_modules():
         what = name or "the model"
         if hasattr(module, "_fsdp_wrapped_module"):
@@ -455,12 +459,8 @@ def check_wrappers(policy: PrecisionPolicy, model: nn.Module) -> None:
                 f"{what} is a FullyShardedDataParallel (FSDP1), whose flat parameters do not say "
                 "which part a rank holds; use torch.distributed.fsdp.fully_shard"
             )
-        if isinstance(module, DistributedDataParallel) and moves_on:
-            raise PrecisionError(
-                f"{what} is a DistributedDataParallel, which sums parameter.grad: under policy "
-                f"{policy} gradients have moved on by then, and every rank would train by "
-                "its own; use halfstep.distributed (parallel=data=N), or bf16-mixed"
-            )
+    for wrapper in wrappers_of(policy, [*model.parameters()]):
+        require_no_hook(policy, wrapper)
     found = dict(fsdp_modules(model))
     for name, state in found.items():
         _check_casts(policy, name or "the model", getattr(state, "_mp_policy", None))
@@ -479,7 +479,7 @@ def _check_casts(policy: PrecisionPolicy, what: str, casts: Any) -> None:
     by_module = policy.casts == "module"
     computes = policy.compute_dtype if by_module else policy.param_dtype
     gathered = getattr(casts, "param_dtype", None) or policy.param_dtype
-    summed = getattr(casts, "reduce_dtype", None) or gathered
+    summed = getattr(casts, "reduce_dtype", None) or policy.reduce_dtype
     given = getattr(casts, "output_dtype", None) or torch.float32
     named = "bf16-module" if gathered == torch.bfloat16 else "bf16-mixed"
     for key, has, wanted, use, other in (

@@ -46,6 +46,7 @@ _PRODUCTS = ("native", "compute", "compute_of_two")
 _APART = ("fp32_inside", "widest_inside", "rounded", "rounded_self")
 _FILLS = ("fill", "fill_self", "into_self", "widest", "as_given")
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_IN_GRAPHS = (checkpoint, Tensor.split, Tensor.unflatten)
 _entered = threading.local()
 
 
@@ -97,10 +98,8 @@ class OpCasts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling():
-            made = self._traced(func, args, kwargs or {})
-            if made is not None:
-                return made
+        if func in _IN_GRAPHS and torch.compiler.is_compiling():
+            return self._in_graph(func, args, kwargs or {})
         cast = self.table.get(func)
         if (cast in WRITES if cast else type(func) in OPERATORS) or (kwargs and "out" in kwargs):
             cast = before_call(cast, func, args, kwargs or {})
@@ -124,22 +123,20 @@ class OpCasts(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._inside(func, args, kwargs)
 
-    def _traced(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Methods written in Python, which a graph takes, and a cache keeps, as such alone."""
-        if func is Tensor.unflatten:
-            return args[0].unflatten(*args[1:], **kwargs)
-        if func is Tensor.split:
-            return args[0].split(*args[1:], **kwargs)
-        if func is checkpoint and args:  # an operator of a graph, whose body is traced in it
+    def _in_graph(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function that a graph takes in another way than this mode passes it on."""
+        if func is not checkpoint:
+            # a method written in Python, which a graph takes, and a cache keeps, as such alone
+            method = args[0].split if func is Tensor.split else args[0].unflatten
+            return method(*args[1:], **kwargs)
 
-            def run(*given: Any, **named: Any) -> Any:
-                with type(self)(self.compute):  # again: inside this call the graph has left it
-                    return args[0](*given, **named)
+        def body(*given: Any, **named: Any) -> Any:
+            with type(self)(self.compute):  # an operator's body is traced when this mode is left
+                return args[0](*given, **named)
 
-            with OpCasts():  # which Dynamo lets no body be the first to enter
-                pass
-            return checkpoint(run, *args[1:], **kwargs)
-        return None
+        with OpCasts():  # which Dynamo lets no body be the first to enter
+            pass
+        return func(body, *args[1:], **kwargs)
 
     def _looks_inside(self, func: Function) -> bool:
         """Whether the mode must see the calls that a function written in Python makes."""

@@ -28,12 +28,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.precision.masters.local_part import fsdp_modules, is_sharded, local_part
+from halfstep.precision.masters.reduction import Reduction
 from halfstep.precision.policy.policy import LOW, PrecisionPolicy
 
 # The threads that run a backward of some Precision, one entry for each backward.
@@ -96,6 +98,7 @@ class GradientAccumulation:
         """
         self._by_fsdp = next(iter(fsdp_modules(model)), None) is not None
         self._widens = policy.grad_dtype == torch.float32
+        self.reduction = Reduction(policy)
         self._module_hooks: list[Any] = [
             nn.modules.module._global_backward_hooks,
             *(module._backward_hooks for module in model.modules()),
@@ -123,6 +126,9 @@ class GradientAccumulation:
         The graph of the loss is searched for leaves that are not the model's.
         """
         wide = self._prepare()
+        if not self._depth and dist.is_available() and dist.is_initialized():
+            self.reduction.begin(loss, scale, self._watched)
+            self._ends.append(self.reduction.end)
         if scale != 1.0:
             self._unscale(scale, loss, wide)
         self._ends += [partial(setattr, parameter, "grad_dtype", None) for parameter in wide]
@@ -181,7 +187,7 @@ class GradientAccumulation:
         """
         if _RUNNING or any(self._module_hooks):
             return True
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             return True
         left = {parameter: state for parameter, *state in self._left if self._at_once}
         for leaf in leaves:
@@ -217,6 +223,7 @@ class GradientAccumulation:
 
     def close(self) -> None:
         """Make parameters receive gradients as usual in torch, in the dtype of the weight."""
+        self.reduction.close()
         for parameter in [p for p in self._watched if p.dtype in LOW]:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype

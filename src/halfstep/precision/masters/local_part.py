@@ -9,7 +9,8 @@ memory of the DTensor's local tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,52 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         state_of = getattr(module, "_get_fsdp_state", None)
         if callable(state_of):
             yield name, state_of()
+
+
+def fsdp_parameters(model: nn.Module) -> dict[Tensor, Any]:
+    """What FSDP2 keeps of each sharded parameter, by the parameter."""
+    return {
+        kept.sharded_param: kept for _, group in fsdp_groups(model) for kept in group.fsdp_params
+    }
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Each state of FSDP2 with each of its groups of parameters, which are gathered together.
+
+    Torch before 2.13 has at most one a module.
+    """
+    for _, state in fsdp_modules(model):
+        several = getattr(state, "_fsdp_param_groups", None)
+        for group in several if several is not None else [state._fsdp_param_group]:
+            if group is not None:
+                yield state, group
+
+
+def cast_(parameter: nn.Parameter, dtype: torch.dtype, sharded: Mapping[Tensor, Any]) -> None:
+    """Cast a parameter in place, which stays the same object with the same attributes.
+
+    Args:
+        parameter: Any; of a DTensor this rank's part is cast.
+        dtype: A floating dtype.
+        sharded: From :func:`fsdp_parameters`. What FSDP2 keeps of it is brought up to date.
+    """
+    value: Any = parameter.detach().to(dtype)
+    parameter.data = value
+    if isinstance(parameter, DTensor):  # whose part an assignment to ``data`` leaves as it was
+        parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+    if parameter in sharded:
+        kept = sharded[parameter]
+        kept.reset_sharded_param()
+        kept.all_gather_outputs.clear()  # of a forward before the cast
+        kept.__dict__.pop("_unsharded_param", None)
+
+
+def sum_in_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make FSDP2 sum gradients in a dtype, where its ``MixedPrecisionPolicy`` names none."""
+    for state, group in fsdp_groups(model):
+        if group.mp_policy.reduce_dtype is None:
+            state._mp_policy = group.mp_policy = replace(group.mp_policy, reduce_dtype=dtype)
+        group._init_mp_dtypes()
 
 
 def reshard_(model: nn.Module) -> None:

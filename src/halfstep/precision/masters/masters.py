@@ -35,10 +35,13 @@ from halfstep.precision.casting.cast import cast_parameters_
 from halfstep.precision.masters.accumulation import GradientAccumulation
 from halfstep.precision.masters.local_part import (
     as_target,
+    cast_,
+    fsdp_parameters,
     is_sharded,
     local_gradient,
     local_part,
     place_like,
+    sum_in_,
 )
 from halfstep.precision.masters.rounding import REMAINDER, exact
 from halfstep.precision.masters.states import MASTER, Exchange
@@ -132,6 +135,8 @@ class MasterWeights:
         if policy.param_dtype != torch.float32:  # for parameters that are frozen or not held
             cast_parameters_(model, placed.dtypes())
             self._cast_states_()
+        sum_in_(model, policy.reduce_dtype)
+        self.accumulation.reduction.find(self.weights, renew=True)
 
     # Which parameters are trained
 
@@ -164,13 +169,14 @@ class MasterWeights:
     @torch.no_grad()
     def _adopt_all(self, placed: PlacedModel) -> None:
         held, dtypes = self._held().by_parameter, placed.dtypes()
+        by_fsdp = fsdp_parameters(self._model)
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad:
                 continue
             known = self.weights.get(parameter)
             if known is None or (parameter in held and not known.held):
                 dtype = dtypes.get(name, parameter.dtype)
-                self.weights[parameter] = self._adopt(name, parameter, dtype, held)
+                self.weights[parameter] = self._adopt(name, parameter, dtype, held, by_fsdp)
                 self._last = None
         self._kinds = [(p.dtype, p.device) for p in self.weights]
         with self.installed():
@@ -178,14 +184,19 @@ class MasterWeights:
                 optimizer.fill_()
 
     def _adopt(
-        self, name: str, parameter: nn.Parameter, dtype: torch.dtype, held: Mapping[Tensor, Any]
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        dtype: torch.dtype,
+        held: Mapping[Tensor, Any],
+        by_fsdp: Mapping[Tensor, Any],
     ) -> Weight:
         sharded = is_sharded(parameter)
         exact = local_part(parameter).detach()  # before the cast
         low = dtype in LOW
         if parameter.dtype != dtype:
             parameter.grad = None
-            parameter.data = parameter.data.to(dtype)
+            cast_(parameter, dtype, by_fsdp)
         target = parameter
         copied = low and self._copies and parameter in held
         keeper = held.get(parameter) if low and self._policy.update != "nearest" else None

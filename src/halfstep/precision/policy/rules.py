@@ -222,8 +222,14 @@ def unfilled(layer: Any, product: str, form: str) -> str:
 def matches(pattern: str, name: str, module: nn.Module) -> bool:
     """Whether a rule's pattern matches a module of this qualified name."""
     if pattern.startswith("type:"):
-        return fnmatchcase(type(module).__name__, pattern.removeprefix("type:"))
+        return fnmatchcase(class_name(module), pattern.removeprefix("type:"))
     return fnmatchcase(name, pattern)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; FSDP2 makes a class of its own from it, with a new name."""
+    kind = type(module)
+    return (kind.__bases__[-1] if hasattr(kind, "_get_fsdp_state") else kind).__name__
 
 
 def root_is_fp32(policy: PrecisionPolicy, model: nn.Module) -> bool:
@@ -258,7 +264,7 @@ def _require_matches(policy: PrecisionPolicy, named: list[tuple[str, nn.Module]]
         glob = pattern.removeprefix("type:")
         what, known = "module", [name for name, _ in named if name]
         if glob != pattern:
-            what, known = "class", sorted({type(module).__name__ for _, module in named})
+            what, known = "class", sorted({class_name(module) for _, module in named})
         close = difflib.get_close_matches(glob, known, n=3, cutoff=0.4) or known[:3]
         hint = f"there are {', '.join(close)}" if close else "the model has no submodules"
         raise PrecisionError(f"rule {pattern!r} -> {form} matches no {what} of the model: {hint}")

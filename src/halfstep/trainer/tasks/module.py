@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from halfstep.distributed.layout import Layout
-from halfstep.distributed.reducer import broadcast_
 from halfstep.distributed.strategy import ParallelPlan, plan_of
-from halfstep.distributed.world import World
+from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import ConfigError
 from halfstep.precision.casting.autocast import tensors_in
 from halfstep.precision.masters.local_part import is_sharded
@@ -70,8 +68,7 @@ class ModuleTask(EpochTask):
         self.notes: list[str] = []
         self._parts = parts
         if world.size > 1:
-            assert dist.group.WORLD is not None
-            broadcast_(self.model, dist.group.WORLD)
+            broadcast_tensors_([*self.model.parameters(), *self.model.buffers()])
         self.deal(config, np.ones(len(parts.train_data)))  # an item counts as one token
         shapes = "".join(f"{n} {tuple(p.shape)} " for n, p in self.model.named_parameters())
         self.identity = {
