@@ -12,6 +12,7 @@ CODES = {
     "PrecisionError": (2, ValueError),
     "DataError": (2, ValueError),
     "CheckpointError": (2, RuntimeError),
+    "StorageError": (75, RuntimeError),
     "NonFiniteError": (3, ArithmeticError),
     "SpikeError": (3, ArithmeticError),
     "PeerError": (1, RuntimeError),

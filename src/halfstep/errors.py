@@ -17,7 +17,8 @@ class HalfstepError(Exception):
 
     Attributes:
         exit_code: The process exit status of the command line: 2 means refused before any work was
-            lost, 3 means stopped by a numerics guard, 1 that another rank failed.
+            lost, 3 means stopped by a numerics guard, 75 that storage failed, 1 that another rank
+            did.
     """
 
     exit_code = 2
@@ -40,6 +41,15 @@ class DataError(HalfstepError, ValueError):
 
 class CheckpointError(HalfstepError, RuntimeError):
     """A checkpoint or model folder that is damaged, foreign, incompatible or cannot be written."""
+
+
+class StorageError(CheckpointError):
+    """A disk or object store that failed, and still did after a few tries: a later run may pass.
+
+    A launcher with ``--max-restarts`` starts such a run again.
+    """
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class _Stopped(HalfstepError, ArithmeticError):

@@ -1,16 +1,32 @@
-"""Files of a whole: on the disk before a rename makes them valid, and read with care."""
+"""Files of a whole: lasting before a rename makes them valid, read with care; also by URL."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from halfstep.errors import CheckpointError
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from halfstep.errors import CheckpointError, StorageError
+
+T = TypeVar("T")
+Where = Path | str
+"""A folder of this machine, or a URL that fsspec knows, such as ``s3://bucket/run``."""
 
 MANIFEST = "manifest.json"
+_WAITS = (0.5, 2.0, 8.0)  # seconds before each further try
+# What waiting does not change; all else, such as a full disk, may pass.
+_LASTING = {
+    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EACCES,
+    errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -41,32 +57,20 @@ def sync_folder(folder: Path) -> None:
     sync(folder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(where: Where) -> dict[str, Any]:
     """Read a file with one JSON object, in which no key occurs twice; or raise CheckpointError."""
+    return parse_json(read_whole(where), where)
+
+
+def parse_json(content: bytes, where: Where) -> dict[str, Any]:
+    """Parse a file's JSON object as :func:`read_json` does."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        value = json.loads(content.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a halfstep checkpoint file")
+        raise CheckpointError(f"{where}: not a halfstep checkpoint file")
     return value
-
-
-def require_sha256(path: Path, expected: str) -> None:
-    """Refuse a file whose SHA-256 differs from the manifest's.
-
-    Raises:
-        CheckpointError: Naming the file.
-    """
-    try:
-        actual = sha256(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if actual != expected:
-        raise CheckpointError(
-            f"{path}: contents do not match the manifest: the file is damaged. Remove "
-            f"{path.parent} to go on from the checkpoint before it"
-        )
 
 
 def sha256(path: Path) -> str:
@@ -123,3 +127,90 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key stands twice")
     return found
+
+
+# A disk or an object store, by fsspec: faults that may pass are waited out.
+
+
+def below(folder: Where, name: str) -> Any:
+    """The place of a file or folder in a folder, spelled as that is."""
+    return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
+
+
+def is_local(where: Where) -> bool:
+    """Whether it is on a disk: a folder there gets its name at once, by a rename."""
+    return isinstance(url_to_fs(str(where))[0], LocalFileSystem)
+
+
+def names_in(folder: Where) -> list[str]:
+    """The names in a folder; none if there is no such folder."""
+
+    def listed(files: Any, path: str) -> list[str]:
+        files.invalidate_cache()
+        paths = files.ls(path, detail=False) if files.isdir(path) else []
+        return [each.rstrip("/").rpartition("/")[2] for each in paths]
+
+    return _tried(folder, listed)
+
+
+def read_whole(where: Where) -> bytes:
+    """Read all of a file."""
+    content: bytes = _tried(where, lambda files, path: files.cat_file(path))
+    return content
+
+
+def write_hashed(where: Where, content: bytes) -> str:
+    """Write a file, which lasts when this returns, in a folder that need not exist.
+
+    Returns:
+        Its SHA-256 as hex digits.
+    """
+
+    def written(files: Any, path: str) -> None:
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with files.open(path, "wb") as file:
+            file.write(content)
+        if isinstance(files, LocalFileSystem):
+            sync(Path(path))
+
+    _tried(where, written)
+    return hashlib.sha256(content).hexdigest()
+
+
+def move(folder: Where, to: Where) -> None:
+    """Give a folder another name beside its own; on a disk at once, and lasting."""
+
+    def moved(files: Any, path: str) -> None:
+        target = url_to_fs(str(to))[1]
+        if not isinstance(files, LocalFileSystem):
+            files.mv(path, target, recursive=True)
+            return
+        sync(Path(path))
+        os.rename(path, target)
+        sync(Path(target).parent)
+
+    _tried(folder, moved)
+
+
+def remove(where: Where) -> None:
+    """Remove a file, or a folder and all in it."""
+    _tried(where, lambda files, path: files.rm(path, recursive=True))
+
+
+def _tried(where: Where, call: Callable[[Any, str], T]) -> T:
+    """Call with the file system and the path there; again, if it fails in a way that may pass.
+
+    Raises:
+        StorageError: If it still fails so after the last wait.
+        CheckpointError: If it fails in another way.
+    """
+    for wait in (*_WAITS, None):
+        try:
+            return call(*url_to_fs(str(where)))
+        except OSError as error:
+            if error.errno in _LASTING or isinstance(error, FileNotFoundError):
+                raise CheckpointError(f"{where}: {error}") from error
+            if wait is None:
+                raise StorageError(f"{where}: {error}, after {len(_WAITS) + 1} tries") from error
+            time.sleep(wait)
+    raise AssertionError

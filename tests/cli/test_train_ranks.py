@@ -32,24 +32,30 @@ def one(corpus, tmp_path_factory):
 
 
 # Python runs it before it runs halfstep. Rank 1 of the first attempt dies as its part of the last
-# checkpoint is about to be written, when rank 0 has nothing left to do but to wait for it.
+# checkpoint is about to be written, when rank 0 has nothing left to do but to wait for it; or its
+# disk is full then, however often it tries.
 DIES_SAVING = """
 import os, signal
 if (os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")) == ("1", "0"):
-    from halfstep.trainer import checkpoint
-    real = checkpoint._written
-    def written(held, step, *more):
-        if step == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(held, step, *more)
-    checkpoint._written = written
+    from halfstep import files
+    files._WAITS = (0, 0, 0)
+    real = files.LocalFileSystem.open
+    def opened(self, path, mode="rb", **more):
+        if "step-00000012" in path and mode == "wb":
+            FAIL
+        return real(self, path, mode, **more)
+    files.LocalFileSystem.open = opened
 """
 
 
-def test_two_ranks_of_which_one_is_killed_in_the_last_save_are_two_micro_batches(
-    one, corpus, tmp_path
+@pytest.mark.parametrize("fail", [
+    "os.kill(os.getpid(), signal.SIGKILL)",
+    pytest.param("raise OSError(28, 'No space left on device')", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_two_ranks_of_which_one_fails_in_the_last_save_are_two_micro_batches(
+    one, corpus, tmp_path, fail
 ):
-    (tmp_path / "sitecustomize.py").write_text(DIES_SAVING)
+    (tmp_path / "sitecustomize.py").write_text(DIES_SAVING.replace("FAIL", fail))
     path = tmp_path / "r"
     search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     words = ["--nproc", 2, *tiny(corpus, path), "--", "--max-restarts", 3]

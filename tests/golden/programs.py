@@ -46,6 +46,7 @@ from torch.nn.functional import cross_entropy
 
 import halfstep
 from halfstep.cli.main import main as halfstep_command
+from halfstep.trainer.checkpoint import load_checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -138,6 +139,13 @@ def file_digests(folder: Path) -> dict[str, str]:
     return found
 
 
+def checkpoint_digests(folder: Path) -> dict[str, str]:
+    """Hash the tensors of a checkpoint, by name."""
+    held = load_checkpoint(folder)
+    both = {"optimizer.safetensors": held.optimizer, "weights.safetensors": held.weights}
+    return {k: digest([*sorted(of), *(of[n] for n in sorted(of))]) for k, of in both.items()}
+
+
 def run_seen(run: Path) -> Seen:
     """Tell what a run left: its steps, and the tensors of its last checkpoint."""
     steps = []
@@ -150,7 +158,7 @@ def run_seen(run: Path) -> Seen:
         steps.append(text + (f" val {number(entry['val_loss'])}" if "val_loss" in entry else ""))
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     steps = thin(steps)
-    return {"run": steps, "checkpoint": file_digests(checkpoints[-1]) if checkpoints else {}}
+    return {"run": steps, "checkpoint": checkpoint_digests(checkpoints[-1]) if checkpoints else {}}
 
 
 def each(programs: dict[str, Callable[[], Any]]) -> Seen:

@@ -197,6 +197,28 @@ def test_resume_refuses_another_model_tokenizer_or_precision(corpus, finished, k
             resume(stranger, path / "checkpoints")
 
 
+def test_last_good_goes_on_before_a_damaged_checkpoint_and_sets_it_aside(corpus, tmp_path):
+    config = small_config(corpus, run__save_every=2)
+    _, ticks = run(config, tmp_path / "r")
+    checkpoints = tmp_path / "r" / "checkpoints"
+    for step in (6, 8):
+        file = checkpoints / f"step-0000000{step}" / "shard-00001-model-00001.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    session = open_session(with_run_folder(config, tmp_path / "r"))
+    with pytest.raises(CheckpointError, match=r"step-00000008.*is damaged.*--resume last-good"):
+        resume(session, checkpoints)
+    said = []
+    assert resume(session, checkpoints, "last-good", said.append).name == "step-00000004"
+    assert [("step-00000008" in a, "step-00000006" in b) for a, b in [said]] == [(True, True)]
+    _, again = run(config, tmp_path / "r")
+    assert [t.record.loss for t in again] == [t.record.loss for t in ticks[4:]]
+    assert {p.name for p in checkpoints.iterdir()} == {
+        *(f"step-0000000{n}" for n in (2, 4, 6, 8)), "damaged-step-00000006",
+        "damaged-step-00000008",
+    }  # fmt: skip
+
+
 def test_a_runs_own_file_may_hold_keys_of_another_version_and_a_users_may_not(tmp_path, finished):
     finished = finished[2]
     folder = shutil.copytree(finished, tmp_path / "run")

@@ -34,7 +34,12 @@ class Start:
         "gpt2-medium, gpt2-large, gpt2-xl, classify-scratch, classify-pretrained, lm-lora, "
         "lm-full; default: the task's.",
     )
-    resume: bool = option(False, "Go on with the run in --output-dir, bit for bit.")
+    resume: Literal["", "newest", "last-good"] = option(
+        "",
+        "Go on with the run in --output-dir, bit for bit: from its newest checkpoint, or with "
+        "last-good from the newest that is not damaged.",
+        bare="newest",
+    )
     quiet: bool = option(False, "Show no progress on stderr.")
     nproc: Count = option(
         0,
@@ -185,7 +190,8 @@ name."""
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed unexpectedly, 2 usage or refused, 3 stopped by a numerics\n"
-    "guard, 4 interrupted with a checkpoint written; with --nproc, that of a rank that failed"
+    "guard, 4 interrupted with a checkpoint written, 75 storage failed: start\n"
+    "it again; with --nproc, that of a rank that failed"
 )
 _VALUES = {int: "N", float: "X"}
 

@@ -36,7 +36,7 @@ def run(request: Request) -> int:
         torchrun.run(chosen)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
-        return next((code for code in (3, 2, 1, INTERRUPTED) if code in codes), 1)
+        return next((code for code in (3, 2, 75, 1, INTERRUPTED) if code in codes), 1)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0

@@ -21,6 +21,7 @@ from halfstep.trainer.config.run import BaseConfig
 from halfstep.trainer.environment import choose_device, keep_freed_memory
 from halfstep.trainer.loop import Tick
 from halfstep.trainer.run import (
+    Resume,
     default_run_folder,
     execute,
     is_run,
@@ -43,12 +44,14 @@ def run(request: Request) -> int:
         device = choose_device(config.run.device, world.local_rank)
         named = config.run.output_dir or str(default_run_folder(config, device))
         path = Path(world.remember("run folder", named))
-        resuming = request.start.resume
+        resuming: Resume = request.start.resume
         # only rank 0 looks, as a shared file system may show a new folder to others later
         held = world.share(str(is_run(path)))
         foreign = world.remember("held a run before", held) == "True"
         if world.attempt > 0 and held == "True" and not resuming and not foreign:
-            config, resuming = _resumed(request, path), True  # the launcher restarted this run
+            config, resuming = _resumed(request, path), "newest"  # the launcher restarted this run
+        if world.attempt > 0 and resuming:
+            resuming = "last-good"  # nobody is there to choose
         if not resuming:
             world.main_only(lambda: require_fresh(path))
             config = with_run_folder(config, path)
@@ -56,7 +59,7 @@ def run(request: Request) -> int:
 
 
 def _train(
-    request: Request, config: BaseConfig, path: Path, world: World, *, resuming: bool
+    request: Request, config: BaseConfig, path: Path, world: World, *, resuming: Resume
 ) -> int:
     keep_freed_memory()
     device = choose_device(config.run.device, world.local_rank)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import CheckpointError
+from halfstep.errors import CheckpointError, StorageError
 from halfstep.files import write_whole
 from halfstep.precision.result import StepResult
 
@@ -112,10 +112,10 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a JSON object and close the file, so that a killed process loses no written line.
 
     Raises:
-        CheckpointError: If it cannot be written.
+        StorageError: If it cannot be written.
     """
     try:
         with path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+        raise StorageError(f"{path}: cannot be written: {error}") from error

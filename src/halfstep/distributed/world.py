@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.errors import ConfigError, HalfstepError, PeerError
+from halfstep.errors import ConfigError, HalfstepError, PeerError, StorageError
 from halfstep.precision.border import as_device
 from halfstep.precision.words import heard, lost, tell
 
@@ -78,7 +78,7 @@ class World:
             return
         tell(error)
         lost(error, range(self.size), "waits for the others")
-        own = isinstance(error, HalfstepError) and not isinstance(error, PeerError)
+        own = isinstance(error, HalfstepError) and not isinstance(error, PeerError | StorageError)
         if own and self._store is not None:  # a restart would only fail in the same way
             with suppress(RuntimeError):
                 self._store.set(_OVER, f"rank {self.rank}: {error}")

@@ -1,60 +1,79 @@
 """Writes checkpoints atomically, and refuses on loading any in which a bit has flipped.
 
-A checkpoint is a folder ``step-00000020``::
+A checkpoint is a folder ``step-00000020``, on a disk or in an object store::
 
-    weights.safetensors    what the optimizer updates: parameters, or fp32 masters
-    optimizer.safetensors  "NAME/exp_avg" ...
+    shard-00001-model-00001.safetensors ...  weights, or fp32 masters, and "NAME/exp_avg" ...
+    index-00001.json ...   where each rank's tensors are: ``shards.py``
     state.json             step, tokens, precision state, configuration, tokenizer fingerprint
-    manifest.json          SHA-256 of each of the above, and the index of tensors
+    manifest.json          SHA-256 of state.json and of each index, which has those of its files
 
-N ranks write shards, in any layout, and any number of ranks reads them: ``shards.py``. Every rank
-writes its files into ``.unfinished-step-00000100``. Then rank 0 checks that the shards
-make up every tensor, writes the manifest, syncs it, and renames the folder: ``step-00000100``
-exists completely or not at all.
+N ranks write their shards, in any layout, and any number of ranks reads them. On a disk every rank
+writes into ``.unfinished-step-00000020``, and at last rank 0 renames the folder; an object store
+has no rename, and there a folder without a manifest, which comes last, does not count. So
+``step-00000020`` exists completely or not at all.
 
-No file format detects a flipped bit by itself, so loading checks every file that it reads against
-the manifest before anything is changed. Nothing is ever unpickled: ``torch.distributed.checkpoint``
-is not used because it reads its ``.metadata`` with an unrestricted unpickler, which runs code from
-the file (observed with torch 2.13).
+``torch.distributed.checkpoint``'s ``HuggingFaceStorageReader`` reads the folder, and its planner
+says here which part of which file a rank needs. But it checks no hash, reads the header of every
+file on every rank, and leaves zeros where a file is missing, so that reading is ours: no file is
+used before its SHA-256 was compared. Its own format is not used because its ``.metadata`` is read
+with an unrestricted unpickler, which runs code from the file (observed with torch 2.13).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError, NonFiniteError
-from halfstep.files import MANIFEST, read_json, require_sha256, sync, sync_folder
-from halfstep.optim.state import tops_of
+from halfstep.files import (
+    MANIFEST,
+    Where,
+    below,
+    is_local,
+    move,
+    names_in,
+    parse_json,
+    read_json,
+    read_whole,
+    remove,
+    write_hashed,
+)
 from halfstep.trainer.shards import (
-    FORMAT,
+    OLD_FORMAT,
     OPTIMIZER,
-    SECTIONS,
-    STATE,
     WEIGHTS,
     LocalShard,
-    Reader,
-    SavedTensor,
     Shard,
-    first_nonfinite,
-    read_manifest,
+    Stored,
+    read_index,
     write_shards,
 )
 
+FORMAT = 3
 CHECKPOINTS = "checkpoints"
 """The folder of a run that holds them."""
+_STATE = "state.json"
 _TEMPORARY = ".unfinished-"  # prefix of folders that are being written or removed
+_DAMAGED = "damaged-"
 _NAME = re.compile(r"step-(\d{8,})")
 
 AVERAGE, BUFFER = "ema", "buffer"
@@ -82,25 +101,14 @@ class Checkpoint:
     state: dict[str, Any]
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
-    def written(self, rank: int) -> dict[str, list[LocalShard]]:
-        """Collect what a rank writes, by section; it shares memory with the tensors."""
-        weights = [
-            LocalShard(name, tensor, self._shard(name, tensor, rank))
-            for name, tensor in self.weights.items()
-        ]
-        tops = {tops_of(key) for key in self.optimizer}
-        optimizer = [
-            LocalShard(
-                key,
-                tensor,
-                self._shard(key.rpartition("/")[0], tensor, rank),
-                self.optimizer.get(tops_of(key)),
-            )
-            for key, tensor in self.optimizer.items()
-            if key not in tops  # block tops are written along with their codes
-        ]
-        owned = {WEIGHTS: weights, OPTIMIZER: optimizer}
-        return {name: [each for each in e if each.shard.written] for name, e in owned.items()}
+    def written(self, rank: int) -> Iterator[LocalShard]:
+        """Yield what a rank writes; it shares memory with the tensors."""
+        for section, tensors in ((WEIGHTS, self.weights), (OPTIMIZER, self.optimizer)):
+            for name, tensor in tensors.items():
+                parameter = name if section == WEIGHTS else name.rpartition("/")[0]
+                shard = self._shard(parameter, tensor, rank)
+                if shard.written:
+                    yield LocalShard(section, name, tensor, shard)
 
     def _shard(self, name: str, tensor: Tensor, rank: int) -> Shard:
         """The shard of a parameter's tensor, which may be whole where the parameter is not."""
@@ -139,73 +147,207 @@ def exported(checkpoint: Checkpoint) -> Exported:
     return Exported(weights, buffers)
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path that a step's checkpoint has, whether or not it exists."""
-    return folder / f"step-{step:08d}"
+def checkpoint_path(folder: Where, step: int) -> Any:
+    """Return the path or URL that a step's checkpoint has, whether or not it exists."""
+    return below(folder, f"step-{step:08d}")
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Where) -> list[Any]:
     """List the complete checkpoints of a run's ``checkpoints`` folder, oldest first.
 
-    A folder without a manifest does not count: a save renames its folder with the manifest in it.
+    A folder without a manifest does not count: it is what comes last of a save.
     """
-    if not folder.is_dir():
-        return []
-    found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if os.path.lexists(path / MANIFEST)]
+    found = [(int(m[1]), name) for name in names_in(folder) if (m := _NAME.fullmatch(name))]
+    paths = [below(folder, name) for _, name in sorted(found)]
+    return [path for path in paths if MANIFEST in names_in(path)]
+
+
+def set_aside(path: Where) -> None:
+    """Rename a damaged checkpoint, so that another of its step can be written."""
+    parent, _, name = str(path).rpartition("/")
+    aside = below(parent, _DAMAGED + name)
+    if names_in(aside):
+        remove(aside)
+    move(path, aside)
 
 
 # Reading.
 
 
 def load_checkpoint(
-    path: Path, wanted: Mapping[str, Shard] | None = None, kinds: Collection[str] | None = None
+    path: Where,
+    wanted: Mapping[str, Shard] | None = None,
+    kinds: Collection[str] | None = None,
+    world: World = World(),  # noqa: B008  (frozen)
 ) -> Checkpoint:
     """Read a checkpoint, or a rank's shards of it, whatever layout saved it.
 
-    Every file is checked against its SHA-256 before anything is read from it, and only the files
-    that hold some of what is wanted are read, so that N ranks need not each read everything. A
-    moment in 8-bit codes comes with its block tops, bit for bit, if its shard is one that a rank
-    saved; otherwise decoded to fp32, which :meth:`Session.restore` converts to the run's format.
+    Every file is checked against its SHA-256 before anything is used of it. Only the files are read
+    that hold some of what is wanted, and the indexes until all of it is found: where the layout is
+    the one that saved it, rank 0's and this rank's own.
 
     Args:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder, or its URL.
         wanted: For every parameter, the shard that this rank holds; its moments are read in the
             same shard. None reads whole tensors.
         kinds: The KEYs of the optimizer's tensors ``NAME/KEY`` that are read; None reads them all.
+        world: Who reads, which says what index to look at first.
 
     Raises:
         CheckpointError: If it is missing, incomplete, damaged, foreign, of a newer format or,
             where shards are wanted, of another model.
+        StorageError: If a file cannot be read now.
     """
-    manifest = read_manifest(read_json(path / MANIFEST), path / MANIFEST)
-    require_sha256(path / STATE, manifest.files[STATE])
-    state = read_json(path / STATE)
-    if wanted is not None:
-        _require_model(path, manifest.tensors[WEIGHTS], wanted)
-    found: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
-    with ExitStack() as stack:
-        reader = Reader(path, manifest, stack)
-        for section, tensors in found.items():
-            for name, saved in manifest.tensors[section].items():
-                parameter, _, kind = name.rpartition("/")
-                if section == WEIGHTS:
-                    parameter = name
-                elif kinds is not None and kind not in kinds:
-                    continue
-                shard = (wanted or {}).get(parameter)
-                whole = shard is None or not saved.shape or shard.local == shard.shape
-                tensors |= reader.tensor(section, name, None if whole else shard)
-    return Checkpoint(found[WEIGHTS], found[OPTIMIZER], state, dict(wanted or {}))
+    state_sha, indexes = _opened(path, world)
+    state = parse_json(_verified(below(path, _STATE), state_sha), below(path, _STATE))
+    files: dict[str, str] = {}
+    targets: dict[tuple[str, str], _Target] = {}
+    for hashes, stored in indexes:
+        if wanted is not None and not targets:
+            _require_model(path, stored, wanted)
+        files |= hashes
+        _plan(targets, stored, wanted or {}, kinds)
+        if not any(target.missing for target in targets.values()):
+            break
+    _read(path, files, targets)
+    tensors: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
+    for (section, name), target in targets.items():
+        tensors[section][name] = target.tensor
+    return Checkpoint(tensors[WEIGHTS], tensors[OPTIMIZER], state, dict(wanted or {}))
 
 
-def _require_model(
-    path: Path, saved: Mapping[str, SavedTensor], wanted: Mapping[str, Shard]
+def _plan(
+    targets: dict[tuple[str, str], _Target],
+    stored: Iterable[Stored],
+    wanted: Mapping[str, Shard],
+    kinds: Collection[str] | None,
 ) -> None:
+    """Take what is wanted of one rank's boxes; new names are new targets."""
+    for each in stored:
+        parameter, _, kind = each.name.rpartition("/")
+        if each.section == WEIGHTS:
+            parameter = each.name
+        elif kinds is not None and kind not in kinds:
+            continue
+        key = each.section, each.name
+        if key not in targets:
+            targets[key] = _Target.of(each, wanted.get(parameter))
+        targets[key].plan(each)
+
+
+@dataclass(slots=True)
+class _Target:
+    """A tensor to be read, or a box of it; and what is read of which file."""
+
+    box: Shard
+    tensor: Any
+    missing: int
+    """Elements that are in no file so far."""
+    reads: list[tuple[Stored, ReadItem]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stored: Stored, shard: Shard | None) -> _Target:
+        shape = stored.box.shape
+        box = shard if shard and shard.shape == shape else Shard.whole(shape)
+        nothing = None if box.numel else torch.empty(box.local, dtype=stored.dtype)
+        return cls(box, nothing, box.numel)
+
+    def plan(self, stored: Stored) -> None:
+        """Take what this box has in common with a stored one; torch's planner says what that is."""
+        saved = TensorStorageMetadata(
+            TensorProperties(), torch.Size(self.box.shape), [_chunk(stored.box)]
+        )
+        for item in create_read_items_for_chunk_list(stored.name, saved, [_chunk(self.box)]):
+            self.reads.append((stored, item))
+            self.missing -= item.lengths.numel()
+
+
+def _chunk(box: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.local))
+
+
+def _opened(path: Where, world: World) -> tuple[Any, Iterable[tuple[dict[str, str], list[Stored]]]]:
+    """Return a manifest's hash of the state, and the indexes, which are read as they are needed.
+
+    The first is that of rank 0, which names every tensor; then they follow from this rank's place
+    on, as layouts give neighbouring ranks neighbouring parts.
+    """
+    where = below(path, MANIFEST)
+    manifest = read_json(where)
+    found, hashes = manifest.get("format"), manifest.get("indexes")
+    if found == OLD_FORMAT:
+        index = read_index(manifest, where)
+        return index[0].get(_STATE), [index]
+    if found != FORMAT or not (isinstance(hashes, list) and hashes):
+        raise CheckpointError(
+            f"{where}: of format {str(found)[:40]!r}, damaged or foreign; this halfstep reads "
+            f"{FORMAT}"
+        )
+    place = world.rank * len(hashes) // world.size
+    nearest = sorted(range(len(hashes)), key=lambda rank: abs(rank - place))
+
+    def index_of(rank: int) -> tuple[dict[str, str], list[Stored]]:
+        where = below(path, _index_name(rank))
+        return read_index(parse_json(_verified(where, hashes[rank]), where), where)
+
+    return manifest.get("state"), map(index_of, dict.fromkeys([0, *nearest]))
+
+
+def _index_name(rank: int) -> str:
+    return f"index-{rank + 1:05d}.json"
+
+
+def _read(
+    path: Where, files: Mapping[str, str], targets: Mapping[tuple[str, str], _Target]
+) -> None:
+    """Fill the targets, a file at a time."""
+    reads: dict[str, list[tuple[_Target, Stored, ReadItem]]] = {}
+    for (_, name), target in targets.items():
+        if target.missing:
+            held, whole = target.box.numel - target.missing, target.box.numel
+            raise CheckpointError(f"{path}: {name}: its shards hold {held} of {whole} elements")
+        for stored, item in target.reads:
+            reads.setdefault(stored.file, []).append((target, stored, item))
+    for file, planned in reads.items():
+        content = _verified(below(path, file), files.get(file))
+        try:
+            tensors = load(content)
+            for target, stored, item in planned:
+                values = stored.values(tensors)
+                if target.tensor is None:
+                    target.tensor = torch.empty(target.box.local, dtype=values.dtype)
+                to, source = (
+                    tuple(slice(o, o + n) for o, n in zip(start, item.lengths, strict=True))
+                    for start in (item.dest_offsets, item.storage_offsets)
+                )
+                target.tensor[to].copy_(values[source])
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise _damaged(
+                below(path, file), f"is not what its index says ({error!r:.200})"
+            ) from error
+
+
+def _verified(where: Where, sha: str | None) -> bytes:
+    """All of a file, if its SHA-256 is the one that it had."""
+    content = read_whole(where)
+    if sha256(content).hexdigest() != sha:
+        raise _damaged(where, "does not match its SHA-256")
+    return content
+
+
+def _damaged(where: Where, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} {why}: the file is damaged. Use --resume last-good to go on from the checkpoint "
+        "before it"
+    )
+
+
+def _require_model(path: Where, stored: Iterable[Stored], wanted: Mapping[str, Shard]) -> None:
+    saved = {each.name: each.box.shape for each in stored if each.section == WEIGHTS}
     odd = sorted(set(saved) ^ set(wanted)) or [
-        f"{name} is {entry.shape}, the model's {wanted[name].shape}"
-        for name, entry in saved.items()
-        if entry.shape != wanted[name].shape
+        f"{name} is {shape}, the model's {wanted[name].shape}"
+        for name, shape in saved.items()
+        if shape != wanted[name].shape
     ]
     if odd:
         raise CheckpointError(f"{path}: made by another model: {', '.join(odd[:5])}")
@@ -215,116 +357,120 @@ def _require_model(
 
 
 def save_checkpoint(
-    folder: Path,
+    folder: Where,
     step: int,
     checkpoint: Checkpoint,
     keep: int,
     world: World = World(),  # noqa: B008  (frozen)
     spared: int | None = None,
-) -> Path:
+) -> Any:
     """Write a checkpoint and remove old ones; all ranks call it together.
 
     Of the older ones, the newest ``keep`` stay, and that of the step ``spared``; none is removed
     before the new one is complete.
 
+    Returns:
+        Its path or URL.
+
     Raises:
         NonFiniteError: If a weight or moment is NaN or inf on any rank.
-        CheckpointError: If any rank's files cannot be written. No incomplete checkpoint stays, and
-            no other is removed.
+        StorageError: If storage still fails on any rank after a few tries. No incomplete
+            checkpoint stays, and no other is removed.
+        CheckpointError: The same, where trying again would not help.
     """
     final = checkpoint_path(folder, step)
-    temporary = folder / f"{_TEMPORARY}{final.name}"
-    world.main_only(lambda: _begin(temporary, final))
-    reports = world.gather(_written(checkpoint, step, temporary, world))
+    local = is_local(folder)
+    here = below(folder, f"{_TEMPORARY}step-{step:08d}") if local else final
+    world.main_only(lambda: _begin(folder, here, final))
+    reports = world.gather(_written(checkpoint, here, world))
     try:
-        _require_good(reports, final)
-        world.main_only(lambda: _commit(temporary, final, reports))
-    except HalfstepError:
+        _require_good(reports)
+        state = json.dumps({"step": step, **checkpoint.state}, indent=1)
+        world.main_only(lambda: _commit(state, reports, here, final))
+    except HalfstepError as error:
         if world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(CheckpointError):
+                remove(here)
+        if isinstance(error, CheckpointError):
+            raise _unwritten(error, folder, final) from error
         raise
     best = checkpoint_path(folder, step if spared is None else spared)
     world.main_only(lambda: _prune(folder, keep, {final, best}))
     return final
 
 
-def _begin(temporary: Path, final: Path) -> None:
-    """Make the folder to write into, and remove what killed saves left."""
-    for path in final.parent.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)  # what cannot be removed is no reason not to save
+def _begin(folder: Where, here: Where, final: Where) -> None:
+    """Remove what killed saves left."""
+    complete = list_checkpoints(folder)
+    for name in names_in(folder):
+        path = below(folder, name)
+        in_store = not is_local(folder) and _NAME.fullmatch(name) and path not in complete
+        if in_store or name.startswith(_TEMPORARY):
+            with suppress(CheckpointError):  # what cannot be removed is no reason not to save
+                remove(path)
+    if here == final and final in complete:
+        raise CheckpointError(f"{final} exists already")
+
+
+def _written(checkpoint: Checkpoint, here: Where, world: World) -> Any:
+    """Write a rank's files; return a report on them, or why they could not be written."""
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise _unwritten(final, str(error)) from error
+        index = write_shards(checkpoint.written(world.rank), here, world.rank)
+        text = json.dumps(index, separators=(",", ":")).encode()
+        sha = write_hashed(below(here, _index_name(world.rank)), text)
+    except (NonFiniteError, CheckpointError) as error:
+        return error
+    _, stored = read_index(json.loads(text), here)
+    held = sum(each.box.checksum for each in stored)
+    shapes = {each.name: each.box.shape for each in stored}
+    whole = sum(Shard.whole(shape).checksum for shape in shapes.values())
+    return {"index": sha, "held": held, "whole": whole}
 
 
-def _written(checkpoint: Checkpoint, step: int, temporary: Path, world: World) -> dict[str, Any]:
-    """Write a rank's files; return a report on them, or on why they could not be written."""
-    try:
-        shards = checkpoint.written(world.rank)
-        if broken := first_nonfinite(shards):
-            return {"nonfinite": broken}
-        state = json.dumps({"step": step, **checkpoint.state}, indent=1)
-        return write_shards(shards, state, temporary, world.rank, world.size)
-    except (OSError, SafetensorError, CheckpointError) as error:
-        return {"error": str(error)}
-
-
-def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]]) -> None:
-    """Write the manifest, and give the folder its name."""
-    manifest = _merged(reports)
-    read_manifest(manifest, final / MANIFEST)
-    try:
-        (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-        sync_folder(temporary)
-        os.rename(temporary, final)
-        sync(final.parent)
-    except OSError as error:
-        raise _unwritten(final, str(error)) from error
-
-
-def _merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge all ranks' reports into one manifest."""
-    manifest: dict[str, Any] = {"format": FORMAT, "files": {}, **{s: {} for s in SECTIONS}}
-    for report in reports:
-        manifest["files"] |= report["files"]
-        for section in SECTIONS:
-            for name, entry in report[section].items():
-                whole = manifest[section].setdefault(name, {**entry, "pieces": []})
-                whole["pieces"] += entry["pieces"]
-    return manifest
-
-
-def _require_good(reports: list[dict[str, Any]], final: Path) -> None:
-    """Raise the error in one of the reports, if there is one."""
-    broken = tuple(dict.fromkeys(r["nonfinite"] for r in reports if "nonfinite" in r))
+def _require_good(reports: list[Any]) -> None:
+    """Raise the error among the reports, if there is one, with the rank's number."""
+    broken = [name for r in reports if isinstance(r, NonFiniteError) for name in r.parameters]
     if broken:
         raise NonFiniteError(
             f"{broken[0]} is not finite: no checkpoint is written from it, and the last one stays "
             "as it is",
             cause="weights",
-            parameters=broken,
+            parameters=tuple(dict.fromkeys(broken)),
         )
     for rank, report in enumerate(reports):
-        if "error" in report:
-            whose = f"rank {rank}: " if len(reports) > 1 else ""
-            raise _unwritten(final, f"{whose}{report['error']}")
+        if isinstance(report, CheckpointError):
+            raise type(report)(f"rank {rank}: {report}" if len(reports) > 1 else f"{report}")
 
 
-def _unwritten(final: Path, why: str) -> CheckpointError:
-    kept = list_checkpoints(final.parent)
+def _commit(state: str, reports: list[dict[str, Any]], here: Where, final: Where) -> None:
+    """Write the manifest, and give the folder its name."""
+    if sum(report["held"] for report in reports) != reports[0]["whole"]:  # rank 0 names them all
+        raise CheckpointError("the ranks' shards do not make up the tensors")
+    sha = write_hashed(below(here, _STATE), state.encode())
+    indexes = [report["index"] for report in reports]
+    manifest = {"format": FORMAT, "state": sha, "indexes": indexes}
+    write_hashed(below(here, MANIFEST), json.dumps(manifest, separators=(",", ":")).encode())
+    if here != final:
+        move(here, final)
+
+
+def _unwritten(error: CheckpointError, folder: Where, final: Where) -> CheckpointError:
+    """Say what could not be written, and what there is instead."""
+    kept = list_checkpoints(folder)
     last = f"the last checkpoint, {kept[-1]}, is intact" if kept else "there is no earlier one"
-    return CheckpointError(
-        f"checkpoint {final} cannot be written: {why}; {last}. Free space or move the run's folder "
-        "to another disk, then go on with --resume"
+    return type(error)(
+        f"checkpoint {final} cannot be written: {error}; {last}. Free space or move the run's "
+        "folder to another disk, then go on with --resume"
     )
 
 
-def _prune(folder: Path, keep: int, spared: Collection[Path]) -> None:
+def _prune(folder: Where, keep: int, spared: Collection[Any]) -> None:
     for old in list_checkpoints(folder)[:-keep]:
         if old in spared:
             continue
-        try:  # rename first, so that a kill leaves no half-deleted checkpoint under its name
-            shutil.rmtree(old.rename(folder / f"{_TEMPORARY}{old.name}"))
-        except OSError as error:
-            raise CheckpointError(f"old checkpoint {old} cannot be removed: {error}") from error
+        if is_local(old):  # first what makes it one, so that a kill leaves no half of one
+            whole, old = old, below(folder, f"{_TEMPORARY}{Path(old).name}")
+            move(whole, old)
+        else:
+            remove(below(old, MANIFEST))
+        remove(old)

@@ -262,9 +262,10 @@ class _Books:
             return None
         session.precision.ranks.agree()  # never save ranks that disagree
         best = session.best.step if session.best and keeps_best else None
-        return save_checkpoint(
+        saved: Path = save_checkpoint(
             self._folder, session.step, session.checkpoint(), run.keep, session.world, spared=best
         )
+        return saved
 
     @contextmanager
     def last_words(self, causes: CauseSearch) -> Iterator[None]:

@@ -26,12 +26,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 
-from halfstep.errors import ConfigError, NonFiniteError, SpikeError
-from halfstep.files import write_whole
+from halfstep.errors import CheckpointError, ConfigError, NonFiniteError, PeerError, SpikeError
+from halfstep.files import Where, below, write_whole
 from halfstep.precision.policy.spelling import parse_policy
 from halfstep.report.findings import verdict
 from halfstep.report.record import read_run
@@ -43,6 +43,7 @@ from halfstep.trainer.checkpoint import (
     exported,
     list_checkpoints,
     load_checkpoint,
+    set_aside,
 )
 from halfstep.trainer.config.config import (
     config_to_table,
@@ -56,6 +57,7 @@ from halfstep.trainer.loop import Tick, train
 from halfstep.trainer.session import Session
 
 Config = TypeVar("Config", bound=BaseConfig)
+Say = Callable[[str], None]
 
 # Files that a process may have left when it was killed while it created the folder.
 _UNFINISHED = {"run.lock", "tokenizer", "prompt.json", "env.json", "config.toml.tmp"}
@@ -194,18 +196,42 @@ RESUMABLE = frozenset(
 )  # fmt: skip
 
 
-def resume(session: Session, checkpoints: Path) -> Path | None:
-    """Restore a session from its newest checkpoint; return its path, or None if there is none."""
-    found = list_checkpoints(checkpoints)
-    newest = session.world.share(str(found[-1]) if found else "")
-    if not newest:
+Resume = Literal["", "newest", "last-good"]
+"""Where a run begins: anew, at its newest checkpoint, or at the newest that can be read."""
+
+
+def resume(
+    session: Session, checkpoints: Where, how: Resume = "newest", say: Say = lambda _: None
+) -> Any:
+    """Restore a session from its newest checkpoint; return its path, or None if there is none.
+
+    Where ``how`` is ``"last-good"``, one that cannot be read on some rank is told, and set aside.
+    """
+    world, damaged = session.world, []
+    names = [str(path).rpartition("/")[2] for path in list_checkpoints(checkpoints)]
+    found = [below(checkpoints, name) for name in world.share(" ".join(names)).split()]
+    for path in reversed(found):
+        error: CheckpointError | PeerError | None = None
+        try:
+            checkpoint = load_checkpoint(path, session.shards, world=world)
+        except CheckpointError as caught:
+            error = caught
+        if not world.largest(int(error is not None)):
+            break
+        error = error or PeerError(f"{path}: another rank cannot read it, and tells why")
+        if how != "last-good" or path == found[0]:
+            raise error
+        say(f"note: {error}; it is set aside")
+        damaged.append(path)
+    else:
         return None
-    session.restore(load_checkpoint(Path(newest), session.shards), Path(newest))
+    session.restore(checkpoint, path)
+    world.main_only(lambda: [*map(set_aside, damaged)])
     best = session.best
-    kept = best is not None and checkpoint_path(checkpoints, best.step).is_dir()
-    if not session.world.share("kept" if kept else ""):
+    kept = best and checkpoint_path(checkpoints, best.step) in list_checkpoints(checkpoints)
+    if not world.share("kept" if kept else ""):
         session.best = None  # its checkpoint is gone, so a later evaluation must become the best
-    return Path(newest)
+    return path
 
 
 def resumed(
@@ -251,9 +277,6 @@ def _flat(config: BaseConfig) -> dict[str, object]:
 # A whole run.
 
 
-Say = Callable[[str], None]
-
-
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
     """How a run ended."""
@@ -277,12 +300,12 @@ def execute(
     say: Say,
     ticked: Callable[[Tick], None],
     *,
-    resuming: bool = False,
+    resuming: Resume = "",
 ) -> RunOutcome:
     """Train a session to its end in its run folder; all ranks call it.
 
-    ``say`` prints a line for the user, ``ticked`` is called after each step, on every rank. If
-    ``resuming``, a new session goes on from the folder's newest checkpoint. After a NonFiniteError
+    ``say`` prints a line for the user, ``ticked`` is called after each step, on every rank. Where
+    ``resuming``, a new session goes on from one of the folder's checkpoints. After a NonFiniteError
     the best state is written all the same, where the task keeps it, and the message says where.
     """
     world, last = session.world, None
@@ -294,7 +317,7 @@ def execute(
             stack.enter_context(lock)
         stack.push(partial(_say_how_to_go_on, session.config))
         if resuming:
-            _go_on(session, path, say)
+            _go_on(session, path, resuming, say)
         try:
             for last in train(session, path):
                 ticked(last)
@@ -344,12 +367,12 @@ def _introduce(session: Session, say: Say) -> None:
         say(f"note: {note}")
 
 
-def _go_on(session: Session, path: Path, say: Say) -> None:
+def _go_on(session: Session, path: Path, how: Resume, say: Say) -> None:
     notes: list[str] = []
     before, now = run_config(path, notes).precision, session.config.precision
     for note in notes:
         say(f"note: {note}")
-    origin = resume(session, path / CHECKPOINTS)
+    origin = resume(session, path / CHECKPOINTS, how, say)
     session.world.main_only(
         lambda: write_whole(path / "config.toml", config_to_toml(session.config))
     )

@@ -18,7 +18,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, choose_strategy
 from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim.state import CODES, in_dtype
+from halfstep.optim.state import CODES, TOPS, in_dtype, tops_of
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.masters.rounding import REMAINDER
@@ -236,14 +236,19 @@ class Session:
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[str, Tensor]:
     """Return the optimizer's state as ``"NAME/KEY"`` to tensor, without the weights' remainders.
 
-    8-bit codes have the moment's own name: in a checkpoint's file their dtype tells them apart.
+    8-bit moments are on the host as bf16, which holds their values exactly: their codes count from
+    the largest number of blocks in a rank's memory, so that they mean nothing in another layout.
     """
-    return {
-        f"{names[parameter]}/{key.removesuffix(CODES)}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if key != REMAINDER
-    }
+    tensors = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if key.endswith(CODES):
+                name = key.removesuffix(CODES)
+                coded = {key: value, tops_of(name): state[tops_of(name)]}
+                tensors[f"{names[parameter]}/{name}"] = in_dtype(coded, torch.bfloat16)[name].cpu()
+            elif key != REMAINDER and not key.endswith(TOPS):
+                tensors[f"{names[parameter]}/{key}"] = value
+    return tensors
 
 
 def convert_optimizer_tensors(

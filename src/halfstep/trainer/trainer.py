@@ -214,7 +214,9 @@ class Trainer:
             self._session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:
-                outcome = execute(session, path, self._say, self._ticked, resuming=resume)
+                outcome = execute(
+                    session, path, self._say, self._ticked, resuming="newest" if resume else ""
+                )
             finally:
                 session.precision.close()
                 self._session = None

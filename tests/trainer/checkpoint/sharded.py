@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from halfstep.errors import PeerError
-from halfstep.optim.moments import decode, encode
 from halfstep.trainer.checkpoint import Checkpoint, save_checkpoint
 from halfstep.trainer.shards import Shard
 
@@ -30,30 +29,8 @@ def cut(tensor, how, rank, size):
     return part.clone(), Shard(tuple(tensor.shape), offset, tuple(part.shape))
 
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-
-
-def codes(values, seed, *, signed):
-    """8-bit codes and tops of a local moment, over its elements in memory order."""
-    order = sorted(range(values.dim()), key=lambda d: -values.stride(d))
-    flat = values.permute(order).reshape(-1)
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, flat.shape, dtype=torch.int32, generator=generator)
-    found, tops = encode(flat, "8bit", bits, signed=signed)
-    back = [order.index(d) for d in range(values.dim())]
-    return found.view([values.shape[d] for d in order]).permute(back), tops
-
-
-def decoded(found, tops, *, signed):
-    """The fp32 values of local codes."""
-    order = sorted(range(found.dim()), key=lambda d: -found.stride(d))
-    flat = decode(found.permute(order).reshape(-1), tops, signed=signed)
-    back = [order.index(d) for d in range(found.dim())]
-    return flat.view([found.shape[d] for d in order]).permute(back)
-
-
 def whole_state(seed=0) -> Checkpoint:
-    """Whole tensors of many shapes and dtypes; "e" and "t" are to have 8-bit moments."""
+    """Whole tensors of many shapes and dtypes."""
     g = torch.Generator().manual_seed(seed)
     weights = {
         "w": torch.randn(8, 6, generator=g),
@@ -64,8 +41,7 @@ def whole_state(seed=0) -> Checkpoint:
         "i": torch.randint(-(2**15), 2**15, (6, 4), generator=g).short(),
         "none": torch.randn(0, 4, generator=g),
         "cube": torch.randn(3, 4, 5, generator=g),
-        "e": torch.randn(50, 7, generator=g),
-        "t": torch.randn(80, 9, generator=g),
+        "t": torch.randn(80, 9, generator=g).t().contiguous().t(),
     }
     weights["w"][0, :3] = torch.tensor([-0.0, 1e-42, 3e38])
     optimizer = {"rng/cpu": torch.randint(0, 256, (5056,), generator=g).byte()}
@@ -73,9 +49,6 @@ def whole_state(seed=0) -> Checkpoint:
         optimizer[f"{name}/step"] = torch.tensor(7.0)
         first = torch.randn(weight.shape, generator=g)
         second = torch.rand(weight.shape, generator=g)
-        if name == "t":  # each row of another size, so that blocks of 128 have different tops
-            rows = 2.0 ** torch.arange(80).view(80, 1)
-            first, second = first * rows, second * rows
         optimizer[f"{name}/exp_avg"] = first.bfloat16() if name == "u" else first
         optimizer[f"{name}/exp_avg_sq"] = second
     return Checkpoint(weights, optimizer, {"note": "Zürich 字"})
@@ -89,48 +62,21 @@ LAYOUTS = {
     "columns": {n: w.dim() - 1 for n, w in whole_state().weights.items()},
     "mixed": {
         "w": 1, "u": 0, "three": 0, "one": None, "scalar": None, "i": 1, "none": 1, "cube": 1,
-        "e": 1, "t": 0,
+        "t": 0,
     },
 }  # fmt: skip
 
 
-def cut_state(whole: Checkpoint, layout, rank, size, eight=()) -> Checkpoint:
-    """A rank's state; the moments of parameters in ``eight`` in 8 bits, those of "t" transposed."""
+def cut_state(whole: Checkpoint, layout, rank, size) -> Checkpoint:
+    """A rank's state."""
     weights, optimizer, shards = {}, {}, {}
     for name, weight in whole.weights.items():
         weights[name], shards[name] = cut(weight, layout[name], rank, size)
     for key, tensor in whole.optimizer.items():
         name, _, kind = key.rpartition("/")
-        if name == "rng" or kind == "step":
-            optimizer[key] = tensor
-            continue
-        part, shard = cut(tensor, layout[name], rank, size)
-        if name in eight:
-            if name == "t":
-                part = part.t().contiguous().t()
-            part, optimizer[key + "_tops"] = codes(
-                part,
-                sum(shard.offset),
-                signed=SIGNED[kind],  # ranks with the same part agree
-            )
-        optimizer[key] = part
+        alone = name == "rng" or kind == "step"
+        optimizer[key] = tensor if alone else cut(tensor, layout[name], rank, size)[0]
     return Checkpoint(weights, optimizer, whole.state, shards)
-
-
-def after_eight_bits(whole: Checkpoint, layout, size, eight) -> Checkpoint:
-    """The whole state with the moments that 8-bit ranks hold: decoded and put together."""
-    states = [cut_state(whole, layout, rank, size, eight) for rank in range(size)]
-    optimizer = dict(whole.optimizer)
-    for key in optimizer:
-        name, _, kind = key.rpartition("/")
-        if name in eight and kind in SIGNED:
-            values = torch.full(whole.weights[name].shape, torch.nan)
-            for state in states:
-                part, shard = state.optimizer[key], state.shards[name]
-                box = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.local, strict=True))
-                values[box] = decoded(part, state.optimizer[key + "_tops"], signed=SIGNED[kind])
-            optimizer[key] = values
-    return Checkpoint(dict(whole.weights), optimizer, whole.state)
 
 
 class Ranks:
