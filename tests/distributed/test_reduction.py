@@ -146,7 +146,7 @@ def assert_same(found, wanted, last_bits):
 
 POLICIES = ("bf16-split", "bf16-master", "fp16-master", "bf16-mixed", "bf16-pure", "fp16-pure",
             "bf16-mixed,reduce=bf16", "bf16-master,keep_fp32=type:LayerNorm")  # fmt: skip
-QUICK = [("bf16-split", "before", 2), ("fp16-master", "before", 3), ("bf16-split", "static", 1)]
+QUICK = [("bf16-split", "before", 2), ("fp16-master", "before", 3), (POLICIES[-1], "static", 1)]
 CASES = [
     pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
     for case in itertools.product(POLICIES, WRAPPERS, (1, 2, 3))

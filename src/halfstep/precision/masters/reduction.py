@@ -150,6 +150,8 @@ class _Hook:
         self._owner, self._group = owner, wrapper.process_group
         self._factor = 1 / dist.get_world_size(self._group) if mean else 1.0
         self._waiting: list[Callable[[], None]] = []  # the buckets that were sent
+        parameters, _ = wrapper._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        self._parameters, self._arrived = len(parameters), 0
 
     @torch.no_grad()
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -183,7 +185,10 @@ class _Hook:
             future.set_result(buffer)
 
         self._waiting.append(finish)
-        if bucket.is_last():
+        self._arrived += len(parameters)
+        # in the first step of a static graph DDP calls none the last
+        if bucket.is_last() or self._arrived == self._parameters:
+            self._arrived = 0
             # not by callbacks of the sums: gloo has few threads, and they would wait for each other
             waiting, self._waiting = self._waiting, []
             for one in waiting:
