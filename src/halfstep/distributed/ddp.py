@@ -8,8 +8,7 @@ loss is divided by the count of the whole batch of all ranks.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -80,18 +79,17 @@ class DataParallel(Strategy):
                 "ranks already; call backward once, on the sum of the losses, and finish() after it"
             )
         self._summed = True
-        with warnings.catch_warnings():
-            # find_unused_parameters costs a walk through the graph; DDP says so where all are used
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-            self._wrapper(loss)
+        self._wrapper(loss)
 
 
 class _Loss(nn.Module):
     """Hands a loss through, in whose graph DDP looks for the parameters that it does not reach."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self.parameters_ = nn.ParameterList(parameters)
+        # never reached: where DDP finds no such parameter, it writes on stderr that it looked
+        self.unused = nn.Parameter(parameters[0].detach().new_zeros(1))
 
     def forward(self, loss: Tensor) -> Tensor:
         return loss
