@@ -270,7 +270,7 @@ class ManyRanks(Ranks):
             raise
 
     def _gathered(self, row: Tensor) -> Tensor:
-        """Every rank's row."""
+        """All ranks' tensors of this shape, by rank, on the host."""
         rows = torch.zeros(self._size, *row.shape, dtype=row.dtype, device=self._device)
         rows[self._rank] = row
         self._sum(rows)

@@ -18,7 +18,7 @@ from halfstep.distributed.layout import Layout
 from halfstep.distributed.strategy import Strategy, choose_strategy
 from halfstep.distributed.world import World, broadcast_tensors_
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.optim.state import CODES, TOPS, in_dtype, tops_of
+from halfstep.optim.state import as_values, in_dtype
 from halfstep.precision.casting.autocast import require_support
 from halfstep.precision.masters.local_part import reshard_
 from halfstep.precision.masters.rounding import REMAINDER
@@ -241,13 +241,9 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[Any, str]) -> dict[st
     """
     tensors = {}
     for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if key.endswith(CODES):
-                name = key.removesuffix(CODES)
-                coded = {key: value, tops_of(name): state[tops_of(name)]}
-                tensors[f"{names[parameter]}/{name}"] = in_dtype(coded, torch.bfloat16)[name].cpu()
-            elif key != REMAINDER and not key.endswith(TOPS):
-                tensors[f"{names[parameter]}/{key}"] = value
+        for key, value in as_values(state).items():
+            if key != REMAINDER:
+                tensors[f"{names[parameter]}/{key}"] = value if key in state else value.cpu()
     return tensors
 
 

@@ -134,7 +134,7 @@ class Reduction:
         self.sums, self.taken = [], {}
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Give each DDP a reducer of its own again, which sums without a hook."""
         for hook in self._hooked:
             wrapper = hook.wrapper()
             if wrapper is not None:
