@@ -28,7 +28,7 @@ def halfstep(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Done]]:
     """Runs a command on one thread, without the benchmark of products, in this environment."""
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda **_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

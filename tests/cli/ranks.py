@@ -84,7 +84,7 @@ def ranks(words, **options):
 
 def alone(words, monkeypatch):
     """The same command as one process: this one, without the run's own measurements."""
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda **_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

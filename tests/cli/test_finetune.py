@@ -43,7 +43,7 @@ def finished(files, tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "r"
     words = words_of(files, path, "--quiet", "--eval-every", 2, "--keep", 9, "--save-every", 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "keep_freed_memory", lambda: None)
+        patch.setattr(train, "keep_freed_memory", lambda **_: None)
         assert main(["finetune", "classify", *map(str, [*words, "--max-steps", 8])]) == 0
     return path
 

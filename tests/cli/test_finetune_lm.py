@@ -48,7 +48,7 @@ def tuned(place, tmp_path_factory):
     """A LoRA run on an fp16 base."""
     path = tmp_path_factory.mktemp("run") / "r"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "keep_freed_memory", lambda: None)
+        patch.setattr(train, "keep_freed_memory", lambda **_: None)
         assert main([*words(place, path), "--quiet"]) == 0
     return path
 

@@ -27,7 +27,7 @@ def command(rank, words):
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world.size))
         patch.setattr(train, "open_world", lambda *_, **__: world)
-        patch.setattr(train, "keep_freed_memory", lambda: None)
+        patch.setattr(train, "keep_freed_memory", lambda **_: None)
         code = main(words)
     return code, out.getvalue(), err.getvalue()
 

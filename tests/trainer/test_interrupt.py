@@ -73,7 +73,7 @@ def test_the_block_may_end_between_a_signal_and_its_repetition(number, clock, ha
 @pytest.mark.parametrize("where", ["train", "_take_step", "save_checkpoint", "finish_run"])
 def test_a_run_cut_anywhere_says_how_to_go_on(corpus, tmp_path, monkeypatch, capsys, where):
     """Before the first step, within the sixth, before its checkpoint, and after the last step."""
-    monkeypatch.setattr(train, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(train, "keep_freed_memory", lambda **_: None)
     file, path, calls = tmp_path / "x.toml", tmp_path / "cut", []
     file.write_text(config_to_toml(small_config(corpus, run__save_every=2)))
     words = ["train", "--config", str(file), "--quiet", "--output-dir"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from halfstep.cli.commands import Request
 from halfstep.cli.main import INTERRUPTED
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World, open_world
 from halfstep.errors import ConfigError
 from halfstep.precision.policy.spelling import parse_policy
@@ -61,7 +62,7 @@ def run(request: Request) -> int:
 def _train(
     request: Request, config: BaseConfig, path: Path, world: World, *, resuming: Resume
 ) -> int:
-    keep_freed_memory()
+    keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
     device = choose_device(config.run.device, world.local_rank)
     title = f"{config.name} {parse_policy(config.precision, device)}"
     with RunDisplay(title, quiet=request.start.quiet or not world.is_main) as display:

@@ -107,17 +107,21 @@ def peak_memory_bytes(device: torch.device) -> int:
 # Parameters of mallopt(3), from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(sharded: bool = False) -> None:
     """Tell glibc to reuse freed memory; for a process that only trains, never for a library.
 
     glibc serves every tensor over 32 MiB (and, until it has learned better, over 128 KiB) by
     ``mmap`` and returns it on free, so each operation of each step page-faults its whole output
-    again: ``docs/decisions/0004-allocator.md`` holds the measurement.
+    again: ``docs/decisions/0004-allocator.md`` holds the measurements. Where weights are sharded,
+    every block's are gathered and freed, in pieces that glibc hardly fits into each other's places;
+    there all over 1 MiB go back at once.
     """
+    kept = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: 64 << 20}
+    returned = {_M_MMAP_MAX: 1 << 16, _M_MMAP_THRESHOLD: 1 << 20}
     if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        for key, value in (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 64 << 20):
-            mallopt(key, value)
+        for key, value in (returned if sharded else kept).items():
+            ctypes.CDLL(None).mallopt(key, value)

@@ -298,9 +298,11 @@ def open_session(
     _require_rows(task.smallest_batch, task.config, layout)
     config = with_choice(task.config, policy, device, layout)
     task.notes += tune_(task.model, policy, device)
-    model = task.model.to(device)
-    plan = task.plan(layout)
+    model, plan = task.model, task.plan(layout)
+    if layout.shard == 1:  # else FSDP2 takes the device's memory for a block at a time
+        model.to(device)
     strategy.place_(model, plan)
+    task.laid_out_(device)
     ema, precision = _precision(task, policy, strategy, world)
     loss_sum = compiled_(task, plan, layout) if config.run.compile == "yes" else task.loss_sum
     trained = precision.named_parameters()

@@ -210,7 +210,7 @@ class Trainer:
         world = open_world(kind, timeout_seconds=run.rank_timeout) if own else World.around_group()
         with world if own else nullcontext():
             config, path = self._placed(world, resume)
-            keep_freed_memory()
+            keep_freed_memory(sharded=Layout.of(config.run.parallel).shard > 1)
             self._session = session = open_session(config, world=world, opens=self._open)
             session.followed = bool(self._callbacks)
             try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 _WHOLE = "halfstep_whole"
 
@@ -163,8 +163,9 @@ def part_like(full: Tensor, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, split as the parameter is; all if that is no DTensor."""
     if not isinstance(parameter, DTensor):
         return full
-    mesh, placements = parameter.device_mesh, parameter.placements
-    part = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    held: Any = parameter
+    (box,) = held.__create_chunk_list__()
+    part = full[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     return part.clone()  # a slice would keep the memory of the whole tensor alive
 
 

@@ -52,13 +52,14 @@ ADAPTER_NAME = "default"
 
 
 def open_causal_lm(
-    source: str | os.PathLike[str], *, gradient_checkpointing: bool = False
+    source: str | os.PathLike[str], *, gradient_checkpointing: bool = False, mapped: bool = False
 ) -> PretrainedLM:
     """Load a pretrained causal LM in its stored dtype on the CPU, in training mode.
 
-    With ``gradient_checkpointing``, each layer's activations are recomputed in backward.
+    With ``gradient_checkpointing``, each layer's activations are recomputed in backward; for
+    ``mapped`` see :func:`open_folder`.
     """
-    folder = open_folder(source)
+    folder = open_folder(source, mapped=mapped)
     config = folder.config
     masked = folder.knows("AutoModelForMaskedLM") and not getattr(config, "is_decoder", False)
     if masked or getattr(config, "is_encoder_decoder", False):

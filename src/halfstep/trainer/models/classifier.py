@@ -86,17 +86,18 @@ def open_classifier(
     *,
     label_smoothing: float = 0.0,
     seed: int = 0,
+    mapped: bool = False,
 ) -> PretrainedClassifier:
     """Load a pretrained encoder with a head for these classes, in fp32 on the CPU, in train mode.
 
     The head is the folder's own if its ``id2label`` equals ``names`` in order (None: whatever the
-    folder says); otherwise it is drawn from ``seed``.
+    folder says); otherwise it is drawn from ``seed``. For ``mapped`` see :func:`open_folder`.
 
     Raises:
         ConfigError: If the source or the architecture cannot be used.
         CheckpointError: If the folder is damaged or lacks weights of the encoder.
     """
-    folder = open_folder(source)
+    folder = open_folder(source, mapped=mapped)
     own = [name for _, name in sorted(folder.config.id2label.items())]
     names = own if names is None else list(names)
     _name_classes(folder.config, names)

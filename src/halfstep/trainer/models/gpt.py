@@ -30,6 +30,7 @@ from halfstep.kernels.rows import (
 )
 from halfstep.precision.casting.op_casts import is_plain, may_run
 from halfstep.precision.loss_head import linear_cross_entropy, matmul_dtype
+from halfstep.precision.masters.local_part import local_part, part_like
 from halfstep.trainer.models import IGNORE_INDEX, GPTConfig
 
 
@@ -64,7 +65,8 @@ class GPT(nn.Module):
 
         Weights are normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) for projections
         back into the residual stream; biases are 0 and norm gains 1. Values are drawn in fp32, on
-        the generator's device, and rounded to the parameter's dtype.
+        the generator's device, and rounded to the parameter's dtype. Of a sharded parameter, too,
+        all are drawn, and this rank's part is kept.
 
         **Source:** 0.02 is GPT-2's ``initializer_range``; the scaling is Radford et al. 2019, §2.3,
         1/sqrt(N) for N residual layers, of which a block has two.
@@ -78,7 +80,8 @@ class GPT(nn.Module):
             else:
                 std = residual_std if name.endswith(("proj.weight", "down.weight")) else 0.02
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device=generator.device)
-                parameter.copy_(drawn.normal_(generator=generator).mul_(std))
+                drawn.normal_(generator=generator).mul_(std)
+                local_part(parameter).copy_(part_like(drawn, parameter))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Compute the logits of the next token at every position of ``tokens_BT``, int64.

@@ -140,6 +140,8 @@ class PretrainedFolder:
                 f"{self.folder} lacks {len(lost)} weights of the model, such as "
                 f"{', '.join(lost[:5])}: config.json and weights are of different models"
             )
+        for buffer in model.buffers():  # which stay whole
+            buffer.data = buffer.clone()
         model.name_or_path = model.config.name_or_path = self.name
         return model, drawn
 
@@ -170,8 +172,11 @@ class PretrainedFolder:
         return model, info
 
 
-def open_folder(source: str | os.PathLike[str]) -> PretrainedFolder:
+def open_folder(source: str | os.PathLike[str], *, mapped: bool = False) -> PretrainedFolder:
     """Open the folder of a model, given as for :func:`resolve_source`.
+
+    ``mapped`` weights are read from their files where they are touched, as by a rank that copies
+    its part of them, and are not to be changed.
 
     Raises:
         ConfigError: If the source cannot be had, or holds an adapter or quantized weights.
@@ -200,10 +205,10 @@ def open_folder(source: str | os.PathLike[str]) -> PretrainedFolder:
             f"{folder}: quantized weights cannot be trained; take the model's unquantized folder"
         )
     name = str(folder.resolve()) if Path(source).expanduser().is_dir() else os.fspath(source)
-    return PretrainedFolder(name, folder, config, read_tensors(folder))
+    return PretrainedFolder(name, folder, config, read_tensors(folder, mapped=mapped))
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path, *, mapped: bool = False) -> dict[str, Tensor]:
     """Read all tensors of a folder by name, from ``model.safetensors`` or its shards."""
     whole = folder / WEIGHTS
     files = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors"))
@@ -213,14 +218,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             "code when it is opened, is not read: convert it where you trust it by "
             "AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
         )
-    return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+    return {n: tensor for file in files for n, tensor in read_safetensors(file, mapped).items()}
 
 
-def read_safetensors(file: Path) -> dict[str, Tensor]:
+def read_safetensors(file: Path, mapped: bool = False) -> dict[str, Tensor]:
     """Read the tensors of one file, or raise CheckpointError."""
     try:
-        # clone, as load_file returns views of the memory-mapped file, which may be replaced
-        return {name: view.clone() for name, view in load_file(file).items()}
+        views = load_file(file)  # of the memory-mapped file, which may be replaced later
+        return views if mapped else {name: view.clone() for name, view in views.items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
             f"{file} is missing, damaged or not a safetensors file ({error}); copy it again"

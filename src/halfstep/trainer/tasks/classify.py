@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, NonFiniteError
 from halfstep.files import write_whole
@@ -54,7 +55,7 @@ class ClassifyTask(FinetuneTask):
     config: ClassifyConfig
     model: PretrainedClassifier
 
-    def __init__(self, config: ClassifyConfig, world: World, *_: object) -> None:
+    def __init__(self, config: ClassifyConfig, world: World, layout: Layout) -> None:
         """Read the data, make or load tokenizer and model; for arguments see ``open_session``."""
         run, choice = config.run, config.model
         data = read_labelled(config.data, run.seed)
@@ -74,8 +75,9 @@ class ClassifyTask(FinetuneTask):
             )
         else:
             self.model = open_classifier(
-                choice.source, data.names, label_smoothing=smoothing, seed=seed
-            )
+                choice.source, data.names, label_smoothing=smoothing, seed=seed,
+                mapped=layout.shard > 1,
+            )  # fmt: skip
             self.tokenizer = open_tokenizer(
                 choice.source, max_length=choice.max_length, model=self.model
             )

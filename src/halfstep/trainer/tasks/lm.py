@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.files import read_json
@@ -48,7 +49,7 @@ class LMTask(FinetuneTask):
     model: PretrainedLM
     by_block = True  # its loss hooks the head, which would end the graph
 
-    def __init__(self, config: LMConfig, world: World, *_: object) -> None:
+    def __init__(self, config: LMConfig, world: World, layout: Layout) -> None:
         """Load model and tokenizer, read the data; for arguments see ``open_session``."""
         if config.run.best_by not in ("", "loss"):
             raise ConfigError(f"run.best_by={config.run.best_by} is for classifiers; allowed: loss")
@@ -56,6 +57,7 @@ class LMTask(FinetuneTask):
         self.model = open_causal_lm(
             choice.source,
             gradient_checkpointing=choice.gradient_checkpointing,
+            mapped=layout.shard > 1,
         )
         limit, data = self.model.max_length, config.data
         self.notes = []
@@ -82,9 +84,13 @@ class LMTask(FinetuneTask):
             "base model": frozen_fingerprint(self.model),  # before hold_weights_ may convert them
         }
         world.require_same(self.identity)
-        held = hold_weights_(self.model, cast(PrecisionPolicy, config.precision))
-        self.notes += [*self.data.notes, *([held] if held else [])]
+        self.notes += self.data.notes
         self.deal(config, self.data.train_rows.lengths)
+
+    def laid_out_(self, device: torch.device) -> None:
+        """Hold the weights as the policy wants them."""
+        held = hold_weights_(self.model, cast(PrecisionPolicy, self.config.precision))
+        self.notes += [held] if held else []
 
     def summary(self) -> str:
         """Describe the run by its numbers of parameters, tokens and rows."""

@@ -70,6 +70,9 @@ class Task(Protocol):
         """Return how the model may be split over the ranks."""
         return plan_of(self.model)
 
+    def laid_out_(self, device: torch.device) -> None:
+        """Give the model, of which a rank may hold a part now, what was left out until then."""
+
     def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
         """Make the optimizer, once the model is on its device and laid out over the ranks."""
         config = self.config

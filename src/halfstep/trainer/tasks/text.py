@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
+from halfstep.distributed.layout import Layout
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.trainer import part
@@ -39,7 +41,7 @@ class TextTask(Task):
 
     keeps_best = False
 
-    def __init__(self, config: TrainConfig, world: World, *_: object) -> None:
+    def __init__(self, config: TrainConfig, world: World, layout: Layout) -> None:
         """Prepare the data and build the model; for arguments see ``open_session``."""
         self.data: PreparedData = world.first_on_machine(lambda: prepare(config.data))
         data, run = self.data, config.run
@@ -50,7 +52,9 @@ class TextTask(Task):
         }
         world.require_same(self.identity)
         shape = _with_vocabulary(config, data.tokenizer)
-        self.model = GPT(shape, seed=run.seed)
+        # where no rank needs the whole model, none makes it
+        with torch.device("meta") if layout.shard > 1 else nullcontext():
+            self.model = GPT(shape, seed=run.seed)
         warmup = min(config.schedule.warmup_steps, run.max_steps)
         self.notes = shortened(config.schedule.warmup_steps, warmup)
         schedule = dataclasses.replace(config.schedule, warmup_steps=warmup)
@@ -63,6 +67,12 @@ class TextTask(Task):
         """Describe the run by its numbers of parameters and training tokens."""
         count = self.model.config.parameters
         return f"{count:,} parameters, {self.data.train.count:,} training tokens"
+
+    def laid_out_(self, device: torch.device) -> None:
+        """Draw the weights of a model that was made without any."""
+        if self.model.wte.weight.is_meta:
+            self.model.to_empty(device=device)
+            self.model.init_weights_(torch.Generator().manual_seed(self.config.run.seed))
 
     def batch_size(self, step: int) -> int:
         """Return the number of sequences, which is the same in every step."""
