@@ -5,9 +5,18 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from distributed import parity
 from distributed.parity import same_bits
+from halfstep.optim import muon
+from halfstep.optim.muon import newton_schulz
+from halfstep.precision.masters.local_part import as_target, local_part, part_like, whole_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.covering(ends=True)]
 
@@ -57,3 +66,47 @@ def test_a_step_that_one_rank_cannot_take_changes_nothing_on_any(pool2, layout):
     assert first["applied"] == second["applied"] == [True, False, True]
     assert first["unchanged"] == second["unchanged"] == [False, True, False]
     same_bits(first["weights"], second["weights"])
+
+
+SHAPES = [(8, 6), (7, 12), (1, 9), (5, 5), (30, 3), (9, 9), (2, 2)]  # over ranks uneven, or empty
+
+
+def stepped(rank, shard, seed=3):
+    """Weights after two steps, and how many matrices this rank has orthogonalized."""
+    numbers, calls = torch.Generator().manual_seed(seed), []
+
+    def counted(matrix):
+        calls.append(matrix.shape)
+        return newton_schulz(matrix)
+
+    layers = nn.Sequential(*(nn.Linear(n, m, bias=False) for m, n in SHAPES))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "newton_schulz", counted)
+        for layer in layers:
+            layer.weight.normal_(generator=numbers)
+        if rank is not None:
+            size = dist.get_world_size()
+            names = "copies", "parts"
+            mesh = init_device_mesh("cpu", (size // shard, shard), mesh_dim_names=names)
+            fully_shard(layers, mesh=mesh if shard < size else mesh["parts"],
+                        shard_placement_fn=lambda p: Shard(int(p.shape[1] == 12)))  # fmt: skip
+        targets = [as_target(local_part(p), p) for p in layers.parameters()]
+        optimizer = muon.Muon(targets, lr=0.1)
+        for _ in range(2):
+            for target, shape in zip(targets, SHAPES, strict=True):
+                gradient = torch.empty(shape).normal_(generator=numbers)
+                target.grad = part_like(gradient, whole_of(target))
+            optimizer.step()
+    weights = {n: p.full_tensor() if rank is not None else p for n, p in layers.named_parameters()}
+    return {n: p.detach() for n, p in weights.items()}, len(calls)
+
+
+@pytest.mark.parametrize(("pool", "shard"), [(2, 2), (4, 4), (4, 2)], indirect=["pool"])
+def test_each_matrix_is_orthogonalized_once_in_a_replica(pool, shard):
+    one, _ = stepped(None, 0)
+    ranks = pool.run(stepped, shard=shard)
+    for weights, _ in ranks:
+        same_bits(weights, one)
+    calls = [calls for _, calls in ranks[:shard]]
+    assert sum(calls) == 2 * len(SHAPES)
+    assert max(calls) < len(SHAPES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Unpack, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
@@ -19,10 +20,19 @@ from halfstep.optim.rules import ADAMW, DIRECTED, MUON, SGD, Algorithm, averagin
 from halfstep.optim.state import Batch, StepTask, dense, flat
 from halfstep.precision.agreement import MARK
 from halfstep.precision.casting.autocast import SimulatedProducts
-from halfstep.precision.masters.local_part import is_sharded, part_like, place_like, whole_of
+from halfstep.precision.masters.local_part import (
+    flattened,
+    is_sharded,
+    part_like,
+    place_like,
+    sharers,
+    split_like,
+    whole_of,
+)
 from halfstep.precision.policy.devices import cpu_has_bf16
 
 Adjustment = Literal["original", "match_rms_adamw"]
+_Member = tuple[nn.Parameter, StepTask]
 
 # Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024,
 # https://kellerjordan.github.io/posts/muon: the quintic whose slope at 0 is largest while it keeps
@@ -129,27 +139,32 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(call, plan)
             return
-        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
-        for parameter, task in zip(call.parameters, call.batch.tasks, strict=True):
-            whole = newton_schulz(self._averaged(group, plan, parameter, task))
-            factor = adjustment(group["adjust_lr_fn"], *whole.shape)
-            direction = part_like(whole, whole_of(parameter))
-            # element-wise again, so one kernel stores it in any rounding mode
-            move = StepTask(
-                weight=task.weight,
-                remainder=task.remainder,
-                moments=(),
-                tops=(),
-                gradient=flat(direction, dense(parameter)),
-                stream=task.stream,
-            )
-            moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-            kernel.run(Batch([move]), moved)
+        for shared, some in _rounds(zip(call.parameters, call.batch.tasks, strict=True)):
+            parts = [self._averaged(group, plan, *member) for member in some]
+            directions = _orthogonalized(parts, [whole_of(p) for p, _ in some], shared)
+            for (parameter, task), direction in zip(some, directions, strict=True):
+                self._move_(group, plan, parameter, task, direction)
+
+    def _move_(
+        self, group: Any, plan: Plan, parameter: nn.Parameter, task: StepTask, direction: Tensor
+    ) -> None:
+        factor = adjustment(group["adjust_lr_fn"], *whole_of(parameter).shape)
+        # element-wise again, so one kernel stores it in any rounding mode
+        move = StepTask(
+            weight=task.weight,
+            remainder=task.remainder,
+            moments=(),
+            tops=(),
+            gradient=flat(direction, dense(parameter)),
+            stream=task.stream,
+        )
+        moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
+        self._kernel_for(parameter.device.type, DIRECTED.name).run(Batch([move]), moved)
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
     ) -> Tensor:
-        """Average the gradient into the momentum: the whole matrix to orthogonalize, in bf16."""
+        """Average the gradient into the momentum: this rank's part of what is to orthogonalize."""
         layout = dense(parameter)
         momentum = torch.zeros_like(layout, dtype=torch.bfloat16)  # in the weight's memory order
         average = replace(
@@ -162,8 +177,44 @@ class Muon(LowPrecisionOptimizer):
         self._kernel_for(parameter.device.type, SGD.name).run(
             Batch([replace(task, weight=weight, remainder=None)]), average
         )
-        placed: Any = place_like(momentum, whole_of(parameter))
-        return placed.full_tensor() if is_sharded(placed) else placed  # type: ignore[no-any-return]
+        return momentum
+
+
+# Matrices that ranks share: in a round, each is sent to a rank of its own, and the parts of its
+# direction are sent back. So a rank receives and multiplies its share of them, not all.
+
+
+def _rounds(members: Iterable[_Member]) -> Iterator[tuple[Any, list[_Member]]]:
+    """The matrices of each round, with :func:`~.local_part.sharers`; alone where that is None."""
+    found: dict[Any, list[_Member]] = {}
+    for member in members:
+        found.setdefault(sharers(whole_of(member[0])), []).append(member)
+    for shared, some in found.items():
+        size = 1 if shared is None else shared[0].size()
+        yield from ((shared, some[at : at + size]) for at in range(0, len(some), size))
+
+
+def _orthogonalized(parts: list[Tensor], wholes: list[Tensor], shared: Any) -> list[Tensor]:
+    """This rank's parts of the directions of a round, of its parts of the matrices, in bf16."""
+    if shared is None:
+        placed: Any = place_like(parts[0], wholes[0])
+        matrix = placed.full_tensor() if is_sharded(placed) else placed
+        return [part_like(newton_schulz(matrix), wholes[0])]
+    (group, dim), pieces = shared, list[Tensor]()
+    ranks, own = group.size(), group.rank()
+    if own < len(parts):
+        pieces += torch.empty(wholes[own].shape, device="meta").chunk(ranks, dim)
+    sent, received = ([*map(Tensor.numel, some)] + [0] * (ranks - len(some))
+                      for some in (parts, pieces))  # fmt: skip
+    flat_parts = flattened(parts)
+    matrix = flat_parts.new_empty(sum(received))
+    dist.all_to_all_single(matrix, flat_parts, received, sent, group=group)
+    if pieces:
+        matrix = newton_schulz(torch.cat(split_like(matrix, pieces), dim))
+        matrix = flattened(matrix.chunk(ranks, dim))
+    returned = torch.empty_like(flat_parts)
+    dist.all_to_all_single(returned, matrix, sent, received, group=group)
+    return split_like(returned, parts)
 
 
 def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:

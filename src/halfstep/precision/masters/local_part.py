@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 _WHOLE = "halfstep_whole"
 
@@ -32,6 +33,17 @@ def is_divided(tensor: Tensor) -> bool:
         return False
     placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(size > 1 and not placement.is_replicate() for placement, size in placed)
+
+
+def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks that share a tensor, and the dim that they do it along; None if several axes do."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, placed = tensor.device_mesh, enumerate(tensor.placements)
+    split = [(n, p) for n, p in placed if mesh.size(n) > 1 and not p.is_replicate()]
+    if len(split) != 1 or type(split[0][1]) is not Shard:
+        return None
+    return mesh.get_group(split[0][0]), split[0][1].dim
 
 
 def local_part(tensor: Tensor) -> Tensor:

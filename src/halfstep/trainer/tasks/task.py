@@ -72,6 +72,7 @@ class Task(Protocol):
 
     def laid_out_(self, device: torch.device) -> None:
         """Give the model, of which a rank may hold a part now, what was left out until then."""
+        return
 
     def optimizer(self, policy: PrecisionPolicy) -> Optimizer:
         """Make the optimizer, once the model is on its device and laid out over the ranks."""
