@@ -109,4 +109,4 @@ def test_each_matrix_is_orthogonalized_once_in_a_replica(pool, shard):
         same_bits(weights, one)
     calls = [calls for _, calls in ranks[:shard]]
     assert sum(calls) == 2 * len(SHAPES)
-    assert max(calls) < len(SHAPES)
+    assert max(calls) - min(calls) <= 2 * 2  # of each of two splits, one more a step

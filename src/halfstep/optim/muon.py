@@ -32,7 +32,6 @@ from halfstep.precision.masters.local_part import (
 from halfstep.precision.policy.devices import cpu_has_bf16
 
 Adjustment = Literal["original", "match_rms_adamw"]
-_Member = tuple[nn.Parameter, StepTask]
 
 # Source: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024,
 # https://kellerjordan.github.io/posts/muon: the quintic whose slope at 0 is largest while it keeps
@@ -139,27 +138,33 @@ class Muon(LowPrecisionOptimizer):
         if not group["use_muon"]:
             super()._run(call, plan)
             return
-        for shared, some in _rounds(zip(call.parameters, call.batch.tasks, strict=True)):
-            parts = [self._averaged(group, plan, *member) for member in some]
-            directions = _orthogonalized(parts, [whole_of(p) for p, _ in some], shared)
-            for (parameter, task), direction in zip(some, directions, strict=True):
-                self._move_(group, plan, parameter, task, direction)
+        kernel = self._kernel_for(call.parameters[0].device.type, DIRECTED.name)
+        for parameter, task, direction in self._directions(group, plan, call):
+            factor = adjustment(group["adjust_lr_fn"], *whole_of(parameter).shape)
+            # element-wise again, so one kernel stores it in any rounding mode
+            gradient = flat(direction, dense(parameter))
+            move = replace(task, moments=(), tops=(), gradient=gradient)
+            moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
+            kernel.run(Batch([move]), moved)
 
-    def _move_(
-        self, group: Any, plan: Plan, parameter: nn.Parameter, task: StepTask, direction: Tensor
-    ) -> None:
-        factor = adjustment(group["adjust_lr_fn"], *whole_of(parameter).shape)
-        # element-wise again, so one kernel stores it in any rounding mode
-        move = StepTask(
-            weight=task.weight,
-            remainder=task.remainder,
-            moments=(),
-            tops=(),
-            gradient=flat(direction, dense(parameter)),
-            stream=task.stream,
-        )
-        moved = replace(plan, algorithm=DIRECTED, moments="fp32", multiplier=factor)
-        self._kernel_for(parameter.device.type, DIRECTED.name).run(Batch([move]), moved)
+    def _directions(
+        self, group: dict[str, Any], plan: Plan, call: Call
+    ) -> Iterator[tuple[nn.Parameter, StepTask, Tensor]]:
+        """Each matrix of a call, and this rank's part of its direction, in bf16.
+
+        Of matrices that ranks share, each in turn is sent to another rank, and its direction back.
+        """
+        found: dict[Any, list[tuple[nn.Parameter, StepTask]]] = {}
+        for parameter, task in zip(call.parameters, call.batch.tasks, strict=True):
+            found.setdefault(sharers(whole_of(parameter)), []).append((parameter, task))
+        for shared, members in found.items():
+            size = shared[0].size() if shared else 1
+            for at in range(0, len(members), size):
+                some = members[at : at + size]
+                parts = [self._averaged(group, plan, *member) for member in some]
+                wholes = [whole_of(parameter) for parameter, _ in some]
+                directions = _orthogonalized(parts, wholes, shared)
+                yield from ((*member, d) for member, d in zip(some, directions, strict=True))
 
     def _averaged(
         self, group: dict[str, Any], plan: Plan, parameter: nn.Parameter, task: StepTask
@@ -180,22 +185,8 @@ class Muon(LowPrecisionOptimizer):
         return momentum
 
 
-# Matrices that ranks share: in a round, each is sent to a rank of its own, and the parts of its
-# direction are sent back. So a rank receives and multiplies its share of them, not all.
-
-
-def _rounds(members: Iterable[_Member]) -> Iterator[tuple[Any, list[_Member]]]:
-    """The matrices of each round, with :func:`~.local_part.sharers`; alone where that is None."""
-    found: dict[Any, list[_Member]] = {}
-    for member in members:
-        found.setdefault(sharers(whole_of(member[0])), []).append(member)
-    for shared, some in found.items():
-        size = 1 if shared is None else shared[0].size()
-        yield from ((shared, some[at : at + size]) for at in range(0, len(some), size))
-
-
 def _orthogonalized(parts: list[Tensor], wholes: list[Tensor], shared: Any) -> list[Tensor]:
-    """This rank's parts of the directions of a round, of its parts of the matrices, in bf16."""
+    """This rank's parts of the directions of matrices, one for each rank that shares them."""
     if shared is None:
         placed: Any = place_like(parts[0], wholes[0])
         matrix = placed.full_tensor() if is_sharded(placed) else placed
@@ -204,17 +195,17 @@ def _orthogonalized(parts: list[Tensor], wholes: list[Tensor], shared: Any) -> l
     ranks, own = group.size(), group.rank()
     if own < len(parts):
         pieces += torch.empty(wholes[own].shape, device="meta").chunk(ranks, dim)
-    sent, received = ([*map(Tensor.numel, some)] + [0] * (ranks - len(some))
-                      for some in (parts, pieces))  # fmt: skip
-    flat_parts = flattened(parts)
-    matrix = flat_parts.new_empty(sum(received))
-    dist.all_to_all_single(matrix, flat_parts, received, sent, group=group)
+    sent = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    received = [piece.numel() for piece in pieces] + [0] * (ranks - len(pieces))
+    own_parts = flattened(parts)
+    matrix = own_parts.new_empty(sum(received))
+    dist.all_to_all_single(matrix, own_parts, received, sent, group=group)
     if pieces:
         matrix = newton_schulz(torch.cat(split_like(matrix, pieces), dim))
         matrix = flattened(matrix.chunk(ranks, dim))
-    returned = torch.empty_like(flat_parts)
-    dist.all_to_all_single(returned, matrix, sent, received, group=group)
-    return split_like(returned, parts)
+    directions = torch.empty_like(own_parts)
+    dist.all_to_all_single(directions, matrix, sent, received, group=group)
+    return split_like(directions, parts)
 
 
 def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
