@@ -29,21 +29,21 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def is_divided(tensor: Tensor) -> bool:
     """Whether several ranks hold different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return False
-    placed = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return any(size > 1 and not placement.is_replicate() for placement, size in placed)
+    return bool(_dividing(tensor))
 
 
-def sharers(tensor: Tensor) -> tuple[dist.ProcessGroup, int] | None:
-    """The ranks that share a tensor, and the dim that they do it along; None if several axes do."""
-    if not isinstance(tensor, DTensor):
+def _dividing(tensor: Any) -> list[int]:
+    """The axes of a tensor's mesh along which ranks hold different parts of it."""
+    placed = enumerate(tensor.placements) if isinstance(tensor, DTensor) else ()
+    return [n for n, p in placed if tensor.device_mesh.size(n) > 1 and not p.is_replicate()]
+
+
+def sharers(tensor: Any) -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks that divide a tensor, and the dim they do it along; None if not just one axis."""
+    axes = _dividing(tensor)
+    if len(axes) != 1 or type(tensor.placements[axes[0]]) is not Shard:
         return None
-    mesh, placed = tensor.device_mesh, enumerate(tensor.placements)
-    split = [(n, p) for n, p in placed if mesh.size(n) > 1 and not p.is_replicate()]
-    if len(split) != 1 or type(split[0][1]) is not Shard:
-        return None
-    return mesh.get_group(split[0][0]), split[0][1].dim
+    return tensor.device_mesh.get_group(axes[0]), tensor.placements[axes[0]].dim
 
 
 def local_part(tensor: Tensor) -> Tensor:

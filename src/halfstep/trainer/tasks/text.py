@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -52,8 +51,7 @@ class TextTask(Task):
         }
         world.require_same(self.identity)
         shape = _with_vocabulary(config, data.tokenizer)
-        # where no rank needs the whole model, none makes it
-        with torch.device("meta") if layout.shard > 1 else nullcontext():
+        with torch.device("meta" if layout.shard > 1 else "cpu"):  # no rank needs the whole then
             self.model = GPT(shape, seed=run.seed)
         warmup = min(config.schedule.warmup_steps, run.max_steps)
         self.notes = shortened(config.schedule.warmup_steps, warmup)
