@@ -34,7 +34,6 @@ from halfstep.integrations.optimizer_tensors import (
 from halfstep.precision.checks import some
 from halfstep.precision.scaling.gradients import NonFinite, OneRank
 
-_UNPICKLED = ("_optimizers", "_find_names")
 Optimizers = Callable[[], Sequence[Optimizer]]
 Named = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -72,16 +71,12 @@ class LoopScaler(GradScaler):
         """Number of iterations with a skipped step, including those before a resume."""
         return int(self._skipped) + any(step.skipped for step in self._round)
 
-    def abandon(self) -> None:
-        """Forget the current iteration, after an error has ended the loop."""
+    def release(self) -> None:
+        """Forget the current iteration, and drop all references to optimizers and parameters."""
         self._pending = False
         self._mixed.clear()
         self._per_optimizer_states.clear()
         self._round, self._nonfinite, self._losses_sum = [], {}, None
-
-    def release(self) -> None:
-        """Drop all references to optimizers and parameters, between two trainings."""
-        self.abandon()
         if self._find_names is not None:
             self._names = {}
 
@@ -217,7 +212,8 @@ class LoopScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling, without the loop that the scaler is bound to."""
-        return super().__getstate__() | dict.fromkeys(_UNPICKLED) | {"_mixed": set()}
+        unbound = {"_optimizers": None, "_find_names": None, "_mixed": set()}
+        return super().__getstate__() | unbound
 
 
 class FiniteGuard(LoopScaler):
@@ -259,7 +255,7 @@ class FiniteGuard(LoopScaler):
             found_inf.copy_(~self._losses_sum.isfinite())
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _stop_if_hopeless(self, found: NonFinite, scale: float, *, at_floor: bool) -> None:
+    def _stop(self, found: NonFinite) -> None:
         loss = self._losses_sum
         if loss is None:
             loss = torch.zeros((), device=self._device)
