@@ -4,11 +4,11 @@ With its extra options off, every call behaves as torch's, bit for bit: returned
 types, warnings, scales, states, gradients and weights. It then only adds
 :attr:`GradScaler.last_step` and better error messages. ``docs/grad-scaler.md`` is the how-to.
 
-With ``strict`` the scale stays between a floor and a ceiling, as that of :class:`halfstep.Precision`
-does, which prevents two silent failures of torch: at scales up to 2^-128 it turns finite gradients
-into NaN and applies them, and finally the scale is 0 for ever. ``update`` then reads the overflow
-flag (one host synchronisation, which non-fused optimizers have already paid in ``step``) and raises
-where no scale can help.
+With ``strict`` the scale stays between a floor and a ceiling, as it does under ``Precision``. That
+prevents two silent failures of torch: at scales up to 2^-128 it turns finite gradients into NaN and
+applies them, and finally the scale is 0 for ever. ``update`` then reads the overflow flag (one host
+synchronisation, which non-fused optimizers have already paid in ``step``) and raises where no scale
+can help.
 
 Nothing else makes the host wait where torch's scaler would not: flags, scales and counters stay
 tensors on their device until :attr:`GradScaler.last_step` is read.

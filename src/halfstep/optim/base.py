@@ -96,11 +96,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
     """
 
     algorithm: ClassVar[Algorithm]
-    # With this, torch.amp.GradScaler passes its scale and flag instead of reading the flag.
-    _step_supports_amp_scaling = True
     accepts_low_precision_gradients = True
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
     agree_on_fallback: Callable[[list[bool]], list[bool]] | None = None
     """Set where ranks hold parts of one tensor: from whether this rank would fall back to bf16
     moments, for each stepped tensor, it makes the same answers on all ranks."""
@@ -216,11 +212,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is not None and found.item():
-            return loss
-        if scale is not None:
-            factor = factor / scale.item()
         kept = self._calls(gradients)
         plans = [self._plan(call, factor, decision) for call in kept.calls]
         increment_version(kept.counters)  # what watches the counters sees that they moved

@@ -113,6 +113,8 @@ class Muon(LowPrecisionOptimizer):
             **{"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov},
             **{"adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "use_muon": True},
         }
+        shared: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        torch.optim.AdamW([torch.empty(0)], **shared)  # which refuses numbers out of range
         super().__init__(params, options, **storage)
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -175,7 +177,7 @@ def adjustment(kind: Adjustment | None, rows: int, columns: int) -> float:
 
 def _check_options(group: dict[str, Any]) -> None:
     kind, momentum = group["adjust_lr_fn"], group["momentum"]
-    require_option(momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
+    require_option(0 <= momentum < 1, "momentum value", momentum, "0 <= momentum < 1")
     allowed = get_args(Adjustment)
     require_option(kind in (None, *allowed), "adjust_lr_fn", kind, f"None, {', '.join(allowed)}")
     if not group["use_muon"]:

@@ -8,7 +8,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from halfstep.errors import PrecisionError
 from halfstep.optim.base import LowPrecisionOptimizer
 from halfstep.optim.options import Storage
 from halfstep.optim.rules import ADAMW, LION, SGD as SGD_RULE
@@ -50,10 +49,10 @@ class AdamW(LowPrecisionOptimizer):
             storage: ``update``, the rounding mode of bf16 weights; ``moments``, their format;
                 ``seed``, of stochastic rounding.
         """
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         # all keys of torch's, so that a sharded checkpoint, which is read by key, goes both ways
-        theirs = torch.optim.AdamW([torch.empty(0)]).defaults
-        super().__init__(params, theirs | options, **storage)
+        theirs = torch.optim.AdamW([torch.empty(0)], **options).defaults
+        super().__init__(params, theirs, **storage)
 
 
 class SGD(LowPrecisionOptimizer):
@@ -75,20 +74,10 @@ class SGD(LowPrecisionOptimizer):
 
         The first six arguments are those of ``torch.optim.SGD``.
         """
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise PrecisionError(
-                "Nesterov momentum requires a momentum and zero dampening: nesterov=True is "
-                "allowed with momentum > 0 and dampening 0"
-            )
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        theirs = torch.optim.SGD([torch.empty(0)]).defaults
-        super().__init__(params, theirs | options, **storage)
+        theirs = torch.optim.SGD(
+            [torch.empty(0)], lr, momentum, dampening, weight_decay, nesterov
+        ).defaults
+        super().__init__(params, theirs, **storage)
 
 
 class Lion(LowPrecisionOptimizer):
@@ -105,5 +94,6 @@ class Lion(LowPrecisionOptimizer):
         **storage: Unpack[Storage],
     ) -> None:
         """Make the optimizer; the options are those of :class:`AdamW`."""
-        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        options: Any = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        torch.optim.AdamW([torch.empty(0)], **options)  # which refuses numbers out of range
         super().__init__(params, options, **storage)
