@@ -5,9 +5,7 @@ They call ``step`` and ``update`` separately for each optimizer, and consider a 
 
     step      one flag: is any gradient not finite, on any rank?
               yes: the optimizer is not called, fused or not; no: as torch's
-    update    all optimizers with gradients have stepped: adapt the scale
-              not yet: wait for them, or for the next backward
-    adapt     gradients of an optimizer that has not stepped move to the new scale
+    update    adapt the scale, and move the gradients of an optimizer that has not stepped to it
 
 torch's scaler considers ``update`` the end of an iteration. With two optimizers the second one's
 gradients would then be divided by a scale that they were not multiplied by, or divided twice if
@@ -52,7 +50,6 @@ class LoopScaler(GradScaler):
         super().__init__(*args, **kwargs)
         self._optimizers: Optimizers | None = None
         self._find_names: Named | None = None
-        self._pending = False  # update() was called and waits for optimizers
         self._mixed: set[int] = set()  # ids: a backward came after their gradients were unscaled
         self._losses_sum: Tensor | None = None  # of the micro-batches since the last update
 
@@ -73,7 +70,6 @@ class LoopScaler(GradScaler):
 
     def release(self) -> None:
         """Forget the current iteration, and drop all references to optimizers and parameters."""
-        self._pending = False
         self._mixed.clear()
         self._per_optimizer_states.clear()
         self._round, self._nonfinite, self._losses_sum = [], {}, None
@@ -81,12 +77,9 @@ class LoopScaler(GradScaler):
             self._names = {}
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply by the scale like torch's; first adapt it if ``update`` was waiting."""
-        if self._enabled:
-            if self._pending:
-                self._settle()
-            states = self._per_optimizer_states.items()
-            self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
+        """Multiply by the scale like torch's."""
+        states = self._per_optimizer_states.items()
+        self._mixed |= {key for key, s in states if s["stage"] is OptState.UNSCALED}
         scaled = super().scale(outputs)
         bound = self._bound()
         if bound and not with_gradients(*bound):
@@ -147,31 +140,23 @@ class LoopScaler(GradScaler):
         return None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale once all optimizers that have gradients have stepped, or set it.
+        """Adapt the scale, or set it; gradients of optimizers that have not stepped follow it.
 
         Raises:
-            NonFiniteError: As :meth:`halfstep.GradScaler.update`; where it had to wait for another
-                optimizer, the next ``scale`` raises it.
+            NonFiniteError: As :meth:`halfstep.GradScaler.update`.
         """
-        if not self._enabled or new_scale is not None:
-            super().update(new_scale)
-            return
-        stages = [state["stage"] for state in self._per_optimizer_states.values()]
-        self._pending = OptState.STEPPED in stages and bool(self._waiting())
-        if not self._pending:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Adapt the scale by the optimizers that have stepped; rescale the others' gradients."""
-        self._pending = False
-        waiting = {other: self._stage(other) is OptState.UNSCALED for other in self._waiting()}
+        waiting = {
+            other: self._stage(other) is OptState.UNSCALED
+            for other in self._bound()
+            if self._stage(other) is not OptState.STEPPED and with_gradients(other)
+        }
         for other in waiting:
             self._per_optimizer_states.pop(id(other), None)
             self._nonfinite.pop(id(other), None)
         self._mixed.clear()
         before = self.get_scale() if waiting else 1.0
         try:
-            super().update()
+            super().update(new_scale)
         finally:
             self._losses_sum = None
             for other, unscaled in waiting.items():
@@ -180,22 +165,8 @@ class LoopScaler(GradScaler):
                     for _, values in stored_gradients(other):
                         values.mul_(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`halfstep.GradScaler.state_dict`, after a scale that waits has been adapted."""
-        if self._enabled and self._pending:
-            self._settle()
-        return super().state_dict()
-
     def _bound(self) -> Sequence[Optimizer]:
         return () if self._optimizers is None else self._optimizers()
-
-    def _waiting(self) -> list[Optimizer]:
-        """The optimizers with gradients that have not stepped since the scale was last adapted."""
-        return [
-            optimizer
-            for optimizer in self._bound()
-            if self._stage(optimizer) is not OptState.STEPPED and with_gradients(optimizer)
-        ]
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         state = self._per_optimizer_states.get(id(optimizer))
