@@ -144,26 +144,6 @@ def test_the_update_compiles_to_exact_wide_code(
         assert "sqrt.rn.f32" in ptx
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bf16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("fp32", "fp16"))]
-)
-def test_the_statistics_compile_to_wide_code(dtype, tmp_path):
-    signature = {"owners": "*i32", "gradients": "*i64", "counts": "*i64"}
-    signature |= {"partials": "*fp64", "flags": "*i32"}
-    constants = {
-        "dtype": dtype,
-        "aligned": True,
-        "tile": cuda.STATISTICS_TILE,
-        "tiles": cuda.STATISTICS_TILES,
-    }
-    ptx = compiled(kernels.statistics_kernel, signature, constants, 90)
-    require_no_spill(ptx, 90, tmp_path / "statistics.ptx")
-    require_exact(ptx)
-    assert f"ld.global.{'v4' if dtype == 'fp32' else 'v2'}.b32" in ptx
-    # of 32 gradients that a thread has loaded, with a mask and without, 4 sums become fp64
-    assert [len(re.findall(rf"\s{name}\S*f64", ptx)) for name in ("cvt", "mul")] == [8, 8]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["fp32", *ROUNDING])
 def test_masters_and_checks_compile_to_wide_code(update, tmp_path):

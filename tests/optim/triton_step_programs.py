@@ -23,6 +23,7 @@ from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.optimizers import SGD, AdamW, Lion
 from halfstep.optim.rules import LION
 from halfstep.optim.state import Batch
+from halfstep.precision.masters.stepping import decide_by_torch
 from halfstep.precision.result import StepResult
 from halfstep.precision.step import Precision
 
@@ -148,7 +149,7 @@ def steps_of(optimizer, loss=0.0, max_norm=None):
     """One step on the device by hand; what it decided."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = {p: p.grad for p in every if p.grad is not None}
-    decided = optimizer.decide(torch.tensor(loss), gradients, max_norm)
+    decided = decide_by_torch(torch.tensor(loss), gradients, max_norm)
     optimizer.step(gradients=gradients, multiplier=decided)
     return decided, decided.read()
 

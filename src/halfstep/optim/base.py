@@ -202,7 +202,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
             closure: Recomputes the loss and returns it, as in ``torch.optim``.
             gradients: Used instead of each parameter's ``grad``: fp32, bf16 or fp16.
             multiplier: A factor of every gradient, applied on the fly (unscaling, clipping); or
-                what :meth:`decide` has decided about these gradients.
+                what the device has decided about these gradients.
         """
         loss, factor, decision = None, 1.0, None
         if isinstance(multiplier, DeviceDecision):
@@ -236,7 +236,7 @@ class LowPrecisionOptimizer(OwnOptimizer):
         return self._kernel_for(device, plan.algorithm.name)
 
     def can_decide(self) -> bool:
-        """Whether :meth:`decide` has kernels.
+        """Whether kernels heed a decision of the device.
 
         A subclass with a ``step`` of its own has none, since it may read the multiplier.
         """
@@ -244,28 +244,6 @@ class LowPrecisionOptimizer(OwnOptimizer):
         own_step = inspect.unwrap(type(self).step) is inspect.unwrap(LowPrecisionOptimizer.step)
         known = own_step and len(devices) == 1 and self.algorithm.name in RULES
         return known and cuda.can_launch(*devices)
-
-    @torch.no_grad()
-    def decide(
-        self, loss: Tensor, gradients: Gradients, max_norm: float | None
-    ) -> DeviceDecision | None:
-        """Decide on a step on the device; give the result to :meth:`step` as its multiplier.
-
-        A step whose loss or gradients are not finite leaves weights, moments and remainders
-        unchanged, bit for bit; :meth:`uncount` it once the host knows.
-
-        Args:
-            loss: A scalar.
-            gradients: Of the parameters, unscaled; fp32, bf16 or fp16. They are only read.
-            max_norm: Clip their global 2-norm to this, or None.
-
-        Returns:
-            None where the host must decide, as a gradient is sparse.
-
-        **Source:** a flag on the device as in NVIDIA Apex's capturable optimizers and torch's
-        fused ones.
-        """
-        return cuda.decide(loss, gradients, max_norm)
 
     def uncount(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take back that a step counts, which the device has not applied."""

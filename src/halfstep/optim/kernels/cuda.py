@@ -11,29 +11,26 @@ few places, have a table of their own.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from halfstep.errors import PrecisionError
 from halfstep.optim.kernels.reference import Plan
 from halfstep.optim.moments import BLOCK
-from halfstep.optim.state import Batch, StepTask, is_dense
+from halfstep.optim.state import Batch, StepTask
 from halfstep.precision.masters.rounding import Update
-from halfstep.precision.masters.stepping import DeviceDecision
 
 ROWS = 8
 """Blocks of 128 elements in a tile of the update: 4 elements of a thread, in 80 registers."""
 TILES = 8
 """Tiles of a program of the update, which reads addresses once for these 8,192 elements."""
-STATISTICS_TILE = 1024
-STATISTICS_TILES = 32
 _UPDATED = TILES * ROWS * BLOCK  # elements of a program of the update
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KEPT = 64  # tables kept, so that gradients alternating between a few addresses need no new copy
@@ -190,41 +187,3 @@ def read_masters(batch: Batch, values: Sequence[Tensor], update: Update) -> None
     """Read as ``reference.read_masters`` does, in one launch."""
     _launch_batch("masters_kernel", batch, values, update=_stored(batch.tasks[0], update))
     increment_version(values)
-
-
-def decide(
-    loss: Tensor, gradients: Mapping[nn.Parameter, Tensor], max_norm: float | None
-) -> DeviceDecision | None:
-    """Decide on a step from one pass over its gradients; None where no kernel can read them.
-
-    The norm is the root of fp64 sums of short fp32 sums, which are the same in every run.
-    """
-    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
-    for parameter, gradient in gradients.items():
-        if gradient.dtype not in _NAMES or gradient.is_sparse:
-            return None
-        if not (gradient.is_contiguous() or is_dense(gradient)):
-            gradient = gradient.contiguous()
-        by_dtype.setdefault(gradient.dtype, []).append((parameter, gradient))
-    device = next(iter(gradients.values())).device
-    flags = torch.zeros(len(gradients), dtype=torch.int32, device=device)
-    order: list[nn.Parameter] = []
-    partials = []
-    for dtype, members in by_dtype.items():
-        values = [gradient for _, gradient in members]
-        partials.append(_statistics(dtype, values, flags[len(order) :]))
-        order += [parameter for parameter, _ in members]
-    return DeviceDecision(loss, torch.cat(partials).sum().sqrt(), flags, order, max_norm)
-
-
-def _statistics(dtype: torch.dtype, values: Sequence[Tensor], flags: Tensor) -> Tensor:
-    """The fp64 sums of squares of these gradients, by program, and their ``flags``."""
-    device, counts = flags.device, tuple([value.numel() for value in values])
-    owners = _owners(device, counts, STATISTICS_TILE * STATISTICS_TILES)
-    partials = torch.zeros(len(owners), dtype=torch.float64, device=device)
-    addresses, aligned = _addresses(values, device)
-    _launch(
-        "statistics_kernel", owners, addresses, _table(device, counts), partials, flags,
-        dtype=_NAMES[dtype], aligned=aligned, tile=STATISTICS_TILE, tiles=STATISTICS_TILES,
-    )  # fmt: skip
-    return partials
