@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from halfstep.errors import NonFiniteError, PrecisionError
-from halfstep.integrations.grad_scaler import GradScaler, total
+from halfstep.integrations.grad_scaler import GradScaler
 from halfstep.integrations.optimizer_tensors import (
     name_table,
     stored_gradients,
@@ -115,29 +115,19 @@ class LoopScaler(GradScaler):
             PrecisionError: If a closure is given, or a backward has added scaled gradients to
                 unscaled ones, or another rank's optimizer has no gradient.
         """
-        if not self._enabled or self._stage(optimizer) is OptState.STEPPED:
-            return super().step(optimizer, *args, **kwargs)  # which raises, if enabled
-        if any(argument is not None for argument in (*args[:1], kwargs.get("closure"))):
+        if self._enabled and any(a is not None for a in (*args[:1], kwargs.get("closure"))):
             raise PrecisionError(
                 "a closure was given to step(): its gradients would not be unscaled. Call "
                 "backward and then step() without one"
             )
         self._refuse_mixed(optimizer)
-        self._check_scale_growth_tracker("step")
-        assert self._scale is not None
-        if self._stage(optimizer) is OptState.READY:
-            self._stepping = True
-            try:
-                self.unscale_(optimizer)
-            finally:
-                self._stepping = False
-        flags = self._found_inf_per_device(optimizer)
-        if not flags or not float(total(flags.values(), self._scale.device)):
-            return super().step(optimizer, *args, **kwargs)  # which raises where no flag is
-        self._host_flag = 1.0
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        self._remember(optimizer)
-        return None
+        one: Any = optimizer
+        heeds = getattr(one, "_step_supports_amp_scaling", False)
+        one._step_supports_amp_scaling = False  # or torch would call it on an overflow, too
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            one._step_supports_amp_scaling = heeds
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, or set it; gradients of optimizers that have not stepped follow it.
