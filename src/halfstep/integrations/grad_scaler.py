@@ -322,12 +322,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        # torch waits for the flags here; wait once, keep the values and pass them on.
-        found = optimizer_state["found_inf_per_device"]
-        host = {device: flag.cpu() for device, flag in found.items()}
-        self._host_flag = sum(float(flag.item()) for flag in host.values())
-        known = {**optimizer_state, "found_inf_per_device": host}
-        return super()._maybe_opt_step(optimizer, known, *args, **kwargs)
+        # as torch, which waits for the flags here
+        flags = optimizer_state["found_inf_per_device"].values()
+        self._host_flag = sum(float(flag.item()) for flag in flags)
+        return None if self._host_flag else optimizer.step(*args, **kwargs)
 
     def _remember(self, optimizer: Optimizer) -> None:
         flags = self._found_inf_per_device(optimizer).values()
